@@ -1,0 +1,234 @@
+"""Errors that name the argument, raised before anything is launched or written. Pure: no array library but NumPy."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["View", "fold_arguments", "forward_arguments", "overlaps", "span"]
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+PRECISIONS = ("highest", "high")
+GEMMS = ("auto", "cublas", "tiled")
+WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
+
+
+class View(NamedTuple):
+    """What a check may know of an array, whatever library made it."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    dtype: str
+    itemsize: int
+    device: str
+    writable: bool
+
+
+def forward_arguments(
+    views: Mapping[str, View | None],
+    *,
+    training: Any,
+    momentum: Any,
+    eps: Any,
+    precision: Any,
+    gemm: Any,
+) -> None:
+    """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None."""
+    x, weight = _matrices(views)
+    batch, features = x.shape[0], weight.shape[0]
+    _vectors(views, features, x.dtype)
+
+    if not isinstance(training, (bool, np.bool_)):
+        raise TypeError(f"training: expected a bool, got {training!r}")
+    _eps(eps, positive=bool(training))
+    if momentum is not None:
+        _number("momentum", momentum, "a finite number or None")
+    _name("precision", precision, PRECISIONS)
+    _name("gemm", gemm, GEMMS)
+    if x.device == "cpu" and gemm != "auto":
+        raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
+
+    mean, count, out = views["running_mean"], views["num_batches_tracked"], views["out"]
+    if mean is None and not training:
+        raise ValueError(
+            "running_mean: expected an array, got None: inference (training=False) needs the running statistics"
+        )
+    if count is not None:
+        if count.dtype != "int64":
+            raise TypeError(f"num_batches_tracked: expected dtype int64, got {count.dtype}")
+        if math.prod(count.shape) != 1:
+            raise ValueError(f"num_batches_tracked: expected one element, got shape {count.shape}")
+        _device("num_batches_tracked", count, x)
+        if mean is None:
+            raise ValueError("num_batches_tracked: expected running_mean and running_var beside it, got None")
+    elif momentum is None and training:
+        raise ValueError(
+            "num_batches_tracked: expected an int64 array, got None: momentum=None averages over its count"
+        )
+    if out is not None:
+        if out.shape != (batch, features):
+            raise ValueError(f"out: expected shape {(batch, features)}, got {out.shape}")
+        if out.dtype != x.dtype:
+            raise TypeError(f"out: expected x's dtype {x.dtype}, got {out.dtype}")
+        _device("out", out, x)
+
+    for name in written(views, training=bool(training)):
+        view = views[name]
+        assert view is not None
+        _writable(name, view)
+    overlaps(views, training=bool(training))
+    if training and batch == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
+
+
+def fold_arguments(views: Mapping[str, View | None], *, eps: Any) -> None:
+    """Raise what `gsbn.fold` promises to raise."""
+    weight = views["weight"]
+    assert weight is not None
+    _floating("weight", weight)
+    _matrix("weight", weight)
+    _vectors(views, weight.shape[0], weight.dtype, like="weight")
+    _eps(eps, positive=False)
+
+
+def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
+    """The arguments that the call writes."""
+    names = WRITTEN if training else ("out",)
+    return tuple(name for name in names if views.get(name) is not None)
+
+
+def overlaps(views: Mapping[str, View | None], *, training: bool) -> None:
+    """Raise if an array that is written shares an element's memory with any other argument."""
+    for name in written(views, training=training):
+        target = views[name]
+        assert target is not None
+        for other, view in views.items():
+            if view is not None and other != name and _share(target, view):
+                raise ValueError(
+                    f"{name}: expected memory of its own, got memory that {other} overlaps; {name} is written"
+                )
+
+
+def span(view: View) -> tuple[int, int]:
+    """First byte of the array and the byte past its last, both relative to its pointer; (0, 0) if it is empty."""
+    if 0 in view.shape:
+        return 0, 0
+    reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + view.itemsize
+
+
+def _share(a: View, b: View) -> bool:
+    (a_low, a_high), (b_low, b_high) = span(a), span(b)
+    if a_low == a_high or b_low == b_high or a.device != b.device:
+        return False
+    if a.pointer + a_high <= b.pointer + b_low or b.pointer + b_high <= a.pointer + a_low:
+        return False
+    # Interleaved views (buf[0::2], buf[1::2]) share a span and no element; NumPy solves that exactly, reading nothing.
+    return np.shares_memory(_phantom(a), _phantom(b))
+
+
+def _phantom(view: View) -> np.ndarray[Any, Any]:
+    class Interface:
+        __array_interface__ = {
+            "version": 3,
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{view.itemsize}",
+            "data": (view.pointer, True),
+        }
+
+    return np.asarray(Interface())
+
+
+def _matrices(views: Mapping[str, View | None]) -> tuple[View, View]:
+    x, weight = views["x"], views["weight"]
+    assert x is not None and weight is not None
+    _floating("x", x)
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected x's dtype {x.dtype}, got {weight.dtype}")
+    if len(x.shape) != 2:
+        raise ValueError(f"x: expected 2 dimensions (B, I), got shape {x.shape}")
+    _matrix("weight", weight)
+    if x.shape[1] == 0:
+        raise ValueError(f"x: expected at least one input feature, got shape {x.shape}")
+    if weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: expected shape (O, {x.shape[1]}) to match x {x.shape}, got {weight.shape}")
+    _device("weight", weight, x)
+    return x, weight
+
+
+def _matrix(name: str, view: View) -> None:
+    if len(view.shape) != 2:
+        raise ValueError(f"{name}: expected 2 dimensions (O, I), got shape {view.shape}")
+    if 0 in view.shape:
+        raise ValueError(f"{name}: expected at least one output and one input feature, got shape {view.shape}")
+
+
+def _vectors(views: Mapping[str, View | None], features: int, dtype: str, like: str = "x") -> None:
+    owner = views[like]
+    assert owner is not None
+    allowed = ("float64",) if dtype == "float64" else tuple(dict.fromkeys((dtype, "float32")))
+    for name in ("scale", "bias", "gamma", "beta", "running_mean", "running_var"):
+        view = views[name]
+        if view is None:
+            continue
+        if view.dtype not in allowed:
+            raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {view.dtype}")
+        if view.shape != (features,):
+            raise ValueError(f"{name}: expected shape ({features},), got {view.shape}")
+        _device(name, view, owner, like)
+    mean, var = views["running_mean"], views["running_var"]
+    if (mean is None) != (var is None):
+        missing, given = ("running_mean", "running_var") if mean is None else ("running_var", "running_mean")
+        raise ValueError(f"{missing}: expected an array beside {given}, got None")
+    if mean is not None and var is not None and mean.dtype != var.dtype:
+        raise TypeError(f"running_var: expected running_mean's dtype {mean.dtype}, got {var.dtype}")
+
+
+def _floating(name: str, view: View) -> None:
+    if view.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {view.dtype}")
+
+
+def _device(name: str, view: View, owner: View, like: str = "x") -> None:
+    if view.device != owner.device:
+        raise ValueError(f"{name}: expected {like}'s device {owner.device}, got {view.device}")
+
+
+def _writable(name: str, view: View) -> None:
+    if not view.writable:
+        raise ValueError(f"{name}: expected writable memory, got a read-only array; it is written")
+    if 0 in view.shape:
+        return
+    reach = view.itemsize  # the bytes that the inner dimensions cover
+    for stride, size in sorted((abs(n), size) for size, n in zip(view.shape, view.strides, strict=True) if size > 1):
+        if stride < reach:
+            raise ValueError(
+                f"{name}: expected elements apart in memory, got a stride of {stride} bytes; it is written"
+            )
+        reach += stride * (size - 1)
+
+
+def _number(name: str, value: Any, expected: str) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected {expected}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _eps(eps: Any, *, positive: bool) -> None:
+    _number("eps", eps, "a finite number")
+    if eps < 0 or (positive and eps == 0):
+        raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {eps!r}")
+
+
+def _name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {allowed}, got {value!r}")
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")

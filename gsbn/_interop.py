@@ -1,0 +1,361 @@
+"""Arrays in and out: NumPy, CuPy, torch and any other DLPack producer, without a copy, on the caller's stream.
+
+A library is only ever looked up in `sys.modules`: whoever hands over a torch tensor has imported torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ._check import View
+
+__all__ = ["Kind", "kind_of", "kinds_of"]
+
+
+class Kind:
+    """How one array library is read and allocated; one instance a library and side (CPU or CUDA)."""
+
+    name: str  # as error messages say it
+    on_gpu = False
+    counts_writes = False  # `written` has something to tell
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
+
+        The fast path of every call, so it checks nothing: an array of another kind raises or gives a key never seen.
+        """
+        raise NotImplementedError
+
+    def pointer(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def view(self, array: Any) -> View:
+        raise NotImplementedError
+
+    def admit(self, name: str, array: Any) -> None:
+        """Raise if the library forbids handing this array over."""
+
+    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """A NumPy view of the same memory (CPU kinds)."""
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
+        """The inverse of `numpy`."""
+        raise NotImplementedError
+
+    def device(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def stream(self, device: int) -> int:
+        """The library's current stream on the device, as a pointer."""
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        """An uninitialised C-contiguous array of like's dtype on its device."""
+        raise NotImplementedError
+
+    def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
+        raise NotImplementedError
+
+    def contiguous(self, array: Any) -> Any:
+        raise NotImplementedError
+
+    def written(self, array: Any) -> None:
+        """Tell the library that its array was changed in place."""
+
+    def side(self, array: Any) -> Kind | None:
+        """The kind for the device that this array is on; None for a device that gsbn cannot use."""
+        return self
+
+
+class _Numpy(Kind):
+    name = "NumPy"
+
+    def view(self, array: Any) -> View:
+        native = array.dtype.name if array.dtype.isnative else str(array.dtype)
+        pointer = array.__array_interface__["data"][0]
+        return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
+
+    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(array)
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
+        return array
+
+
+class _Cupy(Kind):
+    name = "CuPy"
+    on_gpu = True
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._ndarray = cupy.ndarray
+        self._alloc = cupy.cuda.alloc
+        self._current_stream = cupy.cuda.get_current_stream
+        self._contiguous = cupy.ascontiguousarray
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        key: list[Any] = []
+        pointers = []
+        for a in arrays:
+            if a is None:
+                key.append(None)
+                pointers.append(0)
+            else:
+                data = a.data
+                key.append((type(a), a.shape, a.strides, a.dtype, data.device_id))
+                pointers.append(data.ptr)
+        return tuple(key), pointers
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr  # type: ignore[no-any-return]
+
+    def view(self, array: Any) -> View:
+        dtype, device = array.dtype, f"cuda:{self.device(array)}"
+        return View(array.data.ptr, array.shape, array.strides, dtype.name, dtype.itemsize, device, True)
+
+    def device(self, array: Any) -> int:
+        return array.data.device_id  # type: ignore[no-any-return]
+
+    def stream(self, device: int) -> int:
+        return self._current_stream(device).ptr  # type: ignore[no-any-return]
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        return self._ndarray(shape, like.dtype)
+
+    def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        memory = self._alloc(nbytes)
+        return memory, memory.ptr
+
+    def contiguous(self, array: Any) -> Any:
+        return self._contiguous(array)
+
+
+class _Torch(Kind):
+    name = "torch"
+    counts_writes = True
+    cuda: Kind
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._names = {
+            torch.float32: "float32",
+            torch.float16: "float16",
+            torch.bfloat16: "bfloat16",
+            torch.float64: "float64",
+            torch.int64: "int64",
+        }
+
+    def view(self, array: Any) -> View:
+        size = array.element_size()
+        strides = tuple(stride * size for stride in array.stride())
+        dtype = self._names.get(array.dtype, str(array.dtype))
+        return View(array.data_ptr(), tuple(array.shape), strides, dtype, size, str(array.device), True)
+
+    def admit(self, name: str, array: Any) -> None:
+        if array.requires_grad and self._torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
+                f"or pass {name}.detach()"
+            )
+        if array.layout is not self._torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")
+        if array.is_neg():
+            raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+
+    def numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        array = array.detach()
+        if array.dtype is self._torch.bfloat16:
+            return array.view(self._torch.int16).numpy().view(_bfloat16())  # type: ignore[no-any-return]
+        return array.numpy()  # type: ignore[no-any-return]
+
+    def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
+        if array.dtype.name == "bfloat16":
+            return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
+        return self._torch.from_numpy(array)
+
+    def written(self, array: Any) -> None:
+        if not array.is_inference():  # such a tensor has no version counter
+            self._torch.autograd.graph.increment_version(array)
+
+    def side(self, array: Any) -> Kind | None:
+        return self.cuda if array.is_cuda else self if array.is_cpu else None
+
+
+class _TorchCuda(_Torch):
+    on_gpu = True
+
+    def __init__(self, torch: Any) -> None:
+        super().__init__(torch)
+        # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
+        self._raw_stream: Callable[[int], int] = getattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+        )
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        key: list[Any] = [self._torch.is_grad_enabled()]
+        pointers = []
+        for a in arrays:
+            if a is None:
+                key.append(None)
+                pointers.append(0)
+            else:
+                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, a.requires_grad, a.is_neg()))
+                pointers.append(a.data_ptr())
+        return tuple(key), pointers
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()  # type: ignore[no-any-return]
+
+    def device(self, array: Any) -> int:
+        return array.device.index  # type: ignore[no-any-return]
+
+    def stream(self, device: int) -> int:
+        return self._raw_stream(device)
+
+    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
+        return like.new_empty(shape)
+
+    def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
+        memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)
+        return memory, memory.data_ptr()
+
+    def contiguous(self, array: Any) -> Any:
+        return array.contiguous()
+
+
+_kinds: dict[type, Kind] = {np.ndarray: _Numpy()}
+
+
+def kind_of(array: Any) -> Kind | None:
+    """The kind of an array; None for a DLPack producer of no known library and for what is no array at all."""
+    kind = _kinds.get(type(array)) or _learn(type(array))
+    return kind.side(array) if kind is not None else None
+
+
+def _learn(type_: type) -> Kind | None:
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    if issubclass(type_, np.ndarray):
+        _kinds[type_] = _kinds[np.ndarray]
+    elif cupy is not None and issubclass(type_, cupy.ndarray):
+        _kinds[type_] = _kinds.get(cupy.ndarray) or _Cupy()
+        _kinds[cupy.ndarray] = _kinds[type_]
+    elif torch is not None and issubclass(type_, torch.Tensor):
+        if torch.Tensor not in _kinds:
+            kind = _Torch(torch)
+            kind.cuda = _TorchCuda(torch)
+            _kinds[torch.Tensor] = kind
+        _kinds[type_] = _kinds[torch.Tensor]
+    return _kinds.get(type_)
+
+
+def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+    """The one kind of all arrays, the arrays themselves, and the names of those that DLPack marks as read-only.
+
+    Foreign DLPack producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no
+    array or of another kind than the first of `required`, RuntimeError for a torch tensor that requires grad while grad
+    mode is on.
+    """
+    like = required[0]
+    owner = arrays[like]
+    for name in required:
+        if arrays[name] is None:
+            raise TypeError(f"{name}: expected an array, got None")
+    kind = kind_of(owner)
+    if kind is None:
+        return _import_dlpack(arrays, like)
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        other = kind_of(array)
+        if other is None or other.name != kind.name:
+            raise TypeError(f"{name}: expected a {kind.name} array like {like}, got {_type_name(array)}")
+        other.admit(name, array)
+    for name, array in arrays.items():  # one library, two devices
+        if array is not None and kind_of(array) is not kind:
+            raise ValueError(f"{name}: expected {like}'s device {owner.device}, got {array.device}")
+    return kind, arrays, frozenset()
+
+
+def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(arrays[like], torch.Tensor):
+        raise ValueError(f"{like}: expected a tensor on cpu or cuda, got one on {arrays[like].device}")
+    imported: dict[str, Any] = {}
+    read_only = set()
+    for name, array in arrays.items():
+        known = array is None or (name == "out" and kind_of(array) is not None)  # out: of the result's kind
+        if not known and not hasattr(array, "__dlpack__"):
+            raise TypeError(
+                f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {_type_name(array)}"
+            )
+        if not known and kind_of(array) is not None:
+            raise TypeError(f"{name}: expected a DLPack producer like {like}, got {_type_name(array)}")
+        producer = _Producer(name, array)
+        imported[name] = array if known else producer.take()
+        if producer.read_only:
+            read_only.add(name)
+    kind = kind_of(imported[like])
+    assert kind is not None
+    for name, array in imported.items():
+        if array is not None and kind_of(array) is not kind:
+            raise ValueError(f"{name}: expected {like}'s device, got {_type_name(arrays[name])} on another")
+    return kind, imported, frozenset(read_only)
+
+
+class _Producer:
+    """A DLPack producer that remembers the read-only mark of what it handed over, which CuPy drops."""
+
+    def __init__(self, name: str, array: Any) -> None:
+        self.name, self.array, self.read_only = name, array, False
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()  # type: ignore[no-any-return]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.array.__dlpack__(**options)
+        api = ctypes.pythonapi
+        api.PyCapsule_IsValid.argtypes = api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+        api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        if api.PyCapsule_IsValid(capsule, b"dltensor_versioned"):
+            # struct DLManagedTensorVersioned: version (8 bytes), manager_ctx, deleter, then flags; bit 0 is READ_ONLY
+            managed = api.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+            self.read_only = bool(ctypes.c_uint64.from_address(managed + 24).value & 1)
+        return capsule
+
+    def take(self) -> Any:
+        kind = int(self.__dlpack_device__()[0])
+        if kind == _DLPACK_CPU:
+            try:
+                return np.from_dlpack(self)
+            except (BufferError, RuntimeError, TypeError) as error:
+                if hasattr(self.array, "__array__"):  # NumPy's DLPack has no bfloat16; __array__ gives ml_dtypes' one
+                    return np.asarray(self.array)
+                raise TypeError(f"{self.name}: expected an array that NumPy can take: {error}") from error
+        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            import cupy
+
+            return cupy.from_dlpack(self)
+        raise ValueError(f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {kind}")
+
+
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+
+
+def _type_name(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__qualname__}"
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("bfloat16 on the CPU needs ml_dtypes: pip install ml_dtypes") from error
+    return ml_dtypes.bfloat16

@@ -1,0 +1,130 @@
+"""Find, digest, compile, memoise and launch the kernels; the only user of cupy.RawModule."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import _plan
+from ._plan import Kernel
+
+__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "launcher"]
+
+
+def _find() -> Path:
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernels", here.parent / "kernels"):  # in a wheel; in a checkout
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise ImportError(f"gsbn: no kernels/ inside or beside {here}: reinstall gsbn")
+
+
+KERNEL_DIR = _find()
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+# struct Problem of kernels/common.cuh, which an array of this dtype and size one is passed as, by value.
+PROBLEM = np.dtype(
+    [(name, np.int64) for name in ("m", "n", "k", "ldx", "ldw", "ldg", "y_row", "y_col")]
+    + [(name, np.int64) for name in ("stats_rows", "normalize_rows", "splits")]
+    + [(name, np.int64) for name in ("affine", "partials", "tickets", "flags")]
+    + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
+    + [(name, np.float64) for name in ("momentum", "eps")]
+)
+FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "training": 16}
+KINDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
+
+
+@lru_cache(maxsize=1)
+def digest() -> str:
+    """A digest of every file in kernels/: CuPy's cubin cache does not notice an edited header by itself."""
+    hasher = hashlib.sha256()
+    for path in sorted(KERNEL_DIR.glob("*.cu*")):
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    return hasher.hexdigest()[:16]
+
+
+def all_kernels() -> Iterator[Kernel]:
+    """Every variant that a plan can ask for."""
+    types = [("X_TYPE", t) for t in _plan.C_TYPE.values()]
+    for t in types:
+        g = "double" if t[1] == "double" else "float"
+        for tile in _plan.TILES[g]:
+            names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
+            yield Kernel("gemm_tiled", "gemm_tiled", (t, ("G_TYPE", g), *zip(names, map(str, tile), strict=True)))
+        yield Kernel("normalize", "normalize", (("G_TYPE", g), ("Y_TYPE", t[1])))
+        yield fold_kernel(t[1])
+    for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
+        yield Kernel(name, "scale_stats", (("G_TYPE", g),))
+
+
+def fold_kernel(t: str) -> Kernel:
+    return Kernel("fold", "fold", (("X_TYPE", t),))
+
+
+def _options(kernel: Kernel) -> tuple[str, ...]:
+    return (
+        "-std=c++17",
+        f"-I{KERNEL_DIR}",
+        f"-DGSBN_DIGEST={digest()}",
+        *(f"-D{name}={value}" for name, value in kernel.defines),
+    )
+
+
+@lru_cache(maxsize=None)
+def _source(file: str) -> str:
+    return (KERNEL_DIR / f"{file}.cu").read_text(encoding="utf-8")
+
+
+_lock = threading.Lock()
+_modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+_functions: dict[tuple[Kernel, int], Any] = {}
+
+
+def launcher(kernel: Kernel, device: int) -> Any:
+    """The kernel loaded on a device (which must be current), as a callable
+    `launch((grid,), (block,), args, shared_bytes, stream)`.
+
+    Arguments are unchecked: an int arrives as 64 bits, a float as a double, an address is an int, a PROBLEM array is
+    passed by value; `stream` is anything with a `ptr`.
+    """
+    function = _functions.get((kernel, device))
+    if function is None:
+        import cupy
+
+        with _lock:
+            key = (kernel.file, kernel.defines)
+            if key not in _modules:
+                _modules[key] = cupy.RawModule(code=_source(kernel.file), options=_options(kernel))
+            function = _functions[kernel, device] = _modules[key].get_function(kernel.name).kernel
+    return function
+
+
+def compile_all(arch: str) -> dict[Kernel, bytes]:
+    """Compile every variant with NVRTC for an architecture such as "sm_90a"; needs no GPU. Returns the cubins."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    headers = find_nvidia_header_directory("cudart")
+    cubins: dict[tuple[str, tuple[tuple[str, str], ...]], bytes] = {}
+    found = {}
+    for kernel in all_kernels():
+        key = (kernel.file, kernel.defines)
+        if key not in cubins:
+            program = nvrtc.createProgram(_source(kernel.file), f"{kernel.file}.cu", (), ())
+            options = (*_options(kernel), f"-I{headers}", "-ftz=true", f"-arch={arch}")
+            try:
+                nvrtc.compileProgram(program, options)
+                cubins[key] = nvrtc.getCUBIN(program)
+            except nvrtc.NVRTCError as error:
+                raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
+            finally:
+                nvrtc.destroyProgram(program)
+        found[kernel] = cubins[key]
+    return found

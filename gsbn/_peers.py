@@ -1,0 +1,301 @@
+"""What ``gsbn.bench`` runs side by side: gsbn itself, and every peer that is installed, on the same operands.
+
+All of them see the same memory for ``x`` and ``weight``, have running statistics of their own, allocate their result
+as a user's call does, and run without autograd. Names, as ``gsbn bench --only`` takes them, are the keys of ``NAMES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gsbn
+from gsbn._accuracy import EPS, MOMENTUM, Operands, as_dtype
+from gsbn._system import path
+
+if TYPE_CHECKING:
+    from gsbn.bench import Case
+
+NAMES = {
+    "gsbn": "gsbn",
+    "gsbn-cublas": "gsbn, cublas",
+    "gsbn-tiled": "gsbn, tiled",
+    "gsbn-torch": "gsbn on tensors",
+    "gemm-torch": "GEMM, torch.mm",
+    "gemm-lt": "GEMM, cuBLASLt",
+    "gemm-cupy": "GEMM, cupy",
+    "gemm-numpy": "GEMM, numpy",
+    "pytorch": "PyTorch eager",
+    "compile": "torch.compile",
+    "autotune": "max-autotune",
+    "jax": "JAX",
+}
+GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gemm-lt", "gemm-cupy", "compile", "autotune"}
+
+
+class Unavailable(Exception):
+    """The candidate cannot run this case here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a case.
+
+    ``call`` runs it once and returns its result. ``outputs`` runs it once from fresh running statistics and returns
+    ``(y, running_mean, running_var)`` as arrays of the clock's own kind, or ``(g, None, None)`` for a bare GEMM.
+    ``capturable`` says that a CUDA graph of it would run the same kernels; ``wait`` blocks until a result is there.
+    """
+
+    name: str
+    library: str  # cupy, numpy, torch or jax: whose streams and allocator it uses
+    call: Callable[[], Any]
+    outputs: Callable[[], tuple[Any, Any, Any]]
+    capturable: bool = True
+    path: str = ""  # the GEMM that gsbn takes
+    wait: Callable[[Any], None] = lambda result: None
+
+    @property
+    def is_gemm(self) -> bool:
+        return self.name.startswith("gemm-")
+
+
+def names(gpu: bool) -> list[str]:
+    """The candidates that make sense on this kind of machine, installed or not."""
+    return [name for name in NAMES if (name not in GPU_ONLY if not gpu else name != "gemm-numpy")]
+
+
+def load(names: list[str]) -> dict[str, Any]:
+    """Import what the named candidates need: module, or None where it is not installed."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of the GPU
+    needed = {"jax" if name == "jax" else "torch" for name in names if name not in ("gsbn", "gemm-cupy", "gemm-numpy")}
+    found: dict[str, Any] = {}
+    for library in sorted(needed):
+        try:
+            found[library] = importlib.import_module(library)
+        except ImportError:
+            found[library] = None
+    return found
+
+
+def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """The candidate called ``name`` on these operands; raises ``Unavailable``."""
+    on_gpu = xp.__name__ == "cupy"
+    if name == "gsbn-torch":
+        return _gsbn_torch(case, operands, _torch(on_gpu), xp)
+    if name.startswith("gsbn"):
+        return _gsbn(name, case, operands, xp)
+    if name in ("gemm-cupy", "gemm-numpy"):
+        return _gemm_native(name, case, operands, xp)
+    if name == "jax":
+        return _jax(case, operands, xp)
+    torch = _torch(on_gpu)
+    if name.startswith("gemm"):
+        return _gemm_torch(name, operands, torch, xp)
+    return _module(name, case, operands, torch, xp)
+
+
+@contextmanager
+def float32_precision(precision: str) -> Iterator[None]:
+    """PyTorch's and CuPy's global float32 matmul precision, restored on the way out."""
+    import sys
+
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None:
+        torch_before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+    if cupy is not None:
+        from cupy._core import _routines_linalg as core
+
+        cupy_before = core.get_compute_type("f")
+        core.set_compute_type("f", core.COMPUTE_TYPE_TF32 if precision == "high" else core.COMPUTE_TYPE_FP32)
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_float32_matmul_precision(torch_before)
+        if cupy is not None:
+            core.set_compute_type("f", cupy_before)
+
+
+def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    gemm = name.partition("-")[2] or "auto"
+    state = operands.fresh_statistics(xp)
+
+    def call() -> Any:
+        return gsbn.forward(
+            operands.x, operands.weight, operands.scale, **operands.affine, **state,
+            training=case.training, precision=case.precision, gemm=gemm,
+        )  # fmt: skip
+
+    def outputs() -> tuple[Any, Any, Any]:
+        state.update(operands.fresh_statistics(xp))
+        return call(), state["running_mean"], state["running_var"]
+
+    chosen = path(case, gemm, xp)[0]
+    return Candidate(name, xp.__name__, call, outputs, chosen != "cublas", chosen)
+
+
+def _gsbn_torch(case: Case, operands: Operands, torch: Any, xp: Any) -> Candidate:
+    x, weight, scale = (to_torch(a, torch) for a in (operands.x, operands.weight, operands.scale))
+    affine = {name: to_torch(a, torch) for name, a in operands.affine.items()}
+    state: dict[str, Any] = {}
+
+    def reset() -> None:
+        state.update({name: to_torch(a, torch) for name, a in operands.fresh_statistics(xp).items()})
+
+    def call() -> Any:
+        return gsbn.forward(x, weight, scale, **affine, **state, training=case.training, precision=case.precision)
+
+    def outputs() -> tuple[Any, Any, Any]:
+        reset()
+        y = call()
+        return from_torch(y, xp), from_torch(state["running_mean"], xp), from_torch(state["running_var"], xp)
+
+    reset()
+    chosen = path(case, "auto", xp)[0]
+    return Candidate("gsbn-torch", "torch", call, outputs, chosen != "cublas", chosen)
+
+
+def _gemm_native(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    if xp.__name__ == "numpy" and case.dtype not in ("float32", "float64"):
+        raise Unavailable(f"numpy has no BLAS for {case.dtype}")
+    x, weight_t = operands.x, operands.weight.T
+    g = xp.empty((case.batch, case.out_features), x.dtype)
+
+    def call() -> Any:
+        return xp.matmul(x, weight_t, out=g)
+
+    return Candidate(name, xp.__name__, call, lambda: (call(), None, None), capturable=False)
+
+
+def _gemm_torch(name: str, operands: Operands, torch: Any, xp: Any) -> Candidate:
+    x, weight_t = to_torch(operands.x, torch), to_torch(operands.weight, torch).T
+    g = torch.empty((x.shape[0], weight_t.shape[1]), dtype=x.dtype, device=x.device)
+
+    def call() -> Any:
+        return torch.mm(x, weight_t, out=g)
+
+    def call_lt() -> Any:
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        try:
+            return call()
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    run = call_lt if name == "gemm-lt" else call
+    return Candidate(name, "torch", run, lambda: (from_torch(run(), xp), None, None))
+
+
+def _module(name: str, case: Case, operands: Operands, torch: Any, xp: Any) -> Candidate:
+    """KernelBench's module: ``BatchNorm1d(Linear(x) * scale)``, eager or compiled."""
+
+    class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.gemm = torch.nn.Linear(case.in_features, case.out_features, device="meta")
+            self.scale = parameter(operands.scale)
+            self.bn = torch.nn.BatchNorm1d(case.out_features, device="meta")
+            self.gemm.weight, self.gemm.bias = parameter(operands.weight), parameter(operands.affine["bias"])
+            self.bn.weight, self.bn.bias = parameter(operands.affine["gamma"]), parameter(operands.affine["beta"])
+
+        def forward(self, x: Any) -> Any:
+            return self.bn(self.gemm(x) * self.scale)
+
+    def parameter(a: Any) -> Any:
+        return torch.nn.Parameter(to_torch(a, torch), requires_grad=False)
+
+    def reset() -> None:
+        for key, a in operands.fresh_statistics(xp).items():
+            setattr(module.bn, key, to_torch(a, torch).reshape(() if a.size == 1 and a.dtype == "int64" else a.shape))
+
+    module = GemmScaleBatchNorm().train(case.training)
+    reset()
+    x, run = to_torch(operands.x, torch), module
+    if name != "pytorch":
+        torch._dynamo.reset()  # every case compiles anew, with static shapes
+        mode = "max-autotune-no-cudagraphs" if name == "autotune" else "default"
+        run = torch.compile(module, dynamic=False, mode=mode)
+
+    def outputs() -> tuple[Any, Any, Any]:
+        for key, a in operands.fresh_statistics(xp).items():
+            getattr(module.bn, key).copy_(to_torch(a, torch).reshape(getattr(module.bn, key).shape))
+        y = run(x)
+        return from_torch(y, xp), from_torch(module.bn.running_mean, xp), from_torch(module.bn.running_var, xp)
+
+    return Candidate(name, "torch", lambda: run(x), outputs)
+
+
+def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
+    jax = load(["jax"])["jax"]
+    if jax is None:
+        raise Unavailable("jax is not installed")
+    if case.dtype == "float64":
+        raise Unavailable("jax computes float64 only in its global x64 mode")
+    if (jax.default_backend() == "gpu") != (xp.__name__ == "cupy"):
+        raise Unavailable(f"jax runs on {jax.default_backend()} here")
+    jnp = jax.numpy
+    algorithm = {"highest": "F32_F32_F32", "high": "TF32_TF32_F32"}[case.precision]
+    precision = algorithm if case.dtype == "float32" and xp.__name__ == "cupy" else None
+
+    def to_jax(a: Any) -> Any:
+        if a.dtype.name == "bfloat16":
+            return jax.lax.bitcast_convert_type(jnp.from_dlpack(a.view("int16")), jnp.bfloat16)
+        return jnp.from_dlpack(a)
+
+    def from_jax(a: Any) -> Any:
+        if a.dtype == jnp.bfloat16:
+            return xp.from_dlpack(jax.lax.bitcast_convert_type(a, jnp.int16)).view(operands.x.dtype)
+        return xp.from_dlpack(a)
+
+    def formula(x: Any, w: Any, s: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any) -> Any:
+        z = (jnp.matmul(x, w.T, precision=precision) + b) * s
+        m, v = (mean, var)
+        if case.training:
+            m, v = z.mean(0, dtype=jnp.float32), z.var(0, dtype=jnp.float32)
+            unbiased = case.batch / (case.batch - 1)
+            mean = ((1 - MOMENTUM) * mean + MOMENTUM * m).astype(mean.dtype)
+            var = ((1 - MOMENTUM) * var + MOMENTUM * unbiased * v).astype(var.dtype)
+        y = (z - m) * (gamma * jax.lax.rsqrt(v.astype(jnp.float32) + EPS)) + beta
+        return y.astype(x.dtype), mean, var
+
+    forward = jax.jit(formula)
+    if xp.__name__ == "cupy":
+        xp.cuda.get_current_stream().synchronize()
+    fresh = operands.fresh_statistics(xp)
+    arrays = [operands.x, operands.weight, operands.scale, *operands.affine.values(), *list(fresh.values())[:2]]
+    arguments = [to_jax(a) for a in arrays]
+    jax.block_until_ready(arguments)
+
+    def outputs() -> tuple[Any, Any, Any]:
+        y, mean, var = jax.block_until_ready(forward(*arguments))
+        return from_jax(y), from_jax(mean), from_jax(var)
+
+    return Candidate("jax", "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)
+
+
+def to_torch(a: Any, torch: Any) -> Any:
+    """A NumPy or CuPy array as a tensor over the same memory; DLPack between the two has no bfloat16."""
+    if a.dtype.name == "bfloat16":
+        return torch.from_dlpack(a.view("int16")).view(torch.bfloat16)
+    return torch.from_dlpack(a)
+
+
+def from_torch(t: Any, xp: Any) -> Any:
+    """A tensor as a NumPy or CuPy array over the same memory."""
+    if str(t.dtype) == "torch.bfloat16":
+        return xp.from_dlpack(t.view(importlib.import_module("torch").int16)).view(as_dtype("bfloat16"))
+    return xp.from_dlpack(t)
+
+
+def _torch(on_gpu: bool) -> Any:
+    torch = load(["pytorch"])["torch"]
+    if torch is None:
+        raise Unavailable("torch is not installed")
+    if on_gpu and not torch.cuda.is_available():
+        raise Unavailable("this torch sees no GPU")
+    return torch

@@ -1,0 +1,201 @@
+"""What runs for a shape: which GEMM, which tiles, how the work is cut, where things lie. Pure, and testable without a GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["Device", "Kernel", "Matrix", "Plan", "gemm_for", "plan"]
+
+INT32_MAX = 2**31 - 1
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
+WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
+GROUP = 8  # rows that a thread of scale_stats holds at once
+STATS_CTAS, NORMALIZE_CTAS = 3, 4  # CTAs on an SM
+TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
+    "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
+    "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
+}
+
+
+class Device(NamedTuple):
+    """A GPU as far as a plan depends on it."""
+
+    capability: tuple[int, int]
+    sms: int
+
+
+class Matrix(NamedTuple):
+    """Where a 2-D operand lies: strides in elements, and whether its first element is on 16 bytes."""
+
+    strides: tuple[int, int]
+    aligned: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], strides: tuple[int, int], aligned: bool) -> Matrix:
+        """With the strides of dimensions of size 1, which mean nothing, made those of a C-contiguous array."""
+        col = strides[1] if shape[1] > 1 else 1
+        return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
+
+
+class Kernel(NamedTuple):
+    """One compiled variant: the function of this name in kernels/<file>.cu, compiled with these macros."""
+
+    name: str
+    file: str
+    defines: tuple[tuple[str, str], ...]
+
+
+class Plan(NamedTuple):
+    """A forward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
+
+    gemm: str
+    why: str
+    copy_x: bool  # the GEMM cannot take these strides
+    copy_w: bool
+    y_is_g: bool  # g is computed in y's memory and normalised in place
+    vector_y: bool
+    ldg: int
+    stats_grid: int
+    stats_rows: int
+    splits: int
+    normalize_grid: int
+    normalize_rows: int
+    affine: int
+    partials: int
+    tickets: int
+    tickets_bytes: int
+    g: int
+    workspace: int
+    gemm_kernel: Kernel | None
+    gemm_grid: int
+    gemm_block: int
+    stats_kernel: Kernel
+    affine_kernel: Kernel
+    normalize_kernel: Kernel
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    device: Device,
+    x: Matrix,
+    w: Matrix,
+    y: Matrix,
+    *,
+    training: bool,
+    gemm: str = "auto",
+    capturing: bool = False,
+) -> Plan:
+    """Decide a forward call of x (m, k) and weight (n, k) into y (m, n); all sizes at least 1.
+
+    Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
+    """
+    chosen, why = gemm_for(m, n, k, dtype, device, x, w, gemm=gemm, capturing=capturing)
+    g_type = "double" if dtype == "float64" else "float"
+    g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
+    y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
+
+    vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
+    # float32 and float64: y itself can hold g, one B x O array less and half the footprint in L2.
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX
+    ldg = y.strides[0] if y_is_g else _round_up(n, 16 // g_size)
+
+    blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
+    splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms)
+    row_blocks, normalize_rows = _split(m, blocks, NORMALIZE_CTAS * device.sms)
+
+    affine = 0
+    partials = _round_up(affine + 5 * ldg * g_size, 256)
+    tickets = _round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
+    tickets_bytes = blocks * 4 if training and splits > 1 else 0
+    g = _round_up(tickets + tickets_bytes, 256)
+    workspace = g + (0 if y_is_g else m * ldg * g_size)
+
+    kernel, grid, block = None, 0, 0
+    if chosen == "tiled":
+        kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
+    return Plan(
+        gemm=chosen,
+        why=why,
+        copy_x=not _takes(chosen, x, m, k),
+        copy_w=not _takes(chosen, w, n, k),
+        y_is_g=y_is_g,
+        vector_y=vector_y,
+        ldg=ldg,
+        stats_grid=blocks * splits,
+        stats_rows=stats_rows,
+        splits=splits,
+        normalize_grid=blocks * row_blocks,
+        normalize_rows=normalize_rows,
+        affine=affine,
+        partials=partials,
+        tickets=tickets,
+        tickets_bytes=tickets_bytes,
+        g=g,
+        workspace=workspace,
+        gemm_kernel=kernel,
+        gemm_grid=grid,
+        gemm_block=block,
+        stats_kernel=Kernel("scale_stats", "scale_stats", (("G_TYPE", g_type),)),
+        affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
+        normalize_kernel=Kernel("normalize", "normalize", (("G_TYPE", g_type), ("Y_TYPE", y_type))),
+    )
+
+
+def gemm_for(
+    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, *, gemm: str, capturing: bool
+) -> tuple[str, str]:
+    """The GEMM that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    obstacle = None
+    if max(m, n, k, *map(abs, x.strides), *map(abs, w.strides)) > INT32_MAX:
+        obstacle = "cuBLAS takes sizes below 2^31"
+    elif dtype == "bfloat16" and device.capability < (8, 0):
+        obstacle = "cuBLAS has no bfloat16 below compute capability 8.0"
+    elif capturing:
+        obstacle = "CuPy's cuBLAS cannot be captured in a CUDA graph"
+    if gemm == "tiled":
+        return "tiled", "asked for"
+    if gemm == "cublas":
+        if obstacle is not None:
+            raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas': {obstacle}")
+        return "cublas", "asked for"
+    return ("cublas", "faster wherever it can serve") if obstacle is None else ("tiled", obstacle)
+
+
+def _takes(gemm: str, operand: Matrix, rows: int, k: int) -> bool:
+    """Whether the GEMM reads these strides as they are."""
+    row, col = operand.strides
+    if gemm == "tiled":
+        return col == 1
+    return (col == 1 and row >= k) or (row == 1 and col >= rows)
+
+
+def _tiled(m: int, n: int, t: str, g: str, device: Device) -> tuple[Kernel, int, int]:
+    """The largest tile that still gives every SM one; failing that, the smallest."""
+    for tile in TILES[g]:
+        block_m, block_n, thread_m, thread_n = tile
+        grid = _ceil(m, block_m) * _ceil(n, block_n)
+        if grid >= device.sms:
+            break
+    names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
+    defines = (("X_TYPE", t), ("G_TYPE", g), *zip(names, map(str, tile), strict=True))
+    return Kernel("gemm_tiled", "gemm_tiled", defines), grid, (block_m // thread_m) * (block_n // thread_n)
+
+
+def _split(m: int, blocks: int, ctas: int) -> tuple[int, int]:
+    """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps of a CTA."""
+    rows = _round_up(_ceil(m, max(1, ctas // blocks)), WARPS * GROUP)
+    return _ceil(m, rows), rows
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil(a, b) * b

@@ -1,0 +1,235 @@
+"""What a report becomes on paper: the plot, the table between the README's markers, and ``docs/results/``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gsbn._system import source_digests
+from gsbn.bench import Case, Report, Result, fastest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+SHORT = {"float32": "float32", "tf32": "TF32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float64"}
+SERIES = {  # what the bars show, in this order: candidate, or a prefix whose fastest stands for all; colour
+    "gemm-": ("bare GEMM", "#c9ced6"),
+    "pytorch": ("PyTorch eager", "#8d99ae"),
+    "compile": ("torch.compile", "#5b7db1"),
+    "autotune": ("max-autotune", "#2f4b7c"),
+    "jax": ("JAX", "#8bb174"),
+    "gsbn": ("gsbn", "#d1495b"),
+}
+KIND_COLOURS = {
+    "float32": "#2f4b7c", "tf32": "#d18f2c", "bfloat16": "#d1495b", "float16": "#3b8a6e", "float64": "#6b5b95",
+}  # fmt: skip
+
+
+def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
+    """Write the table into ``root/README.md`` and ``name.json`` and ``name.png`` into ``root/docs/results``.
+
+    Raises ValueError where there is no README.md with both markers: before anything is written.
+    """
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if not (0 <= text.find(BEGIN) < text.find(END)):
+        raise ValueError(f"{readme}: expected a file with the lines {BEGIN} and {END}")
+    folder = root / "docs" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    report.save_json(folder / f"{name}.json")
+    plot(report, folder / f"{name}.png")
+    picture = f"![Speed beside the peers, and the roofline](docs/results/{name}.png)"
+    head, tail = text[: text.find(BEGIN) + len(BEGIN)], text[text.find(END) :]
+    table = (
+        f"\n{markdown(report)}\n\n{picture}\n\nAll figures, with intervals: [{name}.json](docs/results/{name}.json).\n"
+    )
+    readme.write_text(head + table + tail, encoding="utf-8")
+    return [readme, folder / f"{name}.json", folder / f"{name}.png"]
+
+
+def changed_since(results: Path) -> list[str]:
+    """Which of ``gsbn`` and ``kernels`` are no longer the sources that a saved report was measured on."""
+    measured = json.loads(results.read_text(encoding="utf-8"))["environment"]["digest"]
+    return [folder for folder, digest in source_digests().items() if measured.get(folder) != digest]
+
+
+def markdown(report: Report) -> str:
+    """The results table, medians of device time in ms, with one line on where it was measured."""
+    has_host = any(r.host for r in report.results)
+    columns = [
+        "B, I, O",
+        "dtype",
+        "bare GEMM",
+        "PyTorch eager",
+        "torch.compile",
+        "JAX",
+        "**gsbn**",
+        "× PyTorch",
+        "of the floor",
+    ]
+    lines = [*columns, *(["host µs, PyTorch", "host µs, gsbn"] if has_host else [])]
+    table = ["| " + " | ".join(lines) + " |", "| --- | --- |" + " ---: |" * (len(lines) - 2)]
+    for case, results in report.by_case().items():
+        gsbn, torch = results.get("gsbn"), results.get("pytorch")
+        compiled = min(
+            (r for n in ("compile", "autotune") if (r := results.get(n)) and r.device), key=_seconds, default=None
+        )
+        cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + ("" if case.training else ", inference")]
+        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(compiled), _ms(results.get("jax"))]
+        cells += [f"**{_ms(gsbn)}**"]
+        timed = gsbn is not None and gsbn.device is not None
+        cells += [f"{_seconds(torch) / _seconds(gsbn):.2f}" if timed and torch and torch.device else "–"]
+        cells += [f"{report.rates.floor(case) / _seconds(gsbn):.0%}" if timed else "–"]
+        if has_host:
+            cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
+        table.append("| " + " | ".join(cells) + " |")
+    return "\n".join(table) + "\n\n" + _caption(report)
+
+
+def _caption(report: Report) -> str:
+    e, rates = report.environment, report.rates
+    gpu = e["gpus"][0]["name"] if e["gpus"] else f"no GPU: {e['cpu']}"
+    versions = ", ".join(
+        f"{name} {v}" for name, v in e["libraries"].items() if v and name in ("cupy", "torch", "jax", "numpy")
+    )
+    driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
+    matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
+    return (
+        f"Medians of device time in ms, {'an interrupted' if report.interrupted else 'one'} run, {report.date[:10]}: "
+        f"{gpu}{driver}; gsbn {e['gsbn']}, {versions}. Copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates, TFLOP/s: "
+        f"{matrix}. Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
+    )
+
+
+def plot(report: Report, file: str | Path) -> None:
+    """Bars of the candidates' speed relative to PyTorch eager, a panel a shape, and a roofline; PNG, SVG or PDF."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    table = report.by_case()
+    shapes = list(dict.fromkeys(case.shape for case in table))
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    if len(shapes) <= 6:
+        rows = (len(shapes) + 1) // 2 if len(shapes) > 1 else 1
+        figure = plt.figure(figsize=(14, max(4.6, 2.9 * rows)), layout="constrained")
+        grid = figure.add_gridspec(rows, 3 if len(shapes) > 1 else 2)
+        panels = [figure.add_subplot(grid[i // 2, i % 2]) for i in range(len(shapes))]
+        for axes, shape in zip(panels, shapes, strict=True):
+            _bars(axes, {case: r for case, r in table.items() if case.shape == shape}, shape)
+        roof = figure.add_subplot(grid[:, -1])
+    else:
+        kinds = list(dict.fromkeys(case.kind for case in table))
+        figure = plt.figure(figsize=(16, 2.4 + 2 * len(kinds)), layout="constrained")
+        grid = figure.add_gridspec(len(kinds), 3)
+        panels = [figure.add_subplot(grid[i, :2]) for i in range(len(kinds))]
+        for axes, kind in zip(panels, kinds, strict=True):
+            _dots(axes, {case: r for case, r in table.items() if case.kind == kind}, kind, axes is panels[-1])
+        roof = figure.add_subplot(grid[:, 2])
+    _roofline(roof, report)
+    handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(handles) or 1, frameon=False)
+    e = report.environment
+    where = e["gpus"][0]["name"] if e["gpus"] else "CPU, NumPy path"
+    figure.suptitle(f"gsbn {e['gsbn']} forward on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+def _speeds(results: dict[str, Result]) -> dict[str, tuple[float, Result]]:
+    """Series to (speed relative to PyTorch eager, or else to the slowest, and the result)."""
+    shown = {key: fastest(results, key) if key == "gemm-" else results.get(key) for key in SERIES}
+    timed = {key: r for key, r in shown.items() if r is not None and r.device is not None}
+    if not timed:
+        return {}
+    unit = _seconds(timed["pytorch"]) if "pytorch" in timed else max(map(_seconds, timed.values()))
+    return {key: (unit / _seconds(r), r) for key, r in timed.items()}
+
+
+def _bars(axes: Axes, table: dict[Case, dict[str, Result]], shape: tuple[int, int, int]) -> None:
+    present = [key for key in SERIES if any(key in _speeds(results) for results in table.values())]
+    width = 0.82 / max(len(present), 1)
+    for i, key in enumerate(present):
+        label, colour = SERIES[key]
+        speeds = [_speeds(results).get(key, (0.0, None)) for results in table.values()]
+        at = [n + (i - (len(present) - 1) / 2) * width for n in range(len(table))]
+        axes.bar(at, [s for s, _ in speeds], width * 0.92, color=colour, label=label)
+        for x, (speed, result) in zip(at, speeds, strict=True):
+            if result is not None and key == "gsbn":
+                axes.annotate(_time(_seconds(result)), (x, speed), (0, 2), textcoords="offset points", ha="center",
+                              fontsize=7.5, color=colour, fontweight="bold")  # fmt: skip
+    axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xticks(range(len(table)), [SHORT[c.kind] + ("" if c.training else "\ninference") for c in table])
+    axes.tick_params(axis="x", length=0)
+    axes.set_title(f"B, I, O = {', '.join(map(str, shape))}", fontsize=9.5, loc="left")
+    axes.set_ylabel("speed, PyTorch eager = 1")
+    bars = [(key, s) for results in table.values() for key, (s, _) in _speeds(results).items()]
+    forwards = [s for key, s in bars if key != "gemm-"]
+    axes.set_ylim(0, 1.15 * min(max((s for _, s in bars), default=1), 3 * max(forwards, default=1)))
+
+
+def _dots(axes: Axes, table: dict[Case, dict[str, Result]], kind: str, last: bool) -> None:
+    for key, (label, colour) in SERIES.items():
+        points = [(i, s[key][0]) for i, results in enumerate(table.values()) if key in (s := _speeds(results))]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), "o", color=colour, label=label, markersize=5 if key == "gsbn" else 3.5
+            )
+    axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    names = [f"{', '.join(map(str, c.shape))}{'' if c.training else ' inf.'}" if last else "" for c in table]
+    axes.set_xticks(range(len(table)), names, rotation=90, fontsize=6.5)
+    axes.set_title(SHORT[kind], fontsize=9.5, loc="left")
+    axes.set_ylabel("PyTorch eager = 1")
+    axes.grid(axis="y", color="#eee")
+
+
+def _roofline(axes: Axes, report: Report) -> None:
+    rates, kinds = report.rates, list(dict.fromkeys(r.case.kind for r in report.results))
+    intensity = [c.flops / c.least_bytes for c in report.by_case()] or [1.0]
+    low, high = min(intensity) / 3, max(intensity) * 3
+    roofs = {kind: rates.matrix[kind] for kind in kinds if kind in rates.matrix}
+    slope = [low, min(max(roofs.values(), default=high * rates.copy) / rates.copy, high)]
+    axes.plot(slope, [x * rates.copy / 1e12 for x in slope], color="#888", linewidth=1.2)
+    written: list[float] = []
+    for kind, top in roofs.items():
+        axes.plot(
+            [max(top / rates.copy, low), high], [top / 1e12] * 2, color=KIND_COLOURS[kind], linewidth=1.2, alpha=0.7
+        )
+        column = sum(abs(top / other - 1) < 0.15 for other in written)  # beside a label at the same height
+        axes.annotate(SHORT[kind], (high, top / 1e12), (-48 * column, 3), textcoords="offset points", ha="right",
+                      fontsize=8, color=KIND_COLOURS[kind])  # fmt: skip
+        written.append(top)
+    for name, face, label in (("pytorch", "none", "PyTorch eager"), ("gsbn", None, "gsbn")):
+        for kind in kinds:
+            chosen = [r for r in report.results if r.candidate == name and r.case.kind == kind and r.device]
+            at = (
+                [r.case.flops / r.case.least_bytes for r in chosen],
+                [r.case.flops / _seconds(r) / 1e12 for r in chosen],
+            )
+            colour = KIND_COLOURS[kind]
+            axes.scatter(*at, s=34, facecolors=face or colour, edgecolors=colour, zorder=3)
+        axes.scatter([], [], s=34, facecolors=face or "#444", edgecolors="#444", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s", xlim=(low, high))
+    axes.set_title("Roofline: rates measured in the same run", fontsize=9.5, loc="left")
+    axes.grid(which="major", color="#eee", zorder=0)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _seconds(result: Result | None) -> float:
+    return result.device.median if result and result.device else float("inf")
+
+
+def _ms(result: Result | None) -> str:
+    return _digits(_seconds(result) * 1e3) if result and result.device else "–"
+
+
+def _time(seconds: float) -> str:
+    return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_digits(seconds * 1e6)} µs"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, trailing zeros kept."""
+    return f"{value:#.3g}".rstrip(".") if 1e-4 <= value < 1e3 else f"{value:.0f}"

@@ -1,0 +1,121 @@
+"""Is gsbn right on this very machine? Every dtype, precision and input family against float64, PyTorch beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gsbn import _peers
+from gsbn._accuracy import FAMILIES, Judgement, Operands, expected, make_operands
+from gsbn._system import has_gpu
+from gsbn._timing import no_grad
+from gsbn.bench import DTYPES, Case
+
+SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
+DERIVATION = (
+    "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
+    "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
+    "rounding of the result. It holds for any order of summation; step by step in the docstring of gsbn._accuracy. "
+    "infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the float32 GEMM rounded. "
+    "bound: the largest share of it that any element of gsbn's results uses."
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One candidate on one input. ``candidate`` is gsbn (or one of its GEMMs), pytorch, or sgemm: y as the library's
+    float32 GEMM alone leads to, nothing else rounded. Only gsbn is held to the bound."""
+
+    kind: str  # a key of gsbn.bench.DTYPES
+    family: str  # a key of gsbn._accuracy.FAMILIES
+    training: bool
+    candidate: str
+    y: Judgement | None = None  # y and the statistics against truth and bound
+    running_mean: Judgement | None = None
+    running_var: Judgement | None = None
+    failure: str = ""
+
+    @property
+    def share(self) -> float:
+        """The largest part of its bound that any element of any result uses."""
+        return max((j.share for j in (self.y, self.running_mean, self.running_var) if j), default=float("inf"))
+
+    @property
+    def passed(self) -> bool:
+        return not self.candidate.startswith("gsbn") or self.share <= 1
+
+    def row(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"share": self.share, "passed": self.passed}
+
+
+def check(
+    kinds: Iterable[str] = tuple(DTYPES),
+    families: Iterable[str] = tuple(FAMILIES),
+    shape: tuple[int, int, int] = SHAPE,
+    seed: int = 0,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> list[Check]:
+    """Training and inference of every kind and family; KeyboardInterrupt returns what is done."""
+    gpu = has_gpu()
+    names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled"] if gpu else [])
+    if _peers.load(names).get("torch") is None:
+        names.remove("pytorch")
+    todo = [
+        (kind, family, training)
+        for kind in kinds
+        if gpu or kind != "tf32"  # a CPU has none
+        for family in families
+        for training in (True, False)
+    ]
+    checks: list[Check] = []
+    try:
+        for done, (kind, family, training) in enumerate(todo):
+            progress(done, len(todo), f"{kind}, {family}, {'training' if training else 'inference'}")
+            checks += _check(Case(*shape, *DTYPES[kind], training), family, names, gpu, seed)
+    except KeyboardInterrupt:
+        pass
+    return checks
+
+
+def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> list[Check]:
+    xp: Any = np
+    if gpu:
+        import cupy as xp  # type: ignore[no-redef]
+    try:
+        truth_of = make_operands(np, *case.shape, case.dtype, family, seed)
+    except ImportError as error:
+        return [Check(case.kind, family, case.training, "gsbn", failure=str(error))]
+    truth = expected(np, truth_of, case.precision, case.training)
+    operands = _on(xp, truth_of)
+    checks = []
+    with _peers.float32_precision(case.precision), no_grad():
+        for name in names:
+            try:
+                outputs = _peers.make(name, case, operands, xp).outputs()
+                keys = ("y", "running_mean", "running_var")
+                got = {key: _host(a) for key, a in zip(keys, outputs, strict=True)}
+                y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
+                checks.append(Check(case.kind, family, case.training, name, y, mean, var))
+            except Exception as error:  # one candidate's failure is a row of the table
+                failure = (str(error) or type(error).__name__).splitlines()[0]
+                checks.append(Check(case.kind, family, case.training, name, failure=failure))
+        if case.kind == "float32":
+            g = _host(_peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()[0])
+            y = expected(np, truth_of, case.precision, case.training, g=g)["y"].value
+            checks.append(Check(case.kind, family, case.training, "sgemm", truth["y"].judge(y, np)))
+    return checks
+
+
+def _on(xp: Any, operands: Operands) -> Operands:
+    """The same operands as arrays of another library."""
+    moved = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
+    affine = {name: xp.asarray(a) for name, a in moved.pop("affine").items()}
+    return Operands(affine=affine, **{name: xp.asarray(a) for name, a in moved.items()})
+
+
+def _host(a: Any) -> Any:
+    return a.get() if hasattr(a, "get") else a

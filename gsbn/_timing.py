@@ -1,0 +1,244 @@
+"""How long a call takes: the statistics, and one clock for a GPU and one for the CPU.
+
+A *trial* is a number of calls of one candidate, back to back, divided by that number. Before each trial the L2 cache is
+flushed, so that no candidate inherits another's operands; within a trial the cache is as warm as the calls before left
+it, as in a training loop. With ``calls=1`` every call is cold.
+
+On a GPU a trial lies between two CUDA events. Where the path can be captured, the calls are one CUDA graph
+(``"graph"``). Where it cannot, they are enqueued while the GPU is still busy with the flush, and the trial counts only
+if the GPU had not reached its beginning when its end was enqueued (``"queue"``): then the device waited for nobody. JAX
+runs on streams of its own, so the wall clock times it, from an idle device to a finished last call (``"wall"``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gsbn._peers import Candidate
+
+Trial = Callable[[], float]  # runs one trial, returns seconds per call
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The median of some samples and an interval that holds the true median with probability ``confidence``."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    confidence: float
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
+    """Median of ``samples`` with the distribution-free interval between two order statistics.
+
+    Of ``n`` independent samples ``X₁ ≤ … ≤ Xₙ`` the number below the true median is binomial (n, ½), whatever their
+    distribution, so ``P(X_k ≤ median ≤ X_{n+1−k}) = 1 − 2 P(Bin(n, ½) < k)``. ``k`` is the largest that keeps at least
+    ``confidence``. Fewer than six samples cannot reach 0.95: the interval is then their range, and the returned
+    ``confidence`` says what that is worth (0 for a single sample).
+    """
+    if not samples:
+        raise ValueError("samples: expected at least one, got none")
+    ordered, n = sorted(samples), len(samples)
+    k, below = 1, 1  # below / 2ⁿ = P(Bin(n, ½) < k)
+    while 2 * (below + math.comb(n, k)) <= (1 - confidence) * 2**n:
+        below += math.comb(n, k)
+        k += 1
+    return Measurement(statistics.median(ordered), ordered[k - 1], ordered[n - k], n, 1 - 2 * below / 2**n)
+
+
+class Clock:
+    """The wall clock of a CPU, where host and device are one and no cache is flushed; ``GpuClock`` refines it."""
+
+    xp: Any = np  # the module of the arrays, numpy or cupy
+
+    def active(self) -> Any:
+        """Context in which candidates are made and called."""
+        return no_grad()
+
+    def trial(self, candidate: Candidate, calls: int) -> tuple[Trial, str]:
+        """A trial of ``calls`` calls, and the method that times it: graph, queue or wall."""
+        return lambda: self._wall(candidate, calls), "wall"
+
+    def host(self, candidate: Candidate) -> float | None:
+        """Seconds until one call returns to the host, the device being idle and not waited for; None on the CPU."""
+        return None
+
+    def extra_memory(self, candidate: Candidate) -> int | None:
+        """Peak of the bytes that one warm call allocates, its result included; None if unknown."""
+        return None
+
+    @staticmethod
+    def _wall(candidate: Candidate, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = candidate.call()
+        candidate.wait(result)
+        return (time.perf_counter() - start) / calls
+
+
+class GpuClock(Clock):
+    """CUDA events on one stream that CuPy and PyTorch share. ``graph=False`` times everything in the queue."""
+
+    MAX_FLUSHES = 128
+
+    def __init__(self, graph: bool = True) -> None:
+        import cupy
+
+        self.xp, self.graph = cupy, graph
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        l2 = cupy.cuda.Device().attributes["L2CacheSize"]
+        self._scratch = cupy.empty(max(4 * l2, 64 << 20), cupy.uint8)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.stream)
+            if (torch := _torch_cuda()) is not None:
+                stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)))
+            stack.enter_context(no_grad())
+            yield
+            self.stream.synchronize()
+
+    def trial(self, candidate: Candidate, calls: int) -> tuple[Trial, str]:
+        if candidate.library == "jax":
+            return lambda: self._cold_wall(candidate, calls), "wall"
+
+        def enqueue() -> None:
+            for _ in range(calls):
+                candidate.call()
+
+        replay = self._capture(candidate, enqueue) if self.graph and candidate.capturable else None
+        flushes = 1
+
+        def run() -> float:
+            nonlocal flushes
+            while True:
+                seconds, kept_full = self._between_events(replay or enqueue, flushes)
+                if kept_full:
+                    return seconds / calls
+                if flushes >= self.MAX_FLUSHES:
+                    raise RuntimeError("the host could not keep the queue full; try fewer calls a trial")
+                flushes *= 2
+
+        return run, "graph" if replay else "queue"
+
+    def host(self, candidate: Candidate) -> float | None:
+        self._idle(candidate)
+        start = time.perf_counter()
+        result = candidate.call()
+        seconds = time.perf_counter() - start
+        del result
+        return seconds
+
+    def extra_memory(self, candidate: Candidate) -> int | None:
+        if candidate.library == "jax":
+            return None  # XLA's allocator keeps one peak for the whole process
+        torch, hook = _torch_cuda(), _peak_hook()
+        self._idle(candidate)
+        before = 0
+        if torch is not None:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with hook:
+            result = candidate.call()
+            self.stream.synchronize()
+            del result
+        return int(hook.peak + (torch.cuda.max_memory_allocated() - before if torch is not None else 0))
+
+    def _between_events(self, enqueue: Callable[[], None], flushes: int) -> tuple[float, bool]:
+        """Seconds on the device, and whether all was enqueued before the device came to the first of it."""
+        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
+        for value in range(flushes):
+            self._scratch.data.memset_async(value, self._scratch.nbytes, self.stream)
+        start.record(self.stream)
+        enqueue()
+        kept_full = not start.done
+        stop.record(self.stream)
+        stop.synchronize()
+        return self.xp.cuda.get_elapsed_time(start, stop) * 1e-3, kept_full
+
+    def _cold_wall(self, candidate: Candidate, calls: int) -> float:
+        self._idle(candidate)
+        self._scratch.data.memset_async(0, self._scratch.nbytes, self.stream)
+        self.stream.synchronize()
+        return self._wall(candidate, calls)
+
+    def _idle(self, candidate: Candidate) -> None:
+        if candidate.library == "jax":
+            candidate.wait(candidate.call())
+        self.stream.synchronize()
+
+    def _capture(self, candidate: Candidate, enqueue: Callable[[], None]) -> Callable[[], None] | None:
+        """The calls as a graph, ready to launch, or None where the path refuses."""
+        self.stream.synchronize()
+        try:
+            if candidate.library == "torch":
+                torch = _torch_cuda()
+                torch_graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(torch_graph, stream=torch.cuda.current_stream()):
+                    enqueue()
+                replay: Callable[[], None] = torch_graph.replay
+            else:
+                graph = self._capture_cupy(enqueue)
+
+                def replay() -> None:
+                    graph.launch(self.stream)
+
+            replay()
+            self.stream.synchronize()
+            return replay
+        except Exception:  # whatever refuses to be captured is timed in the queue, and the method says so
+            self.stream.synchronize()
+            return None
+
+    def _capture_cupy(self, enqueue: Callable[[], None]) -> Any:
+        self.stream.begin_capture()
+        try:
+            enqueue()
+        except BaseException:
+            with suppress(Exception):  # the capture is broken, the first error says why
+                self.stream.end_capture()
+            raise
+        return self.stream.end_capture()
+
+
+def _torch_cuda() -> Any:
+    """torch if it is imported and sees a GPU, else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_available() else None
+
+
+def no_grad() -> Any:
+    """``torch.no_grad()`` if torch is imported, else nothing."""
+    torch = sys.modules.get("torch")
+    return torch.no_grad() if torch is not None else nullcontext()
+
+
+def _peak_hook() -> Any:
+    """A CuPy memory hook that keeps the peak of the bytes taken from CuPy's pool while it is active."""
+    import cupy
+
+    class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
+        name = "gsbn peak"
+        used = peak = 0
+
+        def malloc_postprocess(self, **event: Any) -> None:
+            self.used += event["mem_size"]
+            self.peak = max(self.peak, self.used)
+
+        def free_postprocess(self, **event: Any) -> None:
+            self.used -= event["mem_size"]
+
+    return Peak()

@@ -1,0 +1,296 @@
+"""The NumPy truth: Linear -> per-feature scale -> BatchNorm1d, as plain as the formulas.
+
+Every kernel of gsbn is judged against this module, and ``gsbn.forward`` on NumPy arrays and CPU tensors is this
+module, rounded once. It needs NumPy alone, computes in float64 (or in ``np.longdouble``, to judge float64) and writes
+to none of its arguments. Import it in your own tests::
+
+    from gsbn import reference
+    truth = reference.forward(x, weight, scale, gamma=gamma, beta=beta, training=True)
+    y = reference.round_to(truth.y, np.float16)
+
+The symbols, here as in Python and in CUDA. ``x (B, I)`` input, ``w (O, I)`` weight, ``b (O)`` linear bias, ``s (O)``
+per-feature scale, ``γ, β (O)`` the affine of batch normalisation::
+
+    g = x wᵀ                          (B, O)   the GEMM, without bias and without scale
+    z = s · (g + b)
+    training:   m = mean_B(g),  v = mean_B((g − m)²)           biased, per feature
+                r = 1 / sqrt(s² v + eps)
+                y = a (g − m) + β          with a = γ s r
+    inference:  r = 1 / sqrt(running_var + eps)
+                y = γ r (s g + (s b − running_mean)) + β       the O(O) constants in float64
+    update:     running_mean ← (1−μ) running_mean + μ s (m + b)
+                running_var  ← (1−μ) running_var  + μ s² v · B/(B−1)     unbiased, as PyTorch
+                momentum μ weights the new value; momentum=None is the cumulative average, μ = 1/num_batches_tracked
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+__all__ = ["Forward", "fold", "forward", "round_to"]
+
+Array = NDArray[Any]
+
+
+class Forward(NamedTuple):
+    """What :func:`forward` computes; every array is new and in the ``dtype`` of the computation.
+
+    Attributes
+    ----------
+    y : (B, O) array
+        The output, not rounded to the dtype of the inputs.
+    mean, var : (O,) arrays or None
+        ``m`` and ``v``: mean and biased variance of ``g = x wᵀ`` over the batch, before bias and scale.
+        None where none were taken: in inference, and for ``B = 0``.
+    running_mean, running_var : (O,) arrays or None
+        The running statistics after this call; in inference copies of the given ones. None if not given.
+    num_batches_tracked : int or None
+        The count after this call. None if not given.
+    """
+
+    y: Array
+    mean: Array | None
+    var: Array | None
+    running_mean: Array | None
+    running_var: Array | None
+    num_batches_tracked: int | None
+
+
+@np.errstate(all="ignore")
+def forward(
+    x: ArrayLike,
+    weight: ArrayLike,
+    scale: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    running_mean: ArrayLike | None = None,
+    running_var: ArrayLike | None = None,
+    num_batches_tracked: ArrayLike | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    dtype: DTypeLike = np.float64,
+) -> Forward:
+    """``BatchNorm1d(Linear(x) * scale)``, by the formulas at the head of this module.
+
+    Parameters
+    ----------
+    x : (B, I) array_like
+        The input, of any floating dtype, bfloat16 (``ml_dtypes``) included. ``B = 0`` gives an empty result.
+    weight : (O, I) array_like
+    scale : (O,) array_like
+    bias, gamma, beta : (O,) array_like, optional
+        Default to 0, 1 and 0.
+    running_mean, running_var : (O,) array_like, optional
+        As a pair or not at all; inference needs them. Read, never written: the updated ones are in the result.
+    num_batches_tracked : int or array_like of one element, optional
+        The count of training batches before this one.
+    training : bool
+        Normalise with the statistics of the batch (True) or with the running ones (False).
+    momentum : float or None
+        Weight of the new value in the running statistics. None is the cumulative average over the new count.
+    eps : float
+        Added to the variance under the root.
+    dtype : dtype
+        What everything is converted to and computed in: ``np.float64``, or ``np.longdouble`` to judge float64.
+
+    Returns
+    -------
+    Forward
+        ``(y, mean, var, running_mean, running_var, num_batches_tracked)``.
+
+    Raises
+    ------
+    ValueError
+        For a shape that does not fit, half a pair of running statistics, inference without them, ``momentum=None`` in
+        training without a count, and training on a single row.
+
+    Notes
+    -----
+    The variance takes two passes: the mean first, then the squares of what is left. What the subtraction left over of
+    the mean is taken out as well, so that a large mean costs no digits. NaN and infinity stay in their feature, in
+    silence. Memory beside the converted inputs: one ``(B, O)`` array of ``dtype``.
+
+    Source of the formulas: Ioffe and Szegedy 2015, algorithms 1 and 2, with the unbiased running variance of
+    ``torch.nn.BatchNorm1d``, applied to ``z = s · (g + b)`` and simplified: in training the bias cancels, and scaling
+    by ``s`` scales the deviations by ``s`` and the variance by ``s²``.
+    """
+    x = _matrix("x", x, dtype)
+    weight = _matrix("weight", weight, dtype, columns=x.shape[1])
+    rows, features = len(x), len(weight)
+    s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
+    old_mean, old_var = _statistics(features, dtype, running_mean, running_var)
+    count = None if num_batches_tracked is None else int(np.asarray(num_batches_tracked).item())
+
+    if not training:
+        if old_mean is None or old_var is None:
+            raise ValueError("running_mean: expected the running statistics in inference, got None")
+        y = x @ weight.T
+        y *= s
+        y += s * b - old_mean
+        y *= gamma / np.sqrt(old_var + eps)
+        y += beta
+        return Forward(y, None, None, old_mean, old_var, count)
+
+    if rows == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
+    if momentum is None and count is None:
+        raise ValueError("momentum: expected a number in training without num_batches_tracked, got None")
+    if rows == 0:
+        return Forward(np.empty((0, features), dtype), None, None, old_mean, old_var, count)
+
+    d = x @ weight.T
+    mean = d.mean(axis=0)
+    d -= mean
+    rest = d.mean(axis=0)  # what rounding left of the mean, large beside a small variance
+    d -= rest
+    mean += rest
+    var = np.einsum("ij,ij->j", d, d) / rows
+    d *= gamma * s / np.sqrt(s * s * var + eps)
+    d += beta
+
+    if count is not None:
+        count += 1
+        momentum = 1 / count if momentum is None else momentum
+    if old_mean is None or old_var is None:
+        return Forward(d, mean, var, None, None, count)
+    assert momentum is not None  # for the type checker: checked above
+    new_mean = (1 - momentum) * old_mean + momentum * (s * (mean + b))
+    new_var = (1 - momentum) * old_var + momentum * (s * s * var * rows / (rows - 1))
+    return Forward(d, mean, var, new_mean, new_var, count)
+
+
+@np.errstate(all="ignore")
+def fold(
+    weight: ArrayLike,
+    scale: ArrayLike,
+    running_mean: ArrayLike,
+    running_var: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    eps: float = 1e-5,
+    dtype: DTypeLike = np.float64,
+) -> tuple[Array, Array]:
+    """The inference forward as one linear layer: ``forward(x, …) = x wᵀ + b``.
+
+    Parameters
+    ----------
+    weight : (O, I) array_like
+    scale, running_mean, running_var : (O,) array_like
+    bias, gamma, beta : (O,) array_like, optional
+        Default to 0, 1 and 0.
+    eps : float
+        Added to the variance under the root.
+    dtype : dtype
+        What everything is converted to and computed in.
+
+    Returns
+    -------
+    w : (O, I) array of ``dtype``
+        ``γ r s · weight``, with ``r = 1 / sqrt(running_var + eps)``.
+    b : (O,) array of ``dtype``
+        ``γ r (s b − running_mean) + β``.
+
+    Raises
+    ------
+    ValueError
+        For a shape that does not fit.
+
+    Notes
+    -----
+    The source is the line ``inference`` of the table at the head of this module, multiplied out.
+    """
+    weight = _matrix("weight", weight, dtype)
+    features = len(weight)
+    s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
+    mean = _vector("running_mean", running_mean, dtype, features)
+    var = _vector("running_var", running_var, dtype, features)
+    gamma_r = gamma / np.sqrt(var + eps)
+    return weight * (gamma_r * s)[:, None], gamma_r * (s * b - mean) + beta
+
+
+@np.errstate(all="ignore")
+def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
+    """``a`` in another floating dtype, rounded to nearest-even once; what overflows becomes infinite, in silence.
+
+    Parameters
+    ----------
+    a : array_like
+        Numbers in float64 or ``np.longdouble``.
+    dtype : dtype
+        float64, float32, float16 or ``ml_dtypes.bfloat16``.
+
+    Returns
+    -------
+    array of ``dtype``
+
+    Notes
+    -----
+    ``ml_dtypes`` rounds float64 to float32 on its way to bfloat16, and NumPy rounds ``longdouble`` to float64 on its
+    way to float16: twice is once too often (``1 + 2⁻⁸ + 2⁻⁴⁰`` would become 1). Here the way to a 16-bit dtype leads
+    through a float32 rounded *to odd*: cut off, with the last bit set where anything was lost. Such a number is never
+    halfway between two of the shorter ones unless ``a`` is (Boldo and Melquiond 2008: two more bits than the target
+    suffice).
+    """
+    a, dtype = np.asarray(a), np.dtype(dtype)
+    if dtype.itemsize > 2:
+        return a.astype(dtype)
+    odd = a.astype(np.float32)
+    inexact = odd != a
+    np.nextafter(odd, np.float32(0), out=odd, where=np.abs(odd) > np.abs(a))
+    bits = odd.view(np.uint32)
+    bits |= inexact
+    return odd.astype(dtype)
+
+
+def _matrix(name: str, a: ArrayLike, dtype: DTypeLike, columns: int | None = None) -> Array:
+    """``a`` in ``dtype`` and C order, so that the bits of the GEMM do not depend on strides."""
+    matrix = np.ascontiguousarray(a, dtype)
+    if matrix.ndim != 2 or columns not in (None, matrix.shape[1]):
+        expected = "(rows, columns)" if columns is None else f"(rows, {columns})"
+        raise ValueError(f"{name}: expected shape {expected}, got {matrix.shape}")
+    return matrix
+
+
+def _vector(name: str, a: ArrayLike, dtype: DTypeLike, features: int) -> Array:
+    """A copy of ``a`` in ``dtype``."""
+    vector: Array = np.array(a, dtype)
+    if vector.shape != (features,):
+        raise ValueError(f"{name}: expected shape ({features},), got {vector.shape}")
+    return vector
+
+
+def _affine(
+    features: int,
+    dtype: DTypeLike,
+    scale: ArrayLike,
+    bias: ArrayLike | None,
+    gamma: ArrayLike | None,
+    beta: ArrayLike | None,
+) -> tuple[Array, Array, Array, Array]:
+    """``s, b, γ, β`` in ``dtype``, the absent ones neutral."""
+    return (
+        _vector("scale", scale, dtype, features),
+        np.zeros(features, dtype) if bias is None else _vector("bias", bias, dtype, features),
+        np.ones(features, dtype) if gamma is None else _vector("gamma", gamma, dtype, features),
+        np.zeros(features, dtype) if beta is None else _vector("beta", beta, dtype, features),
+    )
+
+
+def _statistics(
+    features: int, dtype: DTypeLike, mean: ArrayLike | None, var: ArrayLike | None
+) -> tuple[Array | None, Array | None]:
+    """The running statistics in ``dtype``: copies of both, or two times None."""
+    if mean is None and var is None:
+        return None, None
+    if mean is None or var is None:
+        missing = "running_mean" if mean is None else "running_var"
+        raise ValueError(f"{missing}: expected the running statistics as a pair, got None")
+    return _vector("running_mean", mean, dtype, features), _vector("running_var", var, dtype, features)

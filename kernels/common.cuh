@@ -1,0 +1,114 @@
+// What every kernel shares: element types, the problem's constants, the per-feature vectors. No kernels.
+//
+// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. CuPy hands a Python int over
+// as 64 bits and a Python float as a double, so a scalar parameter is a `long long` or a `double`, never less.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// A launch's constants. gsbn/_kernels.py holds the same record as a NumPy dtype and passes it by value.
+struct Problem {
+    long long m, n, k;                  // B, O, I: rows of x, rows of weight, what the GEMM sums over
+    long long ldx, ldw, ldg;            // row pitch of x, weight and g, in elements
+    long long y_row, y_col;             // strides of y, in elements
+    long long stats_rows, normalize_rows;  // rows of g that one CTA of scale_stats and of normalize takes
+    long long splits;                   // CTAs of scale_stats that share a column block
+    long long affine, partials, tickets;  // where they start in the workspace, in bytes
+    long long flags;                    // FLAG_ bits
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double momentum, eps;
+};
+
+enum : long long {
+    FLAG_VECTOR_X = 1,    // rows of x start on 16 bytes
+    FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
+    FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes and its columns are adjacent
+    FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
+    FLAG_TRAINING = 16,
+};
+
+__device__ inline float to_float(float v) { return v; }
+__device__ inline float to_float(__half v) { return __half2float(v); }
+__device__ inline float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ inline double to_float(double v) { return v; }
+
+__device__ inline void from_float(float v, float& out) { out = v; }
+__device__ inline void from_float(float v, __half& out) { out = __float2half_rn(v); }
+__device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
+__device__ inline void from_float(double v, double& out) { out = v; }
+
+// N adjacent elements that move as one access of up to 16 bytes.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vector {
+    T at[N];
+};
+
+// The first `inside` of N adjacent elements that start on an access of N, zeros for the rest.
+template <typename T, int N>
+__device__ inline Vector<T, N> load(const T* from, int inside) {
+    if (inside == N) return *reinterpret_cast<const Vector<T, N>*>(from);
+    Vector<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) out.at[j] = j < inside ? from[j] : T(0.0f);
+    return out;
+}
+
+// A per-feature vector is a pointer and a code, stride * 8 + kind, so that each may be absent, strided and of its own
+// dtype without a kernel for every combination; they are O(O) beside O(B O) work.
+enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };
+
+// Fetching and reading are apart so that several fetches are in flight at once: a switch that converts would wait in turn.
+struct Fetched {
+    int kind;
+    unsigned long long bits;
+
+    __device__ double or_else(double absent) const {
+        switch (kind) {
+            case KIND_FLOAT32: return __uint_as_float(static_cast<unsigned>(bits));
+            case KIND_FLOAT64: return __longlong_as_double(bits);
+            case KIND_FLOAT16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+            case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
+            default: return absent;
+        }
+    }
+};
+
+__device__ inline Fetched fetch(const void* p, long long code, long long i) {
+    const long long at = i * (code >> 3);  // arithmetic shift: strides may be negative
+    Fetched f = {static_cast<int>(code & 7), 0};
+    if (f.kind == KIND_FLOAT32) {
+        f.bits = static_cast<const unsigned*>(p)[at];
+    } else if (f.kind == KIND_FLOAT64) {
+        f.bits = static_cast<const unsigned long long*>(p)[at];
+    } else if (f.kind != KIND_ABSENT) {
+        f.bits = static_cast<const unsigned short*>(p)[at];
+    }
+    return f;
+}
+
+__device__ inline void store_vector(void* p, long long code, long long i, double v) {
+    const long long at = i * (code >> 3);
+    switch (static_cast<int>(code & 7)) {
+        case KIND_FLOAT32: static_cast<float*>(p)[at] = static_cast<float>(v); break;
+        case KIND_FLOAT64: static_cast<double*>(p)[at] = v; break;
+        case KIND_FLOAT16: static_cast<__half*>(p)[at] = __double2half(v); break;
+        case KIND_BFLOAT16: static_cast<__nv_bfloat16*>(p)[at] = __double2bfloat16(v); break;
+        default: break;
+    }
+}
+
+// What normalize applies to a feature: y = a ((slope g - m) - m_low) + beta, five arrays of n in G's type, pitch ldg.
+// The mean is subtracted before anything is multiplied, and m_low carries what float32 drops of it: with |m| >> sigma
+// the rounding of m alone would be the largest error in y.
+enum : int { AFFINE_SLOPE = 0, AFFINE_M = 1, AFFINE_M_LOW = 2, AFFINE_A = 3, AFFINE_BETA = 4, AFFINE_ROWS = 5 };
+
+template <typename G>
+__device__ inline void store_affine(G* affine, long long pitch, long long i, double slope, double m, double a,
+                                    double beta) {
+    const G m_high = static_cast<G>(m);
+    affine[AFFINE_SLOPE * pitch + i] = static_cast<G>(slope);
+    affine[AFFINE_M * pitch + i] = m_high;
+    affine[AFFINE_M_LOW * pitch + i] = static_cast<G>(isfinite(m_high) ? m - m_high : 0.0);
+    affine[AFFINE_A * pitch + i] = static_cast<G>(a);
+    affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
+}

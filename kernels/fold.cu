@@ -1,0 +1,36 @@
+// fold: batch normalisation with frozen statistics, folded into the linear layer, in float64, rounded once.
+//
+//   w (n, k) of T, row pitch ldw  ->  w_folded (n, k) of T, contiguous      w_folded = (gamma r s) w
+//   b_folded (n) of T = gamma r (s b - running_mean) + beta                r = 1 / sqrt(running_var + eps)
+//
+// A CTA takes one row of w, THREADS columns at a time. Moves w once in and once out, the minimum.
+#include "common.cuh"
+
+#ifndef X_TYPE
+#define X_TYPE float
+#endif
+using T = X_TYPE;
+
+constexpr int THREADS = 256;
+
+__device__ inline void from_double(double v, float& out) { out = static_cast<float>(v); }
+__device__ inline void from_double(double v, double& out) { out = v; }
+__device__ inline void from_double(double v, __half& out) { out = __double2half(v); }
+__device__ inline void from_double(double v, __nv_bfloat16& out) { out = __double2bfloat16(v); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    fold(const Problem p, const T* w, T* w_folded, T* b_folded, const void* bias, const void* scale, const void* gamma,
+         const void* beta, const void* running_mean, const void* running_var) {
+    const long long row = blockIdx.x;
+    const double s = fetch(scale, p.scale, row).or_else(1.0);
+    const double r = 1.0 / sqrt(fetch(running_var, p.running_var, row).or_else(1.0) + p.eps);
+    const double a = fetch(gamma, p.gamma, row).or_else(1.0) * r;
+    if (threadIdx.x == 0) {
+        const double b = fetch(bias, p.bias, row).or_else(0.0);
+        const double mean = fetch(running_mean, p.running_mean, row).or_else(0.0);
+        from_double(a * (s * b - mean) + fetch(beta, p.beta, row).or_else(0.0), b_folded[row]);
+    }
+    for (long long col = threadIdx.x; col < p.k; col += THREADS) {
+        from_double(a * s * static_cast<double>(to_float(w[row * p.ldw + col])), w_folded[row * p.k + col]);
+    }
+}

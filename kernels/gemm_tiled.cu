@@ -1,0 +1,167 @@
+// gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU; the path for what cuBLAS cannot serve
+// (a CUDA graph capture, a dimension over 2^31) and the yardstick that owes nothing to a vendor library.
+//
+//   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of G, row pitch ldg
+//   T: float, __half, __nv_bfloat16 with G = float;  double with G = double
+//
+// A CTA makes one BLOCK_M x BLOCK_N tile of g, a thread THREAD_M x THREAD_N of it in registers. Both operands pass
+// through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next BLOCK_K columns
+// are fetched into registers while the current ones are multiplied, and the two buffers need one barrier a step.
+//
+// Accuracy: a plain chain over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to
+// a second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6).
+//
+// Moves: each x tile is read once per column of tiles and each w tile once per row of tiles, m n k (1/BLOCK_M +
+// 1/BLOCK_N) elements against the minimum (m + n) k; tiles run down the columns, so that a wave shares its w tiles in L2.
+#include "common.cuh"
+
+#ifndef X_TYPE
+#define X_TYPE float
+#endif
+using T = X_TYPE;
+#ifndef G_TYPE
+#define G_TYPE float
+#endif
+using G = G_TYPE;
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 128
+#define THREAD_M 8
+#define THREAD_N 8
+#endif
+
+constexpr int BLOCK_K = 16;
+constexpr int PROMOTE = sizeof(G) == 8 ? 16 : 64;
+constexpr int THREADS_N = BLOCK_N / THREAD_N;
+constexpr int THREADS = (BLOCK_M / THREAD_M) * THREADS_N;
+
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int LOAD = 16 / sizeof(T);                                       // elements in one 16-byte load
+constexpr int FRAG_M = smaller(THREAD_M, 16 / static_cast<int>(sizeof(G)));  // adjacent rows in one shared-memory read
+constexpr int FRAG_N = smaller(THREAD_N, 16 / static_cast<int>(sizeof(G)));
+constexpr int PAD = 16 / sizeof(G);  // keeps rows on 16 bytes and spreads the transposing stores over the banks
+
+// One operand's ROWS x BLOCK_K block on its way from device memory to shared memory.
+template <int ROWS>
+struct Stage {
+    static constexpr int LOADS = ROWS * (BLOCK_K / LOAD);
+    static constexpr int PER_THREAD = (LOADS + THREADS - 1) / THREADS;
+    Vector<T, LOAD> held[PER_THREAD];
+
+    __device__ void fetch(const T* p, long long rows, long long k, long long ld, long long k0, bool aligned) {
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            const int at = threadIdx.x + i * THREADS;
+            const int row = at / (BLOCK_K / LOAD);
+            const long long col = k0 + at % (BLOCK_K / LOAD) * LOAD;
+            const bool inside = at < LOADS && row < rows;
+            const T* from = p + row * ld + col;
+            if (inside && aligned && col + LOAD <= k) {
+                held[i] = *reinterpret_cast<const Vector<T, LOAD>*>(from);
+            } else {
+#pragma unroll
+                for (int j = 0; j < LOAD; ++j) held[i].at[j] = inside && col + j < k ? from[j] : T(0.0f);
+            }
+        }
+    }
+
+    __device__ void park(G (*shared)[ROWS + PAD]) const {
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+            const int at = threadIdx.x + i * THREADS;
+            if (LOADS % THREADS != 0 && at >= LOADS) continue;
+            const int row = at / (BLOCK_K / LOAD), col = at % (BLOCK_K / LOAD) * LOAD;
+#pragma unroll
+            for (int j = 0; j < LOAD; ++j) shared[col + j][row] = to_float(held[i].at[j]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p, const T* x, const T* w, G* g) {
+    __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
+    __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];
+
+    const long long tiles_m = (p.m + BLOCK_M - 1) / BLOCK_M;
+    const long long tile = blockIdx.x;
+    const long long m0 = tile % tiles_m * BLOCK_M, n0 = tile / tiles_m * BLOCK_N;
+    const int tm = threadIdx.x / THREADS_N, tn = threadIdx.x % THREADS_N;
+
+    const T* x_tile = x + m0 * p.ldx;
+    const T* w_tile = w + n0 * p.ldw;
+    const long long x_rows = p.m - m0, w_rows = p.n - n0;
+    const bool x_aligned = p.flags & FLAG_VECTOR_X, w_aligned = p.flags & FLAG_VECTOR_W;
+
+    Stage<BLOCK_M> x_stage;
+    Stage<BLOCK_N> w_stage;
+    G sum[THREAD_M][THREAD_N] = {};
+    G part[THREAD_M][THREAD_N] = {};
+
+    x_stage.fetch(x_tile, x_rows, p.k, p.ldx, 0, x_aligned);
+    w_stage.fetch(w_tile, w_rows, p.k, p.ldw, 0, w_aligned);
+    x_stage.park(xs[0]);
+    w_stage.park(ws[0]);
+    __syncthreads();
+
+    int buffer = 0;
+    for (long long k0 = 0; k0 < p.k; k0 += BLOCK_K, buffer ^= 1) {
+        const bool more = k0 + BLOCK_K < p.k;
+        if (more) {
+            x_stage.fetch(x_tile, x_rows, p.k, p.ldx, k0 + BLOCK_K, x_aligned);
+            w_stage.fetch(w_tile, w_rows, p.k, p.ldw, k0 + BLOCK_K, w_aligned);
+        }
+#pragma unroll
+        for (int kk = 0; kk < BLOCK_K; ++kk) {
+            Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
+            Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
+            // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of conflicts.
+#pragma unroll
+            for (int f = 0; f < THREAD_M / FRAG_M; ++f)
+                xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(
+                    &xs[buffer][kk][f * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M]);
+#pragma unroll
+            for (int f = 0; f < THREAD_N / FRAG_N; ++f)
+                wf[f] = *reinterpret_cast<const Vector<G, FRAG_N>*>(
+                    &ws[buffer][kk][f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N]);
+#pragma unroll
+            for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+                for (int j = 0; j < THREAD_N; ++j)
+                    part[i][j] += xf[i / FRAG_M].at[i % FRAG_M] * wf[j / FRAG_N].at[j % FRAG_N];
+        }
+        if ((k0 + BLOCK_K) % PROMOTE == 0 || !more) {
+#pragma unroll
+            for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+                for (int j = 0; j < THREAD_N; ++j) {
+                    sum[i][j] += part[i][j];
+                    part[i][j] = 0;
+                }
+        }
+        if (more) {
+            x_stage.park(xs[buffer ^ 1]);
+            w_stage.park(ws[buffer ^ 1]);
+            __syncthreads();
+        }
+    }
+
+#pragma unroll
+    for (int i = 0; i < THREAD_M; ++i) {
+        const long long row = m0 + i / FRAG_M * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M + i % FRAG_M;
+        if (row >= p.m) break;
+#pragma unroll
+        for (int f = 0; f < THREAD_N / FRAG_N; ++f) {
+            const long long col = n0 + f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N;
+            G* to = g + row * p.ldg + col;  // on 16 bytes: the planner gives g such a pitch
+            if (col + FRAG_N <= p.n) {
+                Vector<G, FRAG_N> out;
+#pragma unroll
+                for (int j = 0; j < FRAG_N; ++j) out.at[j] = sum[i][f * FRAG_N + j];
+                *reinterpret_cast<Vector<G, FRAG_N>*>(to) = out;
+            } else {
+#pragma unroll
+                for (int j = 0; j < FRAG_N; ++j)
+                    if (col + j < p.n) to[j] = sum[i][f * FRAG_N + j];
+            }
+        }
+    }
+}

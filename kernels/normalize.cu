@@ -1,0 +1,75 @@
+// normalize: y = a ((slope g - m) - m_low) + beta, feature by feature; one pass over g, one write of y.
+//
+//   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
+//
+// A CTA takes COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
+// in registers and walks down every WARPS-th row, UNROLL rows in flight. Training has slope = 1.
+// CTAs run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
+// The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
+//
+// Moves: g once, y once, the minimum; at (16384, 4096) float32 537 MB.
+#include "common.cuh"
+
+#ifndef G_TYPE
+#define G_TYPE float
+#endif
+using G = G_TYPE;
+#ifndef Y_TYPE
+#define Y_TYPE float
+#endif
+using Y = Y_TYPE;
+
+constexpr int VEC = 16 / sizeof(G);
+constexpr int LANES = 32, WARPS = 8;
+constexpr int COLUMNS = LANES * VEC;
+constexpr int UNROLL = 4;
+
+extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+    normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+
+    const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
+    const long long at = gridDim.x - 1 - static_cast<long long>(blockIdx.x);
+    const long long col = at % blocks * COLUMNS + lane * VEC;
+    const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
+    if (col >= p.n) return;
+
+    const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
+    const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
+    const Vector<G, VEC> slope = load<G, VEC>(affine + AFFINE_SLOPE * p.ldg, inside);
+    const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * p.ldg, inside);
+    const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * p.ldg, inside);
+    const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
+    const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
+
+    const auto apply = [&](const Vector<G, VEC>& in) {
+        Vector<Y, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const G d = fma(slope.at[j], in.at[j], -m.at[j]) - m_low.at[j];
+            from_float(fma(a.at[j], d, beta.at[j]), out.at[j]);
+        }
+        return out;
+    };
+
+    long long row = begin + warp;
+    const G* from = g + row * p.ldg + col;
+    Y* to = y + row * p.y_row + col * p.y_col;
+    const long long from_step = WARPS * p.ldg, to_step = WARPS * p.y_row;
+    if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
+        for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
+            Vector<G, VEC> in[UNROLL];
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i, to += to_step) *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i]);
+        }
+    }
+    for (; row < end; row += WARPS, from += from_step, to += to_step) {
+        const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside));
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) to[j * p.y_col] = out.at[j];
+    }
+}

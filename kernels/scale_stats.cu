@@ -1,0 +1,160 @@
+// scale_stats: the batch statistics of g and all that follows from them, in one pass over g.
+//
+//   g (m, n) of G (float or double), row pitch ldg, rows on 16 bytes
+//   m_j = mean_i g_ij     v_j = mean_i (g_ij - m_j)^2     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
+//   running_mean <- (1 - mu) running_mean + mu s (m + b)
+//   running_var  <- (1 - mu) running_var + mu s^2 v B / (B - 1)
+//
+// The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
+//
+// A CTA takes COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row, a thread VEC columns of
+// every WARPS-th row. It holds GROUP rows in registers, takes their mean, then the squared deviations about that mean
+// (never E[g^2] - E[g]^2). Groups (n_i, mean_i, M2_i) are pooled in float64 about p, the mean of the first PIVOT rows:
+//   first = sum n_i d_i    second = sum (M2_i + n_i d_i^2)    d_i = mean_i - p
+//   m = p + first / B      M2 = second - first^2 / B
+// With one p for all, groups, warps and CTAs pool by addition, in an order that depends on the shape alone. The
+// subtraction cancels at most B / PIVOT of float64's 2^53, since PIVOT (p - m)^2 <= M2 by convexity: nothing that a
+// float32 g could show, so there one row is p; for a float64 g a whole group is.
+//
+// The CTA that draws a column block's last ticket adds that block's partial sums: who that is depends on timing, what
+// it computes does not. Tickets start at zero, set by the caller.
+//
+// Moves: g once, and per column 16 bytes a split: at (16384, 4096) 268 MB + 1 MB.
+#include "common.cuh"
+
+#ifndef G_TYPE
+#define G_TYPE float
+#endif
+using G = G_TYPE;
+
+constexpr int VEC = 16 / sizeof(G);
+constexpr int LANES = 32, WARPS = 8;
+constexpr int COLUMNS = LANES * VEC;
+constexpr int GROUP = 8;
+constexpr int PIVOT = sizeof(G) == 8 ? GROUP : 1;
+
+extern "C" __global__ void __launch_bounds__(LANES* WARPS, 3)
+    scale_stats(const Problem p, const G* g, char* workspace, const void* bias, const void* scale, const void* gamma,
+                const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked) {
+    __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
+    __shared__ G pivot_of[COLUMNS];
+    __shared__ bool last;
+
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const long long block = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
+    const long long col = block * COLUMNS + lane * VEC;
+    const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
+    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+
+    Vector<G, VEC> pivot = {};
+    const int pivots = static_cast<int>(min(p.m, static_cast<long long>(PIVOT)));
+    for (int i = 0; i < pivots; ++i) {
+        const Vector<G, VEC> at = load<G, VEC>(g + i * p.ldg + col, inside);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
+    }
+    double first[VEC] = {}, second[VEC] = {};
+    for (long long row0 = begin + warp; row0 < end; row0 += GROUP * WARPS) {
+        const int count = static_cast<int>(min((end - row0 + WARPS - 1) / WARPS, static_cast<long long>(GROUP)));
+        const G* from = g + row0 * p.ldg + col;
+        Vector<G, VEC> at[GROUP];
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * WARPS * p.ldg, i < count ? inside : 0);
+        const double inverse = count == GROUP ? 1.0 / GROUP : 1.0 / count;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            G centre = 0;  // summed already scaled: no overflow where the mean itself has none
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
+            G left = 0, squares = 0;  // left: what the rounding of centre left over
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                const G d = i < count ? at[i].at[j] - centre : G(0);
+                left += d;
+                squares += d * d;
+            }
+            const double shift = left * inverse;
+            const double d = static_cast<double>(centre) - pivot.at[j] + shift;
+            first[j] += count * d;
+            second[j] += squares - shift * left + count * d * d;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        first_of[warp][lane * VEC + j] = first[j];
+        second_of[warp][lane * VEC + j] = second[j];
+        if (warp == 0) pivot_of[lane * VEC + j] = pivot.at[j];
+    }
+    __syncthreads();
+
+    const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
+    const bool mine = threadIdx.x < COLUMNS && c < p.n;
+    double sum = 0.0, sum_of_squares = 0.0;
+    if (mine) {
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            sum += first_of[i][threadIdx.x];
+            sum_of_squares += second_of[i][threadIdx.x];
+        }
+    }
+
+    if (p.splits > 1) {
+        double* partials = reinterpret_cast<double*>(workspace + p.partials);  // (splits, 2, ldg)
+        if (mine) {
+            __stcg(&partials[(split * 2) * p.ldg + c], sum);
+            __stcg(&partials[(split * 2 + 1) * p.ldg + c], sum_of_squares);
+        }
+        __threadfence();  // the partials before the ticket
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            unsigned* tickets = reinterpret_cast<unsigned*>(workspace + p.tickets);
+            last = atomicAdd(&tickets[block], 1u) == p.splits - 1;
+        }
+        __syncthreads();
+        if (!last) return;
+        __threadfence();  // the ticket before the others' partials
+    }
+    if (!mine) return;
+    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c), beta_at = fetch(beta, p.beta, c);
+    const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
+    const Fetched var_at = fetch(running_var, p.running_var, c);
+    const long long batches = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked : 0;
+
+    if (p.splits > 1) {
+        const double* partials = reinterpret_cast<const double*>(workspace + p.partials);
+        sum = sum_of_squares = 0.0;
+#pragma unroll 8
+        for (long long i = 0; i < p.splits; ++i) {
+            sum += __ldcg(&partials[(i * 2) * p.ldg + c]);
+            sum_of_squares += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]);
+        }
+    }
+    const double rows = p.m, shift = sum / rows, m = pivot_of[threadIdx.x] + shift;
+    const double spread = sum_of_squares - sum * shift;
+    const double m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
+    const double v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, m, gamma_at.or_else(1.0) * s * r,
+                 beta_at.or_else(0.0));
+    if (p.running_mean != 0) {
+        // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
+        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+        const double to_mean = s * (m + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
+        store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
+        store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
+    }
+}
+
+// running_affine: the same constants from the running statistics, for inference; a thread has one column.
+//   y = gamma r ((s g) - (running_mean - s b)) + beta,   r = 1 / sqrt(running_var + eps)
+extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+    running_affine(const Problem p, char* workspace, const void* bias, const void* scale, const void* gamma,
+                   const void* beta, const void* running_mean, const void* running_var) {
+    const long long c = static_cast<long long>(blockIdx.x) * (LANES * WARPS) + threadIdx.x;
+    if (c >= p.n) return;
+    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c), beta_at = fetch(beta, p.beta, c);
+    const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
+    const Fetched var_at = fetch(running_var, p.running_var, c);
+    const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean_at.or_else(0.0) - s * b_at.or_else(0.0),
+                 gamma_at.or_else(1.0) * r, beta_at.or_else(0.0));
+}

@@ -1,0 +1,71 @@
+"""The contract's accuracy rule: PyTorch in the same dtype and run, over five seeds, on inputs that are hard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from harness import DTYPES, Kind, forward
+from tolerance import norm_error
+
+from gsbn import reference
+
+FAMILIES = ("standard", "mean 1e2", "mean 1e4", "tiny variance", "tiny and zero scale", "constant features")
+SEEDS = range(5)
+
+
+def family(name: str, seed: int, shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndarray]:
+    """All arguments of one problem. The scale is in x's dtype, as torch needs it; the other vectors are wide."""
+    B, I, O = shape
+    rng = np.random.default_rng(seed)
+    x, weight, scale = rng.standard_normal((B, I)), rng.standard_normal((O, I)) / np.sqrt(I), rng.uniform(0.5, 2, O)
+    if name.startswith("mean"):
+        x += float(name.removeprefix("mean "))
+    elif name == "tiny variance":
+        weight[::2] *= 1e-3
+    elif name == "tiny and zero scale":
+        scale *= np.resize([0, 1e-6, 1e-3, 1], O)
+    elif name == "constant features":
+        x[:, : I // 2] = 1
+        weight[::2, I // 2 :] = 0
+    narrow, wide = DTYPES[dtype], DTYPES["float64" if dtype == "float64" else "float32"]
+    matrices = {"x": x, "weight": weight, "scale": scale, "bias": rng.standard_normal(O)}
+    vectors = {
+        "gamma": rng.uniform(0.5, 2, O),
+        "beta": rng.standard_normal(O),
+        "running_mean": np.zeros(O),
+        "running_var": np.ones(O),
+    }
+    return {
+        **{n: reference.round_to(a, narrow) for n, a in matrices.items()},
+        **{n: reference.round_to(a, wide) for n, a in vectors.items()},
+    }
+
+
+def torch_eager(kind: Kind, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``batch_norm(linear(x) * scale)`` in training: y and the running statistics."""
+    import torch
+
+    t = {name: kind.put(a) for name, a in arrays.items()}
+    z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t["scale"]
+    statistics = t["running_mean"], t["running_var"]
+    y = torch.nn.functional.batch_norm(z, *statistics, t["gamma"], t["beta"], training=True)
+    return kind.get(y), kind.get(statistics[0]), kind.get(statistics[1])
+
+
+def assert_as_accurate_as_torch(kind: Kind, name: str, shape: tuple[int, int, int], dtype: str, **options: Any) -> None:
+    """Norm-wise at most 1.05 times torch's error and a quarter of eps; no element worse than 1.5 times its worst."""
+    problems = [family(name, seed, shape, dtype) for seed in SEEDS]
+    wide = np.longdouble if dtype == "float64" else np.float64
+    truths = [reference.forward(**arrays, training=True, dtype=wide) for arrays in problems]
+    theirs = [torch_eager(kind, arrays) for arrays in problems]
+    ours = [forward(kind, arrays, training=True, **options) for arrays in problems]
+
+    for index, what in enumerate(("y", "running_mean", "running_var")):
+        truth = np.stack([getattr(t, what) for t in truths])
+        mine, its = np.stack([o[index] for o in ours]), np.stack([t[index] for t in theirs])
+        eps = float(ml_dtypes.finfo(mine.dtype).eps)
+        assert norm_error(mine, truth) <= 1.05 * norm_error(its, truth) + eps / 4, what
+        worst, its_worst = (np.abs(np.asarray(a, wide) - truth).max() for a in (mine, its))
+        assert worst <= 1.5 * its_worst, what

@@ -1,0 +1,57 @@
+"""The ``gpu`` marker, hypothesis' profile, and the kinds of array that a test runs over."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from harness import CPU_KINDS, GPU_KINDS, Kind, kind_of
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "gsbn", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("gsbn")
+
+
+@cache
+def no_gpu() -> str | None:
+    """Why there is no GPU to run on; None if there is one."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "CuPy finds no CUDA device"
+    except Exception as error:
+        return f"no CuPy with a CUDA device: {type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs kernels; skipped, with the reason, where CuPy finds no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and (reason := no_gpu()):
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=[*CPU_KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """NumPy and torch arrays on the CPU, CuPy and torch arrays on the GPU."""
+    return kind_of(request.param)
+
+
+@pytest.fixture(params=["torch-cpu", pytest.param("torch-cuda", marks=pytest.mark.gpu)])
+def torch_kind(request: pytest.FixtureRequest) -> Kind:
+    return kind_of(request.param)
+
+
+@pytest.fixture(params=CPU_KINDS)
+def cpu_kind(request: pytest.FixtureRequest) -> Kind:
+    return kind_of(request.param)
+
+
+@pytest.fixture(params=GPU_KINDS)
+def gpu_kind(request: pytest.FixtureRequest) -> Kind:
+    return kind_of(request.param)

@@ -1,0 +1,333 @@
+"""gsbn.bench: statistics on synthetic samples, the bound, a run from end to end, what becomes of it on paper."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import random
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import _accuracy, _peers, _publish, _system, bench, reference
+from gsbn._timing import Clock, median_interval
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = bench.Settings(rounds=7, seconds=0.1, calls=1)
+TINY = bench.Case(24, 20, 12)
+
+
+# ---- statistics ----------------------------------------------------------------------------------------------------
+
+
+def test_median_interval_takes_the_order_statistics_that_the_binomial_asks_for() -> None:
+    samples = list(range(1, 41))
+    random.Random(0).shuffle(samples)
+    m = median_interval(samples)
+    assert (m.median, m.low, m.high, m.samples) == (20.5, 14, 27, 40)  # the tables' ranks for n = 40 at 95 %
+    assert 0.95 <= m.confidence < 0.97
+    assert median_interval([3.0, 1.0, 2.0]).confidence == pytest.approx(0.75)  # 1 - 2 / 2³, and says so
+    assert median_interval([7.0]).confidence == 0
+    with pytest.raises(ValueError, match="samples"):
+        median_interval([])
+
+
+def test_median_interval_holds_the_median_of_a_skewed_distribution_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    held = 0
+    for sample in rng.exponential(size=(2000, 25)) ** 3:  # heavy tail, as timings have
+        m = median_interval(sample.tolist())
+        held += m.low <= np.log(2) ** 3 <= m.high
+    assert held / 2000 >= m.confidence - 4 * (0.05 * 0.95 / 2000) ** 0.5
+
+
+class ScriptedClock(Clock):
+    """Seconds from a script; remembers who ran when."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def trial(self, candidate: Any, calls: int) -> tuple[Any, str]:
+        seconds = {"gsbn": 2e-3, "pytorch": 4e-3, "gemm-numpy": 1e-3}.get(candidate.name, 1e-2)
+        noise = random.Random(candidate.name)
+
+        def run() -> float:
+            self.order.append(candidate.name)
+            return seconds * (1 + (noise.random() - 0.5) / 50)
+
+        return run, "wall"
+
+    def host(self, candidate: Any) -> float:
+        return 40e-6
+
+
+def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    clock = ScriptedClock()
+    monkeypatch.setattr(bench, "Clock", lambda: clock)
+    monkeypatch.setattr(bench, "has_gpu", lambda: False)
+    settings = dataclasses.replace(QUICK, rounds=40, seconds=60)
+    report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
+    rows = {row["candidate"]: row for row in report.rows()}
+    assert rows["gsbn"]["device_us"] == pytest.approx(2000, rel=0.01)
+    assert rows["gsbn"]["device_low_us"] <= rows["gsbn"]["device_us"] <= rows["gsbn"]["device_high_us"]
+    assert rows["gsbn"]["host_us"] == pytest.approx(40)
+    assert rows["gsbn"]["times pytorch"] == pytest.approx(2, rel=0.02)
+    assert rows["gsbn"]["times bare gemm"] == pytest.approx(0.5, rel=0.02)
+    assert rows["gsbn"]["tflops"] == pytest.approx(2 * 24 * 20 * 12 / 2e-3 / 1e12, rel=0.01)
+    assert rows["gsbn"]["floor_us"] == pytest.approx(report.rates.floor(TINY) * 1e6)
+    rounds = clock.order[-40 * 3 :]
+    assert {tuple(sorted(rounds[i : i + 3])) for i in range(0, 120, 3)} == {("gemm-numpy", "gsbn", "pytorch")}
+    assert len({rounds[i] for i in range(0, 120, 3)}) == 3, "the order rotates, so that nobody is always first"
+
+
+def test_the_floor_is_the_larger_of_arithmetic_and_traffic() -> None:
+    rates = bench.Rates(copy=4e12, matrix={"bfloat16": 800e12})
+    large, thin = bench.Case(4096, 4096, 4096, "bfloat16"), bench.Case(4096, 8, 8, "bfloat16")
+    assert rates.floor(large) == large.flops / 800e12
+    assert rates.floor(thin) == thin.least_bytes / 4e12
+    assert thin.least_bytes == 2 * (4096 * 8 + 8 * 8 + 4096 * 8 + 8 * 8)
+
+
+def test_presets_and_cases() -> None:
+    assert (1024, 8192, 8192) in bench.PRESETS["kernelbench"]
+    assert (16384, 4096, 4096) in bench.PRESETS["kernelbench"]
+    for axis in range(3):
+        assert {1023, 1024, 1025} <= {shape[axis] for shape in bench.PRESETS["sweep"]}
+    chosen = bench.cases([(4, 5, 6)], ["tf32", "bfloat16"], [True, False])
+    assert len(chosen) == 4
+    assert (chosen[0].dtype, chosen[0].precision, chosen[0].kind) == ("float32", "high", "tf32")
+
+
+# ---- truth and bound -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", _accuracy.FAMILIES)
+def test_the_truth_is_the_reference(family: str, training: bool) -> None:
+    o = _accuracy.make_operands(np, 33, 40, 21, "float32", family)
+    got = _accuracy.expected(np, o, "highest", training)
+    want = reference.forward(
+        o.x, o.weight, o.scale, **o.affine, running_mean=o.running_mean, running_var=o.running_var, training=training
+    )
+    for name in ("y", "running_mean", "running_var") if training else ("y",):
+        np.testing.assert_allclose(got[name].value, getattr(want, name), rtol=1e-9, atol=1e-9)
+
+
+def test_the_bound_admits_float32_and_refuses_tf32() -> None:
+    o = _accuracy.make_operands(np, 257, 384, 131, "float32")
+    truth = _accuracy.expected(np, o, "highest", True)["g"]
+    assert truth.judge(o.x @ o.weight.T, np).passed
+
+    def tf32(a: np.ndarray) -> np.ndarray:
+        return ((a.view(np.uint32) + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    rounded = tf32(o.x) @ tf32(o.weight).T
+    assert not truth.judge(rounded, np).passed
+    assert _accuracy.expected(np, o, "high", True)["g"].judge(rounded, np).passed
+
+
+@pytest.mark.parametrize("spoil", [np.nan, np.inf, 1.0])
+def test_one_wrong_element_is_seen(spoil: float) -> None:
+    o = _accuracy.make_operands(np, 16, 8, 4, "float16")
+    truth = _accuracy.expected(np, o, "highest", True)["y"]
+    y = truth.value.astype(np.float16)
+    assert truth.judge(y, np).passed
+    y[3, 2] += np.float16(spoil)
+    assert not truth.judge(y, np).passed
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bench, _system):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
+def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), ["gsbn", "gsbn-torch", "pytorch"], QUICK)
+    report.save_json(tmp_path / "r.json")
+    report.save_csv(tmp_path / "r.csv")
+    saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert saved["schema"] == bench.SCHEMA
+    assert not saved["interrupted"]
+    assert saved["environment"]["digest"] == _system.source_digests()
+    assert set(saved["rates"]) == {"copy", "matrix"}
+    timed = [row for row in saved["results"] if not row["failure"]]
+    assert {"gsbn"} <= {row["candidate"] for row in timed}
+    for row in timed:
+        assert row["device_low_us"] <= row["device_us"] <= row["device_high_us"]
+        assert row["error"] < 0.05
+    with (tmp_path / "r.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["candidate"] for row in rows] == [row["candidate"] for row in saved["results"]]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = gsbn.forward
+    monkeypatch.setattr(gsbn, "forward", lambda *args, **options: honest(*args, **options) * np.float32(1.0001))
+    (result,) = bench.run([TINY], ["gsbn"], QUICK).results
+    assert result.device is None
+    assert "wrong result: y uses" in result.failure
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_peer_that_is_missing_or_breaks_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_peers, "load", lambda names: {"torch": None, "jax": None})
+    results = {r.candidate: r for r in bench.run([TINY], ["gsbn", "pytorch", "jax"], QUICK).results}
+    assert results["pytorch"].failure == "torch is not installed"
+    assert results["jax"].failure == "jax is not installed"
+    assert results["gsbn"].device is not None
+    with pytest.raises(ValueError, match="nobody"):
+        bench.run([TINY], ["nobody"])
+
+
+@pytest.mark.usefixtures("cpu")
+def test_ctrl_c_keeps_what_is_done() -> None:
+    def interrupt(done: float, total: int, doing: str) -> None:
+        if "round 4" in doing and done > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings = dataclasses.replace(QUICK, rounds=9)
+    report = bench.run([TINY, dataclasses.replace(TINY, batch=32)], ["gsbn", "gemm-numpy"], settings, interrupt)
+    assert report.interrupted
+    samples = [(r.case.batch, r.device.samples) for r in report.results if r.device]
+    assert samples[:2] == [(24, 7), (24, 7)] or samples[:2] == [(24, 9), (24, 9)]
+    assert samples[2:] == [(32, 3), (32, 3)]
+
+
+def test_global_precision_is_restored() -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(ZeroDivisionError), _peers.float32_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == before
+
+
+# ---- on paper ------------------------------------------------------------------------------------------------------
+
+
+def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
+    """A report with figures as a GPU might give them."""
+    noise, results = random.Random(0), []
+    rates = bench.Rates(4.27e12, {"float32": 263e12, "tf32": 400e12, "bfloat16": 790e12, "float16": 780e12})
+    relative = {"gsbn": 1.2, "gemm-torch": 1.1, "gemm-lt": 1.05, "pytorch": 1.8, "compile": 1.5, "jax": 1.6}
+    for case in bench.cases(preset):
+        for name, times in relative.items():
+            seconds = times * (rates.floor(case) + 5e-6)
+            m = median_interval([seconds * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
+            results.append(bench.Result(case, name, "", "graph", 10, m, m, 1 << 20, 1e-7))
+        results.append(bench.Result(case, "autotune", failure="refused"))
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
+    environment = _system.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
+    return bench.Report(environment, bench.Settings(), rates, tuple(results))
+
+
+def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{_publish.BEGIN}\nold\n{_publish.END}\nafter\n")
+    for _ in range(2):  # and again, to the same text
+        _publish.publish(report_of_a_gpu(), tmp_path)
+    text = readme.read_text()
+    assert text.startswith(f"before\n{_publish.BEGIN}\n| B, I, O ")
+    assert text.endswith(f"{_publish.END}\nafter\n")
+    assert "old" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| 1")]
+    assert len(rows) == 12
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    assert all(f"**{1.2 / 1.8:.2f}" not in row and "1.5" in row for row in rows), "PyTorch over gsbn is 1.5"
+    assert "NVIDIA H200, driver 580.1" in text
+    assert _publish.changed_since(tmp_path / "docs/results/kernelbench.json") == []
+    for name in ("kernelbench.json", "kernelbench.png"):
+        assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
+
+
+def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("no markers\n")
+    with pytest.raises(ValueError, match="results:begin"):
+        _publish.publish(report_of_a_gpu(), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("preset", ["kernelbench", "sweep"])
+def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import colors, image
+
+    _publish.plot(report_of_a_gpu(preset), tmp_path / "plot.png")
+    pixels = image.imread(tmp_path / "plot.png")[..., :3]
+    assert pixels.shape[0] >= 500
+    assert pixels.shape[1] >= 1500
+    bars, roof = pixels[:, : pixels.shape[1] * 3 // 5], pixels[:, pixels.shape[1] * 2 // 3 :]
+
+    def count(part: np.ndarray, colour: str) -> int:
+        return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
+
+    for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
+        assert count(bars, _publish.SERIES[name][1]) > 500, name
+    for kind in ("float32", "tf32", "float16"):
+        assert count(roof, _publish.KIND_COLOURS[kind]) > 50, kind
+    assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
+
+
+def test_the_published_results_describe_these_sources() -> None:
+    """Tells, without failing, that the README's table is older than the code: run `make bench` on a GPU."""
+    saved = ROOT / "docs" / "results" / "kernelbench.json"
+    if not saved.exists():
+        pytest.skip("nothing published yet")
+    if changed := _publish.changed_since(saved):
+        warnings.warn(f"the README's results are older than {' and '.join(changed)}: run `make bench`", stacklevel=1)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", bench.PRESETS)
+def test_presets_run_on_the_gpu(preset: str) -> None:
+    shapes = bench.PRESETS[preset][-2:]
+    report = bench.run(bench.cases(shapes, ["tf32", "bfloat16"]), ["gsbn", "pytorch", "gemm-torch", "gemm-cupy"], QUICK)
+    assert [r.failure for r in report.results if r.candidate == "gsbn" and r.failure] == []
+    for row in report.rows():
+        if not row["failure"]:
+            assert row["host_us"] > 0
+            assert 0 < row["floor_share"] < 1.2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_each_path_is_timed_as_it_can_be(graph: bool) -> None:
+    case = bench.Case(512, 256, 384, "float16")
+    names = ["gsbn-cublas", "gsbn-tiled", "gsbn-torch", "pytorch", "gemm-torch", "gemm-lt", "gemm-cupy"]
+    report = bench.run([case], names, dataclasses.replace(QUICK, calls=20, graph=graph))
+    results = {r.candidate: r for r in report.results}
+    assert {r.failure for r in results.values() if r.candidate.startswith("gsbn")} == {""}
+    assert results["gsbn-tiled"].method == ("graph" if graph else "queue")
+    assert results["gsbn-cublas"].method == "queue"
+    assert results["pytorch"].method == ("graph" if graph else "queue")
+    assert results["gsbn-tiled"].path == "tiled"
+    assert results["gsbn-cublas"].path == "cublas"
+    assert results["gsbn-cublas"].extra_bytes >= 512 * 384 * 4  # g in float32
+    assert results["pytorch"].extra_bytes >= 512 * 384 * 2  # z
+
+
+@pytest.mark.gpu
+def test_warm_up_leaves_nothing_to_compile() -> None:
+    steps: list[int] = []
+    count = _system.warm_up(lambda done, total, name: steps.append(done))
+    assert count > 0
+    assert steps == list(range(count + 1))

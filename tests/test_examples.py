@@ -1,0 +1,200 @@
+"""The examples run as they are, and KernelBench's evaluation accepts its two files."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gsbn
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+GSBN = Path(gsbn.__file__).parents[1]  # the gsbn under test, whatever is installed beside it
+
+
+def run(*arguments: object, gpu: bool = False) -> str:
+    """What a fresh interpreter prints that runs an example; without `gpu` it sees no CUDA device."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def devices() -> list[Any]:
+    return [pytest.param(False, id="cpu"), pytest.param(True, id="gpu", marks=pytest.mark.gpu)]
+
+
+def need_torch_cuda() -> None:
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA device")
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_quickstart(gpu: bool) -> None:
+    output = run(EXAMPLES / "quickstart.py", "--rounds", 2, gpu=gpu)
+    assert f"gsbn {gsbn.__version__}" in output
+    for number in (33, 39):
+        assert f"KernelBench {number}" in output
+    if gpu:
+        assert len(re.findall(r"kernels: .*scale_stats, normalize", output)) == 6
+    else:
+        assert "NumPy, one by one" in output
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_torch_handoff(gpu: bool) -> None:
+    pytest.importorskip("torch")
+    if gpu:
+        need_torch_cuda()
+    assert f"gsbn and torch.nn agree on {'cuda' if gpu else 'cpu'}" in run(EXAMPLES / "torch_handoff.py", gpu=gpu)
+
+
+def test_the_readme_example() -> None:
+    """As printed, but NumPy for CuPy and 64 features for 8192."""
+    (code,) = re.findall(r"^## Example\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len([line for line in code.splitlines() if line]) == 6
+    code = code.replace("import cupy as xp", "import numpy as xp").replace("8192", "64")
+    assert run("-c", code + "assert y.shape == (1024, 64) and y.dtype == 'f4' and mean.any()") == ""
+
+
+# KernelBench's evaluator, level 2: it executes the text of the problem and then the text of the candidate in one
+# namespace without __file__ or __name__, and draws weights and inputs from equal seeds.
+
+ORIGINAL = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def __init__(self, in_features, out_features, scale_shape, eps=1e-5, momentum=0.1):
+        super(Model, self).__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.scale = nn.Parameter(torch.randn(scale_shape))
+        self.bn = nn.BatchNorm1d(out_features, eps=eps, momentum=momentum)
+
+    def forward(self, x):
+        return self.bn(self.gemm(x) * self.scale)
+"""
+PROBLEMS = {33: (1024, 8192, 8192), 39: (16384, 4096, 4096)}
+REDUCED = {33: (128, 1024, 1024), 39: (1024, 256, 256)}
+
+
+def models(number: int, device: str, dtype: Any, shape: tuple[int, int, int] | None = None) -> tuple[Any, Any, Any]:
+    """(original, candidate, get_inputs), as the evaluator makes them; `shape` overrides the file's own sizes."""
+    import torch
+
+    context: dict[str, Any] = {}
+    exec(ORIGINAL, context)
+    exec((EXAMPLES / f"kernelbench_{number}.py").read_text(), context)
+    assert tuple(context[name] for name in ("batch_size", "in_features", "out_features")) == PROBLEMS[number]
+    if shape is not None:
+        B, I, O = shape
+        context.update(batch_size=B, in_features=I, out_features=O, scale_shape=(O,))
+    made = []
+    for name in ("Model", "ModelNew"):
+        torch.manual_seed(42)
+        with torch.no_grad():
+            made.append(context[name](*context["get_init_inputs"]()).to(device=device, dtype=dtype))
+    return *made, context["get_inputs"]
+
+
+def agrees(number: int, device: str, shape: tuple[int, int, int] | None = None) -> None:
+    """The evaluator's check in float32: five seeds at 1e-4, absolute and relative."""
+    import torch
+
+    original, candidate, get_inputs = models(number, device, torch.float32, shape)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = get_inputs()[0].to(device)
+        before = x.clone()
+        with torch.no_grad():
+            expected, y = original(x), candidate(x)
+        assert torch.allclose(expected, y, atol=1e-4, rtol=1e-4), f"seed {seed}"
+        assert (y.shape, y.dtype, y.device) == (expected.shape, expected.dtype, expected.device)
+        assert torch.equal(x, before)
+    original(x)
+    assert candidate(x).grad_fn is None, "the evaluator's timing loop leaves grad mode on"
+    ours, theirs = candidate.state_dict(), original.state_dict()
+    assert ours["bn.num_batches_tracked"] == theirs["bn.num_batches_tracked"] == 6
+    for name in ("bn.running_mean", "bn.running_var"):
+        assert torch.allclose(ours[name], theirs[name], atol=1e-4, rtol=1e-4), name
+
+
+def no_worse_than_the_original(number: int, device: str, dtype: str, shape: tuple[int, int, int] | None = None) -> None:
+    """In 16 bits the original rounds z on its way, up to beyond the evaluator's own 1e-2; the judge is float64."""
+    import torch
+
+    original, candidate, get_inputs = models(number, device, getattr(torch, dtype), shape)
+    truth = copy.deepcopy(original).double()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = get_inputs()[0].to(device=device, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            exact = truth(x.double())
+            theirs, ours = ((model(x).double() - exact).norm().item() for model in (original, candidate))
+        assert ours <= theirs, f"seed {seed}"
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_kernelbench_equal_seeds_give_equal_state(number: int) -> None:
+    torch = pytest.importorskip("torch")
+    original, candidate, _ = models(number, "cpu", torch.float32, (8, 96, 64))
+    ours, theirs = candidate.state_dict(), original.state_dict()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_kernelbench_reduced(number: int) -> None:
+    pytest.importorskip("torch")
+    agrees(number, "cpu", REDUCED[number])
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernelbench_reduced_in_16_bits(number: int, dtype: str) -> None:
+    pytest.importorskip("torch")
+    no_worse_than_the_original(number, "cpu", dtype, REDUCED[number])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_kernelbench_full_size(number: int) -> None:
+    need_torch_cuda()
+    agrees(number, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", PROBLEMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernelbench_full_size_in_16_bits(number: int, dtype: str) -> None:
+    need_torch_cuda()
+    no_worse_than_the_original(number, "cuda", dtype)
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+@pytest.mark.parametrize("gpu", devices())
+def test_kernelbench_as_a_script(number: int, gpu: bool) -> None:
+    if gpu:
+        need_torch_cuda()
+    pytest.importorskip("torch")
+    assert "seed 4: max" in run(EXAMPLES / f"kernelbench_{number}.py", gpu=gpu)
+
+
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_kernelbench_static_checks(number: int) -> None:
+    """What the evaluator's static checker forbids outright, and PyTorch's computing layers besides."""
+    text = (EXAMPLES / f"kernelbench_{number}.py").read_text()
+    forbidden = r"\btry\s*:|\bexcept\b|\bpass\b|\bthreading\b|nn\.functional|\bF\.|torch\.(mm|matmul|batch_norm)\b"
+    assert re.findall(forbidden, text) == []
+    assert "from __future__" not in text, "the evaluator may put a line before the first"

@@ -1,0 +1,521 @@
+"""The kernels: the properties of test_forward_cpu.py, and what only a GPU has: streams, graphs, precision, size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from accuracy import FAMILIES, assert_as_accurate_as_torch
+from harness import (
+    DTYPES,
+    GPU_KINDS,
+    STATISTICS,
+    Kind,
+    Producer,
+    assert_same_bits,
+    forward,
+    kind_of,
+    place,
+    without_out,
+)
+from hypothesis import given, settings
+from strategies import Case, cases
+from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
+
+import gsbn
+from gsbn import reference
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+GEMMS = ["auto", "cublas", "tiled"]
+CASE = Case((200, 72, 136), "float32", training=True)
+
+
+def truth_and_bounds(
+    arrays: dict[str, np.ndarray], operand: float = 0.0, **options: Any
+) -> tuple[reference.Forward, Any]:
+    wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
+    truth = reference.forward(**without_out(arrays), **options, dtype=wide)
+    return truth, bounds(arrays, truth, operand=operand, **options)
+
+
+# ---- right on everything
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("name", GPU_KINDS)
+@given(case=cases(limit=400))
+@settings(max_examples=60)
+def test_stays_within_the_bounds(name: str, gemm: str, case: Case) -> None:
+    arrays = case.arrays()
+    got = forward(kind_of(name), arrays, dict(case.layouts), gemm=gemm, **case.options)
+    assert_outcome_within(got, *truth_and_bounds(arrays, **case.options))
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3000, 64, 40), (130, 2050, 70), (70, 33, 2100)])
+def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gemm: str) -> None:
+    arrays = Case(shape, dtype, training).arrays()
+    got = forward(kind_of("cupy"), arrays, gemm=gemm, training=training)
+    assert_outcome_within(got, *truth_and_bounds(arrays, training=training))
+
+
+SHAPES = [(1, 1, 1), (2, 3, 1), (64, 40, 64), (128, 257, 131), (61, 8, 1000), (1024, 96, 72)]
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_inference_on_small_integers_is_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
+    """Every intermediate result is exact in any order, so that y is the truth, rounded once."""
+    B, I, O = shape
+    rng, t = np.random.default_rng(0), DTYPES[dtype]
+    arrays = {
+        "x": rng.integers(-4, 5, (B, I)).astype(t),
+        "weight": rng.integers(-4, 5, (O, I)).astype(t),
+        "scale": rng.choice([-2, -1, 0, 0.5, 1], O).astype(t),
+        "bias": rng.integers(-8, 9, O).astype(t),
+        "gamma": rng.choice([-4, 2, 4], O).astype(t),
+        "beta": rng.integers(-8, 9, O).astype(t),
+        "running_mean": rng.integers(-8, 9, O).astype(t),
+        "running_var": rng.choice([3, 15, 63], O).astype(t),  # and eps = 1: r is 1/2, 1/4 or 1/8
+        "out": np.full((B, O), np.nan, t),
+    }
+    got = forward(kind_of("cupy"), arrays, gemm=gemm, eps=1.0)
+    want = reference.forward(**without_out(arrays), eps=1.0)
+    np.testing.assert_array_equal(got.y, reference.round_to(want.y, t))  # as values: the sign of a zero is free
+
+
+def exact_training(shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndarray]:
+    """A training problem whose every intermediate result is exact in any order, for eps = 12.
+
+    g_ij = c_j ± q_j with as many pluses as minuses: m = c and v = q². With s q = ±2, s² v + eps = 4 + 12 and r = 1/4.
+    The signs alternate, so that every tile of an even number of rows has these statistics too. The other columns of x
+    are random, in pairs that the weight cancels.
+    """
+    B, I, O = shape
+    rng, t = np.random.default_rng(0), DTYPES[dtype]
+    x, weight = np.zeros((B, I)), np.zeros((O, I))
+    x[:, 0], x[:, 1] = 1, np.resize([1, -1], B)
+    scale = rng.choice([-2, -1, -0.5, 0.5, 1, 2], O)
+    weight[:, 0], weight[:, 1] = rng.integers(-4, 5, O), 2 / scale
+    pairs = (I - 2) // 2
+    x[:, 2 : 2 + pairs] = x[:, I - pairs :] = rng.integers(-4, 5, (B, pairs))
+    weight[:, 2 : 2 + pairs] = rng.integers(-4, 5, (O, pairs))
+    weight[:, I - pairs :] = -weight[:, 2 : 2 + pairs]
+    order = rng.permutation(I)
+    arrays = {
+        "x": x[:, order],
+        "weight": weight[:, order],
+        "scale": scale,
+        "bias": rng.integers(-4, 5, O),
+        "gamma": rng.choice([-4, -2, 2, 4], O),
+        "beta": rng.integers(-8, 9, O),
+        "running_mean": rng.integers(-4, 5, O),
+        "running_var": rng.integers(1, 9, O),
+        "out": np.full((B, O), np.nan),
+    }
+    return {name: a.astype(t) for name, a in arrays.items()}
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 1), (64, 40, 64), (128, 257, 131), (62, 8, 1000), (1024, 96, 72), (4096, 6, 40)]
+)
+def test_training_on_small_integers_is_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
+    arrays = exact_training(shape, dtype)
+    options = {"training": True, "eps": 12.0, "momentum": 0.5}
+    got = forward(kind_of("cupy"), arrays, gemm=gemm, **options)
+    truth, limit = truth_and_bounds(arrays, **options)
+    np.testing.assert_array_equal(got.y, reference.round_to(truth.y, DTYPES[dtype]))
+    np.testing.assert_array_equal(got.running_mean, reference.round_to(truth.running_mean, DTYPES[dtype]))
+    assert_within(got.running_var, truth.running_var, limit.running_var)  # B / (B − 1) is not exact
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_half_inputs_whose_gemm_overflows_half(gpu_kind: Kind, gemm: str) -> None:
+    x = np.resize(np.array([200, -200, 100, 60], np.float16)[:, None], (4, 512))
+    arrays = {"x": x, "weight": np.full((3, 512), 100, np.float16), "scale": np.ones(3, np.float16)}
+    got = forward(gpu_kind, arrays, training=True, gemm=gemm)  # g reaches 1e7; y is ordinary
+    assert_outcome_within(got, *truth_and_bounds(arrays, training=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_nan_and_infinity_stay_in_their_feature(gemm: str, training: bool, bad: float) -> None:
+    arrays = replace(CASE, training=training).arrays()
+    clean = forward(kind_of("cupy"), arrays, training=training, gemm=gemm)
+    arrays["weight"][1, 2] = bad
+    got = forward(kind_of("cupy"), arrays, training=training, gemm=gemm)
+    assert not np.isfinite(got.y[:, 1]).any()
+    for ours, theirs in zip(got[:3], clean[:3], strict=True):
+        assert_same_bits(np.delete(ours, 1, axis=-1), np.delete(theirs, 1, axis=-1))
+
+
+@pytest.mark.parametrize("name", GPU_KINDS)
+@given(case=cases(limit=200, training=False))
+@settings(max_examples=40)
+def test_fold(name: str, case: Case) -> None:
+    kind = kind_of(name)
+    arrays = {n: a for n, a in without_out(case.arrays()).items() if n not in ("x", "num_batches_tracked")}
+    placed = {n: place(kind, a, dict(case.layouts).get(n, "C")) for n, a in arrays.items()}
+    w, b = gsbn.fold(**{n: p.view for n, p in placed.items()}, eps=case.eps)
+
+    want_w, want_b = reference.fold(**arrays, eps=case.eps, dtype=np.longdouble)
+    dtype, wide = arrays["weight"].dtype, {n: np.asarray(a, np.float64) for n, a in arrays.items()}
+    # float64 arithmetic, at most eight roundings, on terms that cancel in b; then one rounding; subnormals may go
+    terms = np.abs(wide["scale"] * wide.get("bias", 0)) + np.abs(wide["running_mean"])
+    gamma_r = np.abs(wide.get("gamma", 1)) / np.sqrt(wide["running_var"] + case.eps)
+    flushed = FLUSHED if dtype.itemsize < 8 else 0
+    for got, want, size in (
+        (w, want_w, np.abs(want_w)),
+        (b, want_b, gamma_r * terms + np.abs(wide.get("beta", 0))),
+    ):
+        assert type(got) is type(placed["weight"].view)
+        limit = roundoff(dtype) * np.abs(want) + 8 * 2.0**-53 * size + flushed
+        limit += 2.0**-25 * (dtype == np.float16)  # half its smallest subnormal number
+        assert_within(kind.get(got), want, np.asarray(limit, np.float64))
+    assert not any(p.disturbed(kind) for p in placed.values())
+
+
+def test_another_producer_gets_cupy_back() -> None:
+    arrays = CASE.arrays()
+    del arrays["out"]
+    native = {name: cupy.asarray(a) for name, a in arrays.items()}
+    y = gsbn.forward(**{name: Producer(a) for name, a in native.items()}, training=True)
+    assert type(y) is cupy.ndarray
+    got = {name: cupy.asnumpy(native[name]) for name in STATISTICS}
+    truth, limit = truth_and_bounds(arrays, training=True)
+    assert_within(cupy.asnumpy(y), truth.y, limit.y)
+    for name in ("running_mean", "running_var"):
+        assert_within(got[name], getattr(truth, name), getattr(limit, name))
+    assert got["num_batches_tracked"] == truth.num_batches_tracked
+
+
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_is_as_accurate_as_torch(name: str, dtype: str, gemm: str) -> None:
+    torch_kind = kind_of("torch-cuda")
+    shape = (256, 128, 64) if dtype == "float64" else (1024, 1024, 512)  # the truth of float64 is slow
+    assert_as_accurate_as_torch(torch_kind, name, shape, dtype, gemm=gemm)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_is_as_accurate_as_torch_in_tf32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    torch_kind = kind_of("torch-cuda")
+    import torch
+
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert_as_accurate_as_torch(torch_kind, name, (1024, 1024, 512), "float32", precision="high")
+
+
+# ---- precision
+
+
+def gemm_error(gemm: str, precision: str) -> tuple[float, float, float]:
+    """Norm-wise error of a float32 GEMM, and what it may be in IEEE arithmetic and in TF32.
+
+    In inference with neutral vectors y is g but for one rounding, and its K is short: IEEE and TF32 lie far apart.
+    """
+    rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, I), (O, I)))
+    zero, one = np.zeros(O, np.float32), np.ones(O, np.float32)
+    arrays = {"x": x, "weight": w, "scale": one, "running_mean": zero, "running_var": one}
+    got = forward(kind_of("cupy"), arrays, eps=0.0, gemm=gemm, precision=precision)
+    truth, ieee = truth_and_bounds(arrays, training=False, eps=0.0)
+    tf32 = bounds(arrays, truth, training=False, eps=0.0, operand=TF32)
+    size = np.linalg.norm(truth.y)
+    return norm_error(got.y, truth.y), float(np.linalg.norm(ieee.y) / size), float(np.linalg.norm(tf32.y) / size)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_highest_is_ieee_and_high_is_tf32_at_least(gemm: str) -> None:
+    error, ieee, _ = gemm_error(gemm, "highest")
+    assert error <= ieee
+    error, _, tf32 = gemm_error(gemm, "high")
+    assert error <= tf32
+
+
+def test_high_is_tf32_with_cublas() -> None:
+    if int(cupy.cuda.Device().compute_capability) < 80:
+        pytest.skip("this GPU has no TF32")
+    error, ieee, _ = gemm_error("cublas", "high")
+    assert error > ieee
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_the_state_of_cublas_is_neither_obeyed_nor_changed(gemm: str) -> None:
+    from cupy.cuda import cublas
+
+    handle = cupy.cuda.device.get_cublas_handle()
+    before = cublas.getMathMode(handle)
+    try:
+        for mode in (cublas.CUBLAS_DEFAULT_MATH, 3):
+            cublas.setMathMode(handle, mode)
+            error, ieee, _ = gemm_error(gemm, "highest")
+            assert error <= ieee
+            assert cublas.getMathMode(handle) == mode
+    finally:
+        cublas.setMathMode(handle, before)
+
+
+def test_the_environment_is_not_obeyed() -> None:
+    script = (
+        "from test_forward_gpu import GEMMS, gemm_error\n"
+        "for gemm in GEMMS:\n"
+        "    error, ieee, _ = gemm_error(gemm, 'highest')\n"
+        "    assert error <= ieee, (gemm, error, ieee)\n"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "CUPY_TF32": "1", "PYTHONPATH": path}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_every_time(dtype: str, training: bool) -> None:
+    arrays = Case((1500, 200, 300), dtype, training).arrays()
+    first, *others = (forward(kind_of("cupy"), arrays, gemm="tiled", training=training) for _ in range(10))
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert_same_bits(a, b)
+
+
+# ---- streams
+
+
+@contextlib.contextmanager
+def new_stream(kind: Kind) -> Iterator[Any]:
+    """A stream of the kind's library, current, that waits for no other."""
+    if kind.is_torch:
+        import torch
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield stream
+    else:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            yield stream
+    stream.synchronize()
+
+
+def occupy(kind: Kind, stream: Any, cycles: int = 400_000_000) -> None:
+    """Keep the stream busy for about a fifth of a second."""
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) ; }', "spin"
+    )
+    with cupy.cuda.ExternalStream(stream.cuda_stream) if kind.is_torch else contextlib.nullcontext():
+        spin((1,), (1,), (np.int64(cycles),))
+
+
+def is_idle(stream: Any) -> bool:
+    return bool(stream.done if isinstance(stream, cupy.cuda.Stream) else stream.query())
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_runs_in_the_order_of_its_stream_and_returns_at_once(gpu_kind: Kind, gemm: str) -> None:
+    arrays = CASE.arrays()
+    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+    x = gpu_kind.put(arrays["x"])
+    with new_stream(gpu_kind) as stream:
+        for _ in range(2):  # the first call may compile and allocate, and wait for that
+            for name in STATISTICS:
+                native[name][...] = gpu_kind.put(arrays[name])
+            native["x"][...] = np.nan
+            stream.synchronize()
+            occupy(gpu_kind, stream)
+            native["x"][...] = x
+            gsbn.forward(**native, training=True, gemm=gemm)
+            waited = is_idle(stream)
+            native["x"][...] = np.nan
+    assert not waited
+    truth, limit = truth_and_bounds(arrays, training=True)
+    assert_within(gpu_kind.get(native["out"]), truth.y, limit.y)
+    assert_within(gpu_kind.get(native["running_var"]), truth.running_var, limit.running_var)
+
+
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+def test_threads_and_streams_at_once(gpu_kind: Kind, gemm: str) -> None:
+    """Each of four threads trains on its own stream, with its own shape, as if it were alone."""
+    problems = [Case((900 + 100 * i, 64, 200 + 50 * i), "float32", training=True, seed=i).arrays() for i in range(4)]
+
+    def train(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        with new_stream(gpu_kind):
+            native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+            for _ in range(30):
+                gsbn.forward(**native, training=True, gemm=gemm)
+        return {name: gpu_kind.get(a) for name, a in native.items()}
+
+    alone = [train(arrays) for arrays in problems]
+    together: list[Any] = [None] * len(problems)
+
+    def run(i: int) -> None:
+        together[i] = train(problems[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for arrays, one, other in zip(problems, alone, together, strict=True):
+        assert other["num_batches_tracked"] == arrays["num_batches_tracked"] + 30
+        if gemm == "tiled":
+            for name in arrays:
+                assert_same_bits(one[name], other[name])
+        truth, limit = truth_and_bounds(arrays, training=True)
+        assert_within(other["out"], truth.y, limit.y)  # y does not depend on the running statistics
+
+
+# ---- CUDA graphs
+
+
+def capture(kind: Kind, stream: Any, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A function that replays ``call`` on ``stream``, and what the captured call returned."""
+    if kind.is_torch:
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            result = call()
+        return graph.replay, result
+    stream.begin_capture()
+    result = call()
+    graph = stream.end_capture()
+    return lambda: graph.launch(stream), result
+
+
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_replay_is_a_call(gpu_kind: Kind, dtype: str, momentum: float | None, gemm: str) -> None:
+    """New inputs, outputs and statistics pass through the captured addresses; the count and its readers advance."""
+    case = replace(CASE, dtype=dtype, momentum=momentum)
+    arrays = case.arrays()
+    del arrays["out"]
+    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+    with new_stream(gpu_kind) as stream:
+        gsbn.forward(**native, gemm=gemm, **case.options)
+        replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, **case.options))
+        for name in STATISTICS:  # the warm-up counted once, the capture not at all
+            native[name][...] = gpu_kind.put(arrays[name])
+        for seed in (1, 2, 3):
+            arrays["x"] = replace(case, seed=seed).arrays()["x"]
+            native["x"][...] = gpu_kind.put(arrays["x"])
+            replay()
+            stream.synchronize()
+            truth, limit = truth_and_bounds(arrays, **case.options)
+            assert_within(gpu_kind.get(y), truth.y, limit.y, "y")
+            for name in ("running_mean", "running_var"):
+                assert_within(gpu_kind.get(native[name]), getattr(truth, name), getattr(limit, name), name)
+            assert gpu_kind.get(native["num_batches_tracked"]) == truth.num_batches_tracked
+            arrays.update({name: gpu_kind.get(native[name]) for name in STATISTICS})
+
+
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_a_captured_call_allocated_lives_as_long_as_the_graph(gpu_kind: Kind, keep: bool, gemm: str) -> None:
+    """What is allocated after the capture is not what the graph writes to: not even y, if the caller lets it go."""
+    case = replace(CASE, dtype="float16", layouts=())
+    arrays = case.arrays()
+    del arrays["out"]
+    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+    native["x"] = gpu_kind.put(arrays["x"].T).T  # strides that a GEMM may copy
+    with new_stream(gpu_kind) as stream:
+        gsbn.forward(**native, gemm=gemm, training=True)
+        replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, training=True))
+        if not keep:
+            y = None
+        churn = [gpu_kind.put(np.full(1 << size, 7, np.uint8)) for size in range(9, 21) for _ in range(8)]
+        replay()
+        stream.synchronize()
+        if keep:
+            truth, limit = truth_and_bounds(arrays, training=True)
+            assert_within(gpu_kind.get(y), truth.y, limit.y)
+        assert all((gpu_kind.get(a) == 7).all() for a in churn)
+
+
+def test_cublas_under_capture_is_an_error_or_right(gpu_kind: Kind) -> None:
+    """A choice that cannot serve is an error and not a silent fallback; the capture itself survives it."""
+    arrays = CASE.arrays()
+    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+    refused = []
+
+    def call() -> None:
+        try:
+            gsbn.forward(**native, gemm="cublas", training=True)
+        except ValueError as error:
+            refused.append(str(error))
+            gsbn.forward(**native, gemm="tiled", training=True)
+
+    with new_stream(gpu_kind) as stream:
+        for gemm in GEMMS:
+            gsbn.forward(**native, gemm=gemm, training=True)
+        replay, _ = capture(gpu_kind, stream, call)
+        native["out"][...] = np.nan
+        replay()
+    assert all(message.startswith("gemm: ") for message in refused)
+    truth, limit = truth_and_bounds(arrays, training=True)
+    assert_within(gpu_kind.get(native["out"]), truth.y, limit.y)
+
+
+# ---- size
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("training", [True, False])
+def test_at_most_one_temporary_of_the_size_of_y(dtype: str, training: bool) -> None:
+    B, I, O = 8192, 32, 4096
+    arrays = without_out(Case((B, I, O), dtype, training).arrays())
+    native = {name: cupy.asarray(a) for name, a in arrays.items()}
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        y = gsbn.forward(**native, training=training)
+        one_more = B * O * 4
+        assert pool.total_bytes() < y.nbytes + one_more + one_more // 2  # less than a second; the half is for vectors
+
+
+def needs_memory(gigabytes: int) -> None:
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory, found {free / 2**30:.1f}")
+
+
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("shape", [(131_088, 8, 16_392), (65_552, 32_776, 8)], ids=["y", "x"])
+def test_more_than_2_31_elements(shape: tuple[int, int, int], gemm: str) -> None:
+    """The exact training problem, so large that y or x has more than 2³¹ elements: every element of y, compared."""
+    needs_memory(24)
+    B, I, O = shape
+    small = exact_training((16, 4, O), "float16")
+    x, weight = cupy.zeros((B, I), np.float16), cupy.zeros((O, I), np.float16)
+    for source, target in enumerate((0, 1, I // 2, I - 1)):
+        x.reshape(-1, 16, I)[:, :, target] = cupy.asarray(small["x"][:, source])
+        weight[:, target] = cupy.asarray(small["weight"][:, source])
+    vectors = {n: cupy.asarray(a) for n, a in small.items() if n not in ("x", "weight", "out")}
+    y = gsbn.forward(x, weight, **vectors, training=True, eps=12.0, gemm=gemm)
+    truth = reference.forward(**without_out(small), training=True, eps=12.0)
+    want = cupy.asarray(reference.round_to(truth.y, np.float16))
+    assert y.shape == (B, O)
+    for start in range(0, B, 16_384):
+        part = y[start : start + 16_384]
+        assert bool((part.reshape(-1, 16, O) == want).all()), f"rows from {start}"
+    del x, weight, y, part
+    cupy.get_default_memory_pool().free_all_blocks()

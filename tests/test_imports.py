@@ -1,0 +1,109 @@
+"""gsbn with neither CuPy nor torch: it imports, it computes on the CPU, and it is quick about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    asked = set()
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            self.asked.add(name)
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+BLOCKED = {"cupy", "cupy_backends", "torch", "ml_dtypes", "cuda", "typer", "rich", "matplotlib"}
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def python(script: str) -> str:
+    """What a fresh interpreter prints; fails if it fails."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_works_with_numpy_alone() -> None:
+    python(
+        BLOCKER
+        + """
+import numpy as np
+import gsbn
+
+x, weight = np.arange(12, dtype=np.float32).reshape(4, 3), np.eye(2, 3, dtype=np.float32)
+mean, var, count = np.zeros(2, np.float32), np.ones(2, np.float32), np.array(0)
+y = gsbn.forward(x, weight, np.ones(2, np.float32), running_mean=mean, running_var=var, num_batches_tracked=count,
+                 training=True, momentum=None)
+np.testing.assert_allclose(y.mean(0), 0, atol=1e-6)
+np.testing.assert_array_equal(mean, x.mean(0)[:2])
+assert count == 1
+w, b = gsbn.fold(weight, np.ones(2, np.float32), mean, var)
+y = gsbn.forward(x, weight, np.ones(2, np.float32), running_mean=mean, running_var=var)
+np.testing.assert_allclose(x @ w.T + b, y, atol=1e-5)
+for wrong in ([[1.0]], None, 3):
+    try:
+        gsbn.forward(wrong, weight, np.ones(2, np.float32))
+    except TypeError as error:
+        assert str(error).startswith("x: ")
+    else:
+        raise AssertionError(wrong)
+"""
+    )
+
+
+def test_never_asks_for_torch() -> None:
+    """Not even inside a try: torch is looked up in sys.modules, where its user put it."""
+    asked = python(
+        BLOCKER
+        + """
+import numpy as np
+import gsbn
+
+class Producer:
+    def __init__(self, a): self.a = a
+    def __dlpack__(self, **options): return self.a.__dlpack__(**options)
+    def __dlpack_device__(self): return self.a.__dlpack_device__()
+
+for wrap in (lambda a: a, Producer):
+    gsbn.forward(wrap(np.ones((2, 3))), wrap(np.ones((4, 3))), wrap(np.ones(4)), training=True)
+print(*(name for name in Blocker.asked if name.partition(".")[0] == "torch"))
+"""
+    )
+    assert not asked.strip()
+
+
+def test_importing_brings_in_nothing_large() -> None:
+    script = """
+import sys
+before = set(sys.modules)
+import gsbn
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
+"""
+    assert python(script).split() == ["gsbn", "numpy"]
+
+
+def test_importing_takes_little_time() -> None:
+    """A tenth of a second of this process' own time beyond NumPy's; CuPy or torch alone would take several."""
+    script = """
+import time
+import numpy
+start = time.process_time()
+import gsbn
+print(time.process_time() - start)
+"""
+    assert min(float(python(script)) for _ in range(3)) < 0.1
+
+
+def test_the_public_names() -> None:
+    import gsbn
+
+    assert {"forward", "fold", "__version__"} <= set(dir(gsbn))
+    assert gsbn.__version__.count(".") == 2
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        gsbn.forward(None, None, None, affine=None)

@@ -1,0 +1,148 @@
+"""The planner as pure code: it serves every shape, and what it hands out fits together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from harness import DTYPES
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import sides
+
+from gsbn import _kernels
+from gsbn._plan import INT32_MAX, Device, Matrix, Plan, plan
+
+H200 = Device((9, 0), 132)
+DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
+LARGEST_GRID = 2**31 - 1
+
+
+class Problem(NamedTuple):
+    m: int
+    n: int
+    k: int
+    dtype: str
+    device: Device
+    x: Matrix
+    w: Matrix
+    y: Matrix
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+def sizes() -> st.SearchStrategy[int]:
+    return sides(600) | st.integers(1, 2**22)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, rows: int, columns: int) -> Matrix:
+    """C or Fortran order, padded or not, or strides of any kind."""
+    pad = draw(st.sampled_from([0, 0, 1, 8]))
+    strides = draw(
+        st.sampled_from([(columns + pad, 1), (1, rows + pad), (-(columns + pad), 1), (2 * columns, 2), (0, 0), (0, 1)])
+    )
+    return Matrix.of((rows, columns), strides, draw(st.booleans()))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    m, n, k = draw(sizes()), draw(sizes()), draw(sizes())
+    dtype, device = draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(DEVICES))
+    return Problem(m, n, k, dtype, device, draw(matrices(m, k)), draw(matrices(n, k)), draw(matrices(m, n)))
+
+
+def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
+    # every kernel is one that compile_all compiles
+    kernels = {decided.stats_kernel, decided.affine_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
+    assert kernels <= set(_kernels.all_kernels())
+
+    # the grids are neither empty nor too large, and cover every row once
+    grids = [decided.stats_grid, decided.normalize_grid] + [decided.gemm_grid] * (decided.gemm_kernel is not None)
+    assert all(1 <= grid <= LARGEST_GRID for grid in grids)
+    assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
+
+    # the workspace: aligned, in order, and large enough
+    g_size = max(p.itemsize, 4)
+    assert decided.ldg >= p.n
+    assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.tickets, decided.g))
+    assert decided.affine + 5 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
+    if training and decided.splits > 1:  # (mean, M2) of every split, in float64
+        assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
+    assert decided.tickets + decided.tickets_bytes <= decided.g
+    assert decided.g + (0 if decided.y_is_g else p.m * decided.ldg * g_size) <= decided.workspace
+
+    # 16-byte accesses only where every row begins on 16 bytes
+    if decided.vector_y:
+        assert p.y.aligned
+        assert p.y.strides[1] == 1
+        assert p.y.strides[0] * p.itemsize % 16 == 0
+    assert decided.ldg * g_size % 16 == 0
+    if decided.y_is_g:
+        assert p.itemsize == g_size
+        assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
+
+    # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
+    for matrix, rows, copied in ((p.x, p.m, decided.copy_x), (p.w, p.n, decided.copy_w)):
+        if not copied:
+            row, column = matrix.strides
+            by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
+            assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
+
+
+@given(p=problems(), training=st.booleans(), capturing=st.booleans())
+def test_auto_serves_every_call(p: Problem, training: bool, capturing: bool) -> None:
+    decided = plan(*p, training=training, capturing=capturing)
+    assert_fits(p, decided, training=training)
+    assert decided.why
+    if capturing:
+        assert decided.gemm != "cublas"
+
+
+@given(p=problems(), training=st.booleans(), capturing=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
+def test_a_choice_is_kept_or_refused(p: Problem, training: bool, capturing: bool, gemm: str) -> None:
+    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
+    if gemm == "cublas" and (capturing or not has_bfloat16):
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            plan(*p, training=training, capturing=capturing, gemm=gemm)
+    else:
+        decided = plan(*p, training=training, capturing=capturing, gemm=gemm)
+        assert decided.gemm == gemm
+        assert_fits(p, decided, training=training)
+
+
+def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Problem:
+    return Problem(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
+
+
+@pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_than_2_31(sizes_: tuple[int, int, int], dtype: str) -> None:
+    p = contiguous(*sizes_, dtype)
+    decided = plan(*p, training=True)
+    assert_fits(p, decided, training=True)
+    if max(sizes_) > INT32_MAX:
+        assert decided.gemm == "tiled"
+        with pytest.raises(ValueError, match=r"^gemm: "):
+            plan(*p, training=True, gemm="cublas")
+
+
+def test_the_same_question_is_answered_once() -> None:
+    p = contiguous(1024, 8192, 8192)
+    assert plan(*p, training=True) is plan(*p, training=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "want"),
+    [
+        ((4, 5), (5, 1), (5, 1)),
+        ((1, 5), (99, 1), (5, 1)),
+        ((4, 1), (7, 99), (7, 1)),
+        ((1, 1), (0, 0), (1, 1)),
+        ((1, 5), (0, -1), (1, -1)),
+    ],
+)
+def test_strides_of_a_single_row_or_column_mean_nothing(shape: Any, strides: Any, want: Any) -> None:
+    assert Matrix.of(shape, strides, aligned=True).strides == want
