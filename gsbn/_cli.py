@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich import box
@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gsbn import _peers, _publish, _selfcheck, _system, bench
-from gsbn._accuracy import FAMILIES
-from gsbn.bench import DTYPES, PRESETS, Case, Report, Result
+from . import _peers, _publish, _selfcheck, _system, bench
+from ._accuracy import FAMILIES
+from .bench import DTYPES, PRESETS, Case, Report, Result
 
 app = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -129,6 +129,11 @@ def bench_command(
     for file in (as_json, as_csv, plot):
         if file is not None and not file.parent.is_dir():
             _fail(f"{file}: no such folder")
+    if publish:
+        try:
+            _publish.split_readme(publish)
+        except ValueError as error:
+            _fail(str(error))
     shapes = [_shape(text) for text in shape or []] or PRESETS[
         preset.value if preset else "kernelbench" if gpu else "small"
     ]
@@ -153,11 +158,7 @@ def bench_command(
     if plot:
         _publish.plot(report, plot)
     if publish:
-        try:
-            written = _publish.publish(report, publish)
-        except ValueError as error:
-            _fail(str(error))
-        out.print("Wrote " + ", ".join(map(str, written)))
+        out.print("Wrote " + ", ".join(map(str, _publish.publish(report, publish))))
     if report.interrupted:
         raise typer.Exit(130)
 
@@ -285,7 +286,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     err.print(Text(f"gsbn: {message}"), soft_wrap=True)
     raise typer.Exit(1)
 

@@ -194,10 +194,9 @@ class _Call:
     """A forward call, ready but for its addresses."""
 
     def __init__(self, plan: _plan.Plan, problem: Any, gemm: _Gemm | None) -> None:
-        # A record scalar: CuPy passes it by value three times as fast as an array of size one.
         self.plan, self.problem, self.gemm = plan, problem, gemm
-        self.shape = int(problem["m"]), int(problem["n"])
-        self.k = int(problem["k"])
+        self.problem_at = problem.ctypes.data
+        self.shape, self.k = (int(problem["m"][0]), int(problem["n"][0])), int(problem["k"][0])
         self.training = self.counts = False
         self.spans: list[tuple[int, int, int]] = []
         self.written: list[int] = []
@@ -262,7 +261,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         problem[name] = _vector_code(views[name])
     problem["momentum"], problem["eps"] = 0.0 if momentum is None else momentum, eps
 
-    call = _Call(plan, problem[0], _gemm_arguments(x_at, w_at, x.dtype, precision) if plan.gemm == "cublas" else None)
+    call = _Call(plan, problem, _gemm_arguments(x_at, w_at, x.dtype, precision) if plan.gemm == "cublas" else None)
     call.training = bool(training)
     call.counts = call.training and views["num_batches_tracked"] is not None
     call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
@@ -327,66 +326,60 @@ def _gpu(device: int) -> _plan.Device:
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """A stream as CuPy's launcher wants it."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.ptr
-
-
 def _launch(
-    call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream_pointer: int, capturing: bool
+    call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool
 ) -> Any:
-    plan, problem, stream = call.plan, call.problem, _Stream(stream_pointer)
-    x, w, out = arrays[0], arrays[1], arrays[-1]
-    x_pointer, w_pointer, s, b, gamma, beta, mean, var, count, y_pointer = pointers
+    plan, problem = call.plan, call.problem_at
+    x, w, y = arrays[0], arrays[1], arrays[-1]
+    x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
     if plan.copy_x:
         x = kind.contiguous(x)
-        x_pointer = kind.pointer(x)
+        x_at = kind.pointer(x)
     if plan.copy_w:
         w = kind.contiguous(w)
-        w_pointer = kind.pointer(w)
-    y = out
-    if out is None:
-        y = kind.empty(call.shape, arrays[0])
-        y_pointer = kind.pointer(y)
-    scratch, workspace = kind.scratch(plan.workspace, arrays[0])
-    g_pointer = y_pointer if plan.y_is_g else workspace + plan.g
+        w_at = kind.pointer(w)
+    if y is None:
+        y = kind.empty(call.shape, x)
+        y_at = kind.pointer(y)
+    scratch, workspace = kind.scratch(plan.workspace, x)
+    g = y_at if plan.y_is_g else workspace + plan.g
     if capturing:
-        _capture.keep_alive(stream_pointer, (x, w, y, scratch))
+        _capture.keep_alive(stream, (x, w, y, scratch))
 
     if call.gemm is None:
-        call.launch_gemm((plan.gemm_grid,), (plan.gemm_block,), (problem, x_pointer, w_pointer, g_pointer), 0, stream)
+        call.launch_gemm(plan.gemm_grid, plan.gemm_block, problem, (x_at, w_at, g), stream)
     else:
-        _cublas(call, stream, x_pointer, w_pointer, g_pointer)
+        _cublas(call, stream, x_at, w_at, g)
     if call.training:
         if plan.tickets_bytes:
-            _cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream_pointer)
-        args = (problem, g_pointer, workspace, b, s, gamma, beta, mean, var, count)
-        call.launch_affine((plan.stats_grid,), (256,), args, 0, stream)
+            _cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
+        addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count)
+        call.launch_affine(plan.stats_grid, 256, problem, addresses, stream)
     else:
-        call.launch_affine((call.affine_grid,), (256,), (problem, workspace, b, s, gamma, beta, mean, var), 0, stream)
-    counted = count if call.counts else 0
-    call.launch_normalize(
-        (plan.normalize_grid,), (256,), (problem, g_pointer, y_pointer, workspace, counted), 0, stream
-    )
+        call.launch_affine(call.affine_grid, 256, problem, (workspace, b, s, gamma, beta, mean, var), stream)
+    call.launch_normalize(plan.normalize_grid, 256, problem, (g, y_at, workspace, count if call.counts else 0), stream)
     if kind.counts_writes:
         for i in call.written:
             kind.written(arrays[i])
     return y
 
 
-def _cublas(call: _Call, stream: _Stream, x: int, w: int, g: int) -> None:
+class _Stream:
+    """A raw stream, as CuPy takes one over."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def _cublas(call: _Call, stream: int, x: int, w: int, g: int) -> None:
     cuda = _cuda()
-    if cuda.current_stream().ptr == stream.ptr:
+    if cuda.current_stream().ptr == stream:
         _gemm_ex(call, cuda, x, w, g)
     else:
-        with cuda.cupy.cuda.Stream.from_external(stream):  # CuPy's cuBLAS follows CuPy's current stream
+        with cuda.cupy.cuda.Stream.from_external(_Stream(stream)):  # CuPy's cuBLAS follows CuPy's current stream
             _gemm_ex(call, cuda, x, w, g)
 
 
@@ -540,6 +533,6 @@ def fold(
         names = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in names)
         launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)
-        args = (problem, kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
-        launch((view.shape[0],), (256,), args, 0, _Stream(stream))
+        addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
+        launch(view.shape[0], 256, problem.ctypes.data, addresses, stream)
     return w, b

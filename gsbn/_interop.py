@@ -275,6 +275,8 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
         if array is None:
             continue
         other = kind_of(array)
+        if other is None:
+            _reject_device(name, array)
         if other is None or other.name != kind.name:
             raise TypeError(f"{name}: expected a {kind.name} array like {like}, got {_type_name(array)}")
         other.admit(name, array)
@@ -285,9 +287,7 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
 
 
 def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, Any], frozenset[str]]:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(arrays[like], torch.Tensor):
-        raise ValueError(f"{like}: expected a tensor on cpu or cuda, got one on {arrays[like].device}")
+    _reject_device(like, arrays[like])
     imported: dict[str, Any] = {}
     read_only = set()
     for name, array in arrays.items():
@@ -308,6 +308,12 @@ def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, A
         if array is not None and kind_of(array) is not kind:
             raise ValueError(f"{name}: expected {like}'s device, got {_type_name(arrays[name])} on another")
     return kind, imported, frozenset(read_only)
+
+
+def _reject_device(name: str, array: Any) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):  # of no kind: neither on the CPU nor on CUDA
+        raise ValueError(f"{name}: expected a tensor on cpu or cuda, got one on {array.device}")
 
 
 class _Producer:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gsbn
-from gsbn._accuracy import EPS, MOMENTUM, Operands, as_dtype
-from gsbn._system import path
+
+from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
+from ._system import has_gpu, path
 
 if TYPE_CHECKING:
-    from gsbn.bench import Case
+    from .bench import Case
 
 NAMES = {
     "gsbn": "gsbn",
@@ -83,27 +85,17 @@ def load(names: list[str]) -> dict[str, Any]:
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
-    on_gpu = xp.__name__ == "cupy"
-    if name == "gsbn-torch":
-        return _gsbn_torch(case, operands, _torch(on_gpu), xp)
     if name.startswith("gsbn"):
         return _gsbn(name, case, operands, xp)
-    if name in ("gemm-cupy", "gemm-numpy"):
-        return _gemm_native(name, case, operands, xp)
-    if name == "jax":
-        return _jax(case, operands, xp)
-    torch = _torch(on_gpu)
     if name.startswith("gemm"):
-        return _gemm_torch(name, operands, torch, xp)
-    return _module(name, case, operands, torch, xp)
+        return _gemm(name, case, operands, xp)
+    return _jax(case, operands, xp) if name == "jax" else _module(name, case, operands, xp)
 
 
 @contextmanager
 def float32_precision(precision: str) -> Iterator[None]:
     """PyTorch's and CuPy's global float32 matmul precision, restored on the way out."""
-    import sys
-
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy") if has_gpu() else None
     if torch is not None:
         torch_before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
@@ -121,85 +113,71 @@ def float32_precision(precision: str) -> Iterator[None]:
             core.set_compute_type("f", cupy_before)
 
 
+def forget_compiled() -> None:
+    """Drop what torch.compile holds: every case compiles anew, with static shapes, and no limit is ever met."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+
+
 def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    gemm = name.partition("-")[2] or "auto"
-    state = operands.fresh_statistics(xp)
-
-    def call() -> Any:
-        return gsbn.forward(
-            operands.x, operands.weight, operands.scale, **operands.affine, **state,
-            training=case.training, precision=case.precision, gemm=gemm,
-        )  # fmt: skip
-
-    def outputs() -> tuple[Any, Any, Any]:
-        state.update(operands.fresh_statistics(xp))
-        return call(), state["running_mean"], state["running_var"]
-
-    chosen = path(case, gemm, xp)[0]
-    return Candidate(name, xp.__name__, call, outputs, chosen != "cublas", chosen)
-
-
-def _gsbn_torch(case: Case, operands: Operands, torch: Any, xp: Any) -> Candidate:
-    x, weight, scale = (to_torch(a, torch) for a in (operands.x, operands.weight, operands.scale))
-    affine = {name: to_torch(a, torch) for name, a in operands.affine.items()}
+    library = _Torch(xp) if name == "gsbn-torch" else _Native(xp)
+    gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled") else "auto"
+    x, weight, scale = map(library.take, (operands.x, operands.weight, operands.scale))
+    affine = {key: library.take(a) for key, a in operands.affine.items()}
     state: dict[str, Any] = {}
 
     def reset() -> None:
-        state.update({name: to_torch(a, torch) for name, a in operands.fresh_statistics(xp).items()})
+        state.update({key: library.take(a) for key, a in operands.fresh_statistics(xp).items()})
 
     def call() -> Any:
-        return gsbn.forward(x, weight, scale, **affine, **state, training=case.training, precision=case.precision)
+        options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm}
+        return gsbn.forward(x, weight, scale, **affine, **state, **options)
 
     def outputs() -> tuple[Any, Any, Any]:
         reset()
-        y = call()
-        return from_torch(y, xp), from_torch(state["running_mean"], xp), from_torch(state["running_var"], xp)
+        return library.give(call()), library.give(state["running_mean"]), library.give(state["running_var"])
 
     reset()
-    chosen = path(case, "auto", xp)[0]
-    return Candidate("gsbn-torch", "torch", call, outputs, chosen != "cublas", chosen)
+    chosen = path(case, gemm, xp)[0]
+    return Candidate(name, library.name, call, outputs, chosen != "cublas", chosen)
 
 
-def _gemm_native(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    if xp.__name__ == "numpy" and case.dtype not in ("float32", "float64"):
+def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    native = name in ("gemm-cupy", "gemm-numpy")
+    if native and xp.__name__ == "numpy" and case.dtype not in ("float32", "float64"):
         raise Unavailable(f"numpy has no BLAS for {case.dtype}")
-    x, weight_t = operands.x, operands.weight.T
-    g = xp.empty((case.batch, case.out_features), x.dtype)
+    library = _Native(xp) if native else _Torch(xp)
+    x, weight_t = library.take(operands.x), library.take(operands.weight).T
+    g = library.take(xp.empty((case.batch, case.out_features), operands.x.dtype))
+    matmul = xp.matmul if native else library.torch.mm
 
     def call() -> Any:
-        return xp.matmul(x, weight_t, out=g)
-
-    return Candidate(name, xp.__name__, call, lambda: (call(), None, None), capturable=False)
-
-
-def _gemm_torch(name: str, operands: Operands, torch: Any, xp: Any) -> Candidate:
-    x, weight_t = to_torch(operands.x, torch), to_torch(operands.weight, torch).T
-    g = torch.empty((x.shape[0], weight_t.shape[1]), dtype=x.dtype, device=x.device)
-
-    def call() -> Any:
-        return torch.mm(x, weight_t, out=g)
+        return matmul(x, weight_t, out=g)
 
     def call_lt() -> Any:
-        before = torch.backends.cuda.preferred_blas_library()
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+        prefer = library.torch.backends.cuda.preferred_blas_library
+        before = prefer()
+        prefer("cublaslt")
         try:
             return call()
         finally:
-            torch.backends.cuda.preferred_blas_library(before)
+            prefer(before)
 
     run = call_lt if name == "gemm-lt" else call
-    return Candidate(name, "torch", run, lambda: (from_torch(run(), xp), None, None))
+    return Candidate(name, library.name, run, lambda: (library.give(run()), None, None), capturable=not native)
 
 
-def _module(name: str, case: Case, operands: Operands, torch: Any, xp: Any) -> Candidate:
+def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """KernelBench's module: ``BatchNorm1d(Linear(x) * scale)``, eager or compiled."""
+    library = _Torch(xp)
+    torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.gemm = torch.nn.Linear(case.in_features, case.out_features, device="meta")
             self.scale = parameter(operands.scale)
-            self.bn = torch.nn.BatchNorm1d(case.out_features, device="meta")
+            self.bn = torch.nn.BatchNorm1d(case.out_features, device=library.device, dtype=self.scale.dtype)
             self.gemm.weight, self.gemm.bias = parameter(operands.weight), parameter(operands.affine["bias"])
             self.bn.weight, self.bn.bias = parameter(operands.affine["gamma"]), parameter(operands.affine["beta"])
 
@@ -207,26 +185,18 @@ def _module(name: str, case: Case, operands: Operands, torch: Any, xp: Any) -> C
             return self.bn(self.gemm(x) * self.scale)
 
     def parameter(a: Any) -> Any:
-        return torch.nn.Parameter(to_torch(a, torch), requires_grad=False)
-
-    def reset() -> None:
-        for key, a in operands.fresh_statistics(xp).items():
-            setattr(module.bn, key, to_torch(a, torch).reshape(() if a.size == 1 and a.dtype == "int64" else a.shape))
-
-    module = GemmScaleBatchNorm().train(case.training)
-    reset()
-    x, run = to_torch(operands.x, torch), module
-    if name != "pytorch":
-        torch._dynamo.reset()  # every case compiles anew, with static shapes
-        mode = "max-autotune-no-cudagraphs" if name == "autotune" else "default"
-        run = torch.compile(module, dynamic=False, mode=mode)
+        return torch.nn.Parameter(library.take(a), requires_grad=False)
 
     def outputs() -> tuple[Any, Any, Any]:
         for key, a in operands.fresh_statistics(xp).items():
-            getattr(module.bn, key).copy_(to_torch(a, torch).reshape(getattr(module.bn, key).shape))
-        y = run(x)
-        return from_torch(y, xp), from_torch(module.bn.running_mean, xp), from_torch(module.bn.running_var, xp)
+            buffer = getattr(module.bn, key)
+            buffer.copy_(library.take(a).reshape(buffer.shape))
+        return library.give(run(x)), library.give(module.bn.running_mean), library.give(module.bn.running_var)
 
+    module, x = GemmScaleBatchNorm().train(case.training), library.take(operands.x)
+    run = module
+    if name != "pytorch":
+        run = torch.compile(module, dynamic=False, mode={"autotune": "max-autotune-no-cudagraphs"}.get(name, "default"))
     return Candidate(name, "torch", lambda: run(x), outputs)
 
 
@@ -278,24 +248,38 @@ def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
     return Candidate("jax", "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)
 
 
-def to_torch(a: Any, torch: Any) -> Any:
-    """A NumPy or CuPy array as a tensor over the same memory; DLPack between the two has no bfloat16."""
-    if a.dtype.name == "bfloat16":
-        return torch.from_dlpack(a.view("int16")).view(torch.bfloat16)
-    return torch.from_dlpack(a)
+class _Native:
+    """NumPy or CuPy arrays as they are."""
+
+    torch: Any = None
+
+    def __init__(self, xp: Any) -> None:
+        self.name = xp.__name__
+
+    def take(self, a: Any) -> Any:
+        return a
+
+    def give(self, a: Any) -> Any:
+        return a
 
 
-def from_torch(t: Any, xp: Any) -> Any:
-    """A tensor as a NumPy or CuPy array over the same memory."""
-    if str(t.dtype) == "torch.bfloat16":
-        return xp.from_dlpack(t.view(importlib.import_module("torch").int16)).view(as_dtype("bfloat16"))
-    return xp.from_dlpack(t)
+class _Torch(_Native):
+    """Tensors over the memory of NumPy or CuPy arrays, and back. DLPack between them has no bfloat16: int16 passes."""
 
+    def __init__(self, xp: Any) -> None:
+        self.name, self.xp, self.torch = "torch", xp, load(["pytorch"])["torch"]
+        if self.torch is None:
+            raise Unavailable("torch is not installed")
+        self.device = "cuda" if xp.__name__ == "cupy" else "cpu"
+        if self.device == "cuda" and not self.torch.cuda.is_available():
+            raise Unavailable("this torch sees no GPU")
 
-def _torch(on_gpu: bool) -> Any:
-    torch = load(["pytorch"])["torch"]
-    if torch is None:
-        raise Unavailable("torch is not installed")
-    if on_gpu and not torch.cuda.is_available():
-        raise Unavailable("this torch sees no GPU")
-    return torch
+    def take(self, a: Any) -> Any:
+        if a.dtype.name == "bfloat16":
+            return self.torch.from_dlpack(a.view("int16")).view(self.torch.bfloat16)
+        return self.torch.from_dlpack(a)
+
+    def give(self, a: Any) -> Any:
+        if a.dtype == self.torch.bfloat16:
+            return self.xp.from_dlpack(a.view(self.torch.int16)).view(as_dtype("bfloat16"))
+        return self.xp.from_dlpack(a)

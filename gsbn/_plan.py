@@ -11,8 +11,8 @@ INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
-GROUP = 8  # rows that a thread of scale_stats holds at once
-STATS_CTAS, NORMALIZE_CTAS = 3, 4  # CTAs on an SM
+STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
+NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -106,8 +106,8 @@ def plan(
     ldg = y.strides[0] if y_is_g else _round_up(n, 16 // g_size)
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
-    splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms)
-    row_blocks, normalize_rows = _split(m, blocks, NORMALIZE_CTAS * device.sms)
+    splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    row_blocks, normalize_rows = _split(m, blocks, NORMALIZE_CTAS * device.sms, NORMALIZE_STEP)
 
     affine = 0
     partials = _round_up(affine + 5 * ldg * g_size, 256)
@@ -187,9 +187,9 @@ def _tiled(m: int, n: int, t: str, g: str, device: Device) -> tuple[Kernel, int,
     return Kernel("gemm_tiled", "gemm_tiled", defines), grid, (block_m // thread_m) * (block_n // thread_n)
 
 
-def _split(m: int, blocks: int, ctas: int) -> tuple[int, int]:
-    """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps of a CTA."""
-    rows = _round_up(_ceil(m, max(1, ctas // blocks)), WARPS * GROUP)
+def _split(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
+    """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps."""
+    rows = _round_up(_ceil(m, max(1, ctas // blocks)), step)
     return _ceil(m, rows), rows
 
 

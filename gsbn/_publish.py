@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gsbn._system import source_digests
-from gsbn.bench import Case, Report, Result, fastest
+from ._system import source_digests
+from .bench import Case, Report, Result, fastest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,21 +27,23 @@ KIND_COLOURS = {
 }  # fmt: skip
 
 
-def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
-    """Write the table into ``root/README.md`` and ``name.json`` and ``name.png`` into ``root/docs/results``.
-
-    Raises ValueError where there is no README.md with both markers: before anything is written.
-    """
+def split_readme(root: Path) -> tuple[str, str]:
+    """``root/README.md`` up to the first marker and from the second on; ValueError where they are not."""
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     if not (0 <= text.find(BEGIN) < text.find(END)):
         raise ValueError(f"{readme}: expected a file with the lines {BEGIN} and {END}")
+    return text[: text.find(BEGIN) + len(BEGIN)], text[text.find(END) :]
+
+
+def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
+    """Write the table into ``root/README.md``, and ``name.json`` and ``name.png`` into ``root/docs/results``."""
+    readme, (head, tail) = root / "README.md", split_readme(root)
     folder = root / "docs" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     report.save_json(folder / f"{name}.json")
     plot(report, folder / f"{name}.png")
     picture = f"![Speed beside the peers, and the roofline](docs/results/{name}.png)"
-    head, tail = text[: text.find(BEGIN) + len(BEGIN)], text[text.find(END) :]
     table = (
         f"\n{markdown(report)}\n\n{picture}\n\nAll figures, with intervals: [{name}.json](docs/results/{name}.json).\n"
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gsbn import _peers
-from gsbn._accuracy import FAMILIES, Judgement, Operands, expected, make_operands
-from gsbn._system import has_gpu
-from gsbn._timing import no_grad
-from gsbn.bench import DTYPES, Case
+from . import _peers
+from ._accuracy import FAMILIES, Judgement, Operands, expected, make_operands
+from ._system import has_gpu
+from ._timing import no_grad
+from .bench import DTYPES, Case
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
 DERIVATION = (

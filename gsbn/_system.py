@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gsbn
-from gsbn import _kernels, _plan
+
+from . import _kernels, _plan
 
 if TYPE_CHECKING:
-    from gsbn.bench import Case
+    from .bench import Case
 
 LIBRARIES = ("numpy", "ml_dtypes", "cupy", "torch", "jax", "matplotlib")
 

@@ -22,11 +22,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gsbn import _peers
-from gsbn._accuracy import Operands, expected, make_operands
-from gsbn._peers import Candidate, Unavailable
-from gsbn._system import environment, has_gpu
-from gsbn._timing import Clock, GpuClock, Measurement, median_interval
+from . import _peers
+from ._accuracy import expected, make_operands
+from ._peers import Candidate, Unavailable
+from ._system import environment, has_gpu
+from ._timing import Clock, GpuClock, Measurement, median_interval
 
 __all__ = ["PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"]
 
@@ -252,8 +252,12 @@ def run(
                 def step(done: float, text: str, index: int = index, case: Case = case) -> None:
                     progress(index + done, len(cases), f"{case.title}: {text}")
 
-                with _peers.float32_precision(case.precision):
-                    _run_case(clock, case, chosen, settings, results, step)
+                case_run = _CaseRun(clock, case, chosen, settings)
+                try:
+                    with _peers.float32_precision(case.precision):
+                        case_run.run(step)
+                finally:
+                    results += case_run.results()
         except KeyboardInterrupt:
             interrupted = True
     return Report(environment(), settings, rates, tuple(results), interrupted)
@@ -292,113 +296,120 @@ def _best(clock: Clock, candidate: Candidate) -> float:
 
 
 @dataclass
-class _Runner:
-    """A candidate that passed its check, with its samples so far."""
+class _Entry:
+    """A candidate on the case in hand, and what is known of it so far; a ``failure`` takes it out of the race."""
 
-    candidate: Candidate
-    error: float
-    trial: Callable[[], float] = lambda: 0.0
+    name: str
+    failure: str = ""
+    candidate: Candidate = field(init=False)
+    error: float | None = None
+    trial: Callable[[], float] = field(init=False)
+    once: float = 0.0
     method: str = ""
+    extra_bytes: int | None = None
     device: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-    extra_bytes: int | None = None
 
 
-def _run_case(
-    clock: Clock, case: Case, names: list[str], settings: Settings, results: list[Result],
-    progress: Callable[[float, str], None],
-) -> None:  # fmt: skip
-    """Make and check every candidate, then time them round by round; append to ``results`` whatever happens."""
-    xp, runners, calls = clock.xp, [], 0
-    try:
-        operands = make_operands(xp, *case.shape, case.dtype, seed=settings.seed)
-        runners = _checked(clock, case, names, operands, results, lambda done, text: progress(done / 2, text))
-        calls, runners = _prepared(clock, case, runners, settings, results)
-        started = time.perf_counter()
-        gc_was_on = gc.isenabled()
+class _CaseRun:
+    """Make, check, prepare and time every candidate on one case. ``results()`` is good at any moment."""
+
+    def __init__(self, clock: Clock, case: Case, names: Sequence[str], settings: Settings) -> None:
+        self.clock, self.case, self.settings, self.calls = clock, case, settings, settings.calls or 1
+        self.entries = [_Entry(name) for name in names]
+
+    def run(self, progress: Callable[[float, str], None]) -> None:
+        """``progress`` hears the fraction done, and of what."""
+        _peers.forget_compiled()
+        self._check(lambda done, name: progress(done / 2, f"checking {_peers.NAMES[name]}"))
+        if self.clock.xp.__name__ == "cupy":
+            self.clock.xp.get_default_memory_pool().free_all_blocks()  # before any graph lives in the pool
+        self._each(self._try)
+        if self.settings.calls is None and (once := [entry.once for entry in self._live()]):
+            self.calls = max(1, min(100, round(self.settings.trial_ms / 1e3 / statistics.median(once))))
+        self._each(self._prepare)
+        started, gc_was_on = time.perf_counter(), gc.isenabled()
         gc.disable()  # a collection in a trial would be charged to whoever runs it
         try:
-            for turn in range(settings.rounds):
-                if turn >= 7 and time.perf_counter() - started > settings.seconds:
+            for turn in range(self.settings.rounds):
+                if turn >= 7 and time.perf_counter() - started > self.settings.seconds:
                     break
-                progress(0.5 + turn / settings.rounds / 2, f"round {turn + 1}")
-                first = turn % max(len(runners), 1)
-                for runner in runners[first:] + runners[:first]:  # nobody always follows the same neighbour
-                    seconds, host = runner.trial(), clock.host(runner.candidate)
-                    runner.device.append(seconds)
-                    runner.host.extend([] if host is None else [host])
+                progress(0.5 + turn / self.settings.rounds / 2, f"round {turn + 1}")
+                self._each(self._sample, rotate=turn)  # nobody always follows the same neighbour
         finally:
             if gc_was_on:
                 gc.enable()
-    except (ImportError, MemoryError, RuntimeError) as error:  # no bfloat16, or too large for this machine
-        results.extend(Result(case, name, failure=_first_line(error)) for name in names)
-        runners = []
-    finally:
-        complete = min((len(r.device) for r in runners), default=0)
-        for r in runners if complete else []:
-            name = r.candidate.name
-            results.append(
-                Result(
-                    case, name, r.candidate.path, r.method, calls, median_interval(r.device[:complete]),
-                    median_interval(r.host[:complete]) if r.host else None, r.extra_bytes, r.error,
-                )
-            )  # fmt: skip
 
+    def results(self) -> list[Result]:
+        """What is known of each candidate: a failure, or the rounds that all have completed."""
+        complete = min((len(entry.device) for entry in self._live()), default=0)
+        return [
+            Result(
+                self.case, e.name, e.candidate.path, e.method, self.calls, median_interval(e.device[:complete]),
+                median_interval(e.host[:complete]) if e.host else None, e.extra_bytes, e.error,
+            )
+            if not e.failure else Result(self.case, e.name, failure=e.failure)
+            for e in self.entries if e.failure or complete
+        ]  # fmt: skip
 
-def _checked(
-    clock: Clock, case: Case, names: list[str], operands: Operands, results: list[Result],
-    progress: Callable[[float, str], None],
-) -> list[_Runner]:  # fmt: skip
-    """The candidates that are available and right; the others go to ``results`` with a reason."""
-    xp, runners = clock.xp, []
-    truth = expected(xp, operands, case.precision, case.training)
-    for index, name in enumerate(names):
-        progress(index / len(names), f"checking {_peers.NAMES[name]}")
-        try:
-            candidate = _peers.make(name, case, operands, xp)
-            keys = ("g", "", "") if candidate.is_gemm else ("y", "running_mean", "running_var")
-            got = dict(zip(keys, candidate.outputs(), strict=True))
+    def _live(self) -> list[_Entry]:
+        return [entry for entry in self.entries if not entry.failure]
+
+    def _each(self, step: Callable[[_Entry], None], rotate: int = 0) -> None:
+        live = self._live()
+        first = rotate % max(len(live), 1)
+        for entry in live[first:] + live[:first]:
+            try:
+                step(entry)
+            except Exception as failure:  # a peer may fail in any way; it must not take the others with it
+                entry.failure = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+
+    def _check(self, progress: Callable[[float, str], None]) -> None:
+        """Make every candidate and hold its first result to float64: gsbn to its bound, a peer to its tolerance."""
+        case, xp = self.case, self.clock.xp
+        data: list[Any] = []
+
+        def draw(entry: _Entry) -> None:
+            if not data:
+                operands = make_operands(xp, *case.shape, case.dtype, seed=self.settings.seed)
+                data.extend((operands, expected(xp, operands, case.precision, case.training)))
+
+        def check(entry: _Entry) -> None:
+            progress(self.entries.index(entry) / len(self.entries), entry.name)
+            operands, truth = data
+            entry.candidate = _peers.make(entry.name, case, operands, xp)
+            keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
+            got = dict(zip(keys, entry.candidate.outputs(), strict=True))
             judged = {key: truth[key].judge(value, xp) for key, value in got.items() if key in truth}
-            error = judged["g" if candidate.is_gemm else "y"].norm_error
-            if name.startswith("gsbn") and (bad := [key for key, judgement in judged.items() if not judgement.passed]):
-                raise Unavailable(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
-            if not error <= PEER_TOLERANCE[case.kind]:
-                raise Unavailable(f"wrong result: norm-wise error {error:.2g} over {PEER_TOLERANCE[case.kind]:.2g}")
-            runners.append(_Runner(candidate, error))
-        except Exception as failure:  # a peer may fail in any way; it must not take the others with it
-            results.append(Result(case, name, failure=_first_line(failure)))
-    return runners
+            entry.error = judged[keys[0]].norm_error
+            if entry.name.startswith("gsbn") and (bad := [key for key, j in judged.items() if not j.passed]):
+                raise ValueError(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
+            if not entry.error <= PEER_TOLERANCE[case.kind]:
+                raise ValueError(
+                    f"wrong result: norm-wise error {entry.error:.2g} over {PEER_TOLERANCE[case.kind]:.2g}"
+                )
 
+        self._each(draw)
+        self._each(check)
 
-def _prepared(
-    clock: Clock, case: Case, runners: list[_Runner], settings: Settings, results: list[Result]
-) -> tuple[int, list[_Runner]]:
-    """Choose the calls of a trial, the same for all, make every trial and run it once; measure memory."""
-    if clock.xp.__name__ == "cupy":
-        clock.xp.get_default_memory_pool().free_all_blocks()  # before any graph lives in the pool
-    calls = settings.calls or 1
-    if settings.calls is None and runners:
-        once = statistics.median(clock.trial(runner.candidate, 1)[0]() for runner in runners for _ in range(2))
-        calls = max(1, min(100, round(settings.trial_ms / 1e3 / once)))
-    ready = []
-    for runner in runners:
-        try:
-            size = case.batch * case.out_features * ITEMSIZE[case.dtype]
-            peak = clock.extra_memory(runner.candidate)
-            runner.extra_bytes = None if peak is None else max(0, peak - size)
-            runner.trial, runner.method = clock.trial(runner.candidate, calls)
-            runner.trial()
-            ready.append(runner)
-        except Exception as failure:
-            results.append(Result(case, runner.candidate.name, failure=_first_line(failure)))
-    return calls, ready
+    def _try(self, entry: _Entry) -> None:
+        trial, _ = self.clock.trial(entry.candidate, 1)
+        entry.once = min(trial(), trial())
+
+    def _prepare(self, entry: _Entry) -> None:
+        result = self.case.batch * self.case.out_features * ITEMSIZE[self.case.dtype]
+        peak = self.clock.extra_memory(entry.candidate)
+        entry.extra_bytes = None if peak is None else max(0, peak - result)
+        entry.trial, entry.method = self.clock.trial(entry.candidate, self.calls)
+        entry.trial()
+
+    def _sample(self, entry: _Entry) -> None:
+        seconds, host = entry.trial(), self.clock.host(entry.candidate)
+        entry.device.append(seconds)
+        entry.host.extend([] if host is None else [host])
 
 
 def _columns(name: str, m: Measurement | None) -> dict[str, float | None]:
     """A measurement in microseconds, as flat columns."""
     values = (m.median * 1e6, m.low * 1e6, m.high * 1e6) if m else (None, None, None)
     return dict(zip((f"{name}_us", f"{name}_low_us", f"{name}_high_us"), values, strict=True))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -30,10 +30,10 @@ using G = G_TYPE;
 constexpr int VEC = 16 / sizeof(G);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
-constexpr int GROUP = 8;
+constexpr int GROUP = 16;
 constexpr int PIVOT = sizeof(G) == 8 ? GROUP : 1;
 
-extern "C" __global__ void __launch_bounds__(LANES* WARPS, 3)
+extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     scale_stats(const Problem p, const G* g, char* workspace, const void* bias, const void* scale, const void* gamma,
                 const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked) {
     __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -22,6 +23,11 @@ from gsbn._timing import Clock, median_interval
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = bench.Settings(rounds=7, seconds=0.1, calls=1)
 TINY = bench.Case(24, 20, 12)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_system, "_gpu_obstacle", lambda: "hidden by the test")
 
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
@@ -68,11 +74,11 @@ class ScriptedClock(Clock):
         return 40e-6
 
 
+@pytest.mark.usefixtures("cpu")
 def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     clock = ScriptedClock()
     monkeypatch.setattr(bench, "Clock", lambda: clock)
-    monkeypatch.setattr(bench, "has_gpu", lambda: False)
     settings = dataclasses.replace(QUICK, rounds=40, seconds=60)
     report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
     rows = {row["candidate"]: row for row in report.rows()}
@@ -147,12 +153,6 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bench, _system):
-        monkeypatch.setattr(module, "has_gpu", lambda: False)
-
-
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
 def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_ctrl_c_keeps_what_is_done() -> None:
 def test_global_precision_is_restored() -> None:
     torch = pytest.importorskip("torch")
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(ZeroDivisionError), _peers.float32_precision("high"):
+    with contextlib.suppress(ZeroDivisionError), _peers.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == before
@@ -249,7 +249,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
     rows = [line for line in text.splitlines() if line.startswith("| 1")]
     assert len(rows) == 12
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
-    assert all(f"**{1.2 / 1.8:.2f}" not in row and "1.5" in row for row in rows), "PyTorch over gsbn is 1.5"
+    assert all(1.45 < float(row.split("|")[8]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
     assert "NVIDIA H200, driver 580.1" in text
     assert _publish.changed_since(tmp_path / "docs/results/kernelbench.json") == []
     for name in ("kernelbench.json", "kernelbench.png"):
