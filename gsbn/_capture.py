@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 __all__ = ["keep_alive"]
@@ -14,7 +14,7 @@ _held: list[tuple[int, Any]] = []
 _lock = threading.Lock()
 
 
-@lru_cache(maxsize=1)
+@cache
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,16 +134,14 @@ def _share(a: View, b: View) -> bool:
 
 
 def _phantom(view: View) -> np.ndarray[Any, Any]:
-    class Interface:
-        __array_interface__ = {
-            "version": 3,
-            "shape": view.shape,
-            "strides": view.strides,
-            "typestr": f"|V{view.itemsize}",
-            "data": (view.pointer, True),
-        }
-
-    return np.asarray(Interface())
+    interface = {
+        "version": 3,
+        "shape": view.shape,
+        "strides": view.strides,
+        "typestr": f"|V{view.itemsize}",
+        "data": (view.pointer, True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _matrices(views: Mapping[str, View | None]) -> tuple[View, View]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from functools import lru_cache
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -224,13 +224,12 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     training, momentum, eps, precision, gemm = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
-    gpu = _gpu(device)
     plan = _plan.plan(
         m,
         n,
         k,
         x.dtype,
-        gpu,
+        _kernels.gpu(device),
         _matrix(x),
         _matrix(weight),
         _plan.Matrix((n, 1), True) if out is None else _matrix(out),
@@ -248,7 +247,6 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         + flags["vector_w"] * (w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0)
         + flags["vector_y"] * plan.vector_y
         + flags["cumulative"] * (momentum is None)
-        + flags["training"] * bool(training)
     )
     problem = np.zeros(1, _kernels.PROBLEM)
     fields = dict(m=m, n=n, k=k, ldx=x_at.strides[0], ldw=w_at.strides[0], ldg=plan.ldg)
@@ -316,19 +314,10 @@ def _gemm_arguments(x: _plan.Matrix, w: _plan.Matrix, dtype: str, precision: str
     )
 
 
-@lru_cache(maxsize=None)
-def _gpu(device: int) -> _plan.Device:
-    handle = _cuda().cupy.cuda.Device(device)
-    major, minor = divmod(int(handle.compute_capability), 10)
-    return _plan.Device((major, minor), handle.attributes["MultiProcessorCount"])
-
-
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-def _launch(
-    call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool
-) -> Any:
+def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool) -> Any:
     plan, problem = call.plan, call.problem_at
     x, w, y = arrays[0], arrays[1], arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
@@ -402,7 +391,7 @@ def _gemm_ex(call: _Call, cuda: Any, x: int, w: int, g: int) -> None:
             cublas.setMathMode(handle, mode)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _cuda() -> Any:
     """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
     import cupy

@@ -259,9 +259,9 @@ def _learn(type_: type) -> Kind | None:
 def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, dict[str, Any], frozenset[str]]:
     """The one kind of all arrays, the arrays themselves, and the names of those that DLPack marks as read-only.
 
-    Foreign DLPack producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no
-    array or of another kind than the first of `required`, RuntimeError for a torch tensor that requires grad while grad
-    mode is on.
+    Foreign DLPack producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is
+    no array or of another kind than the first of `required`, ValueError for one on another device, RuntimeError for a
+    torch tensor that requires grad while grad mode is on.
     """
     like = required[0]
     owner = arrays[like]

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from . import _plan
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "launcher"]
+__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
 
 
 def _find() -> Path:
@@ -38,11 +38,11 @@ PROBLEM = np.dtype(
     + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
     + [(name, np.float64) for name in ("momentum", "eps")]
 )
-FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "training": 16}
+FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8}
 KINDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
 
 
-@lru_cache(maxsize=1)
+@cache
 def digest() -> str:
     """A digest of every file in kernels/: CuPy's cubin cache does not notice an edited header by itself."""
     hasher = hashlib.sha256()
@@ -78,9 +78,19 @@ def _options(kernel: Kernel) -> tuple[str, ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source(file: str) -> str:
     return (KERNEL_DIR / f"{file}.cu").read_text(encoding="utf-8")
+
+
+@cache
+def gpu(device: int) -> _plan.Device:
+    """What a plan depends on of the GPU with this number."""
+    import cupy
+
+    handle = cupy.cuda.Device(device)
+    major, minor = divmod(int(handle.compute_capability), 10)
+    return _plan.Device((major, minor), handle.attributes["MultiProcessorCount"])
 
 
 class Launcher:

@@ -1,4 +1,4 @@
-"""What runs for a shape: which GEMM, which tiles, how the work is cut, where things lie. Pure, and testable without a GPU."""
+"""What runs for a shape: which GEMM, which tiles, how the work is cut, where things lie. Pure: it needs no GPU."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def _best(clock: Clock, candidate: Candidate) -> float:
     return median_interval([trial() for _ in range(5)]).median
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """A candidate on the case in hand, and what is known of it so far; a ``failure`` takes it out of the race."""
 

@@ -1,20 +1,20 @@
 // What every kernel shares: element types, the problem's constants, the per-feature vectors. No kernels.
 //
-// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. CuPy hands a Python int over
-// as 64 bits and a Python float as a double, so a scalar parameter is a `long long` or a `double`, never less.
+// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. Every kernel takes a Problem by
+// value and then addresses, each a 64-bit word: nothing else needs a cast on the way from Python.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 // A launch's constants. gsbn/_kernels.py holds the same record as a NumPy dtype and passes it by value.
 struct Problem {
-    long long m, n, k;                  // B, O, I: rows of x, rows of weight, what the GEMM sums over
-    long long ldx, ldw, ldg;            // row pitch of x, weight and g, in elements
-    long long y_row, y_col;             // strides of y, in elements
+    long long m, n, k;                     // B, O, I: rows of x, rows of weight, what the GEMM sums over
+    long long ldx, ldw, ldg;               // row pitch of x, weight and g, in elements
+    long long y_row, y_col;                // strides of y, in elements
     long long stats_rows, normalize_rows;  // rows of g that one CTA of scale_stats and of normalize takes
-    long long splits;                   // CTAs of scale_stats that share a column block
-    long long affine, partials, tickets;  // where they start in the workspace, in bytes
-    long long flags;                    // FLAG_ bits
+    long long splits;                      // CTAs of scale_stats that share a column block
+    long long affine, partials, tickets;   // where they start in the workspace, in bytes
+    long long flags;                       // FLAG_ bits
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps;
 };
@@ -24,7 +24,6 @@ enum : long long {
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
     FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes and its columns are adjacent
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
-    FLAG_TRAINING = 16,
 };
 
 __device__ inline float to_float(float v) { return v; }

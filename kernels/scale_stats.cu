@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         __threadfence();  // the ticket before the others' partials
     }
     if (!mine) return;
-    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c), beta_at = fetch(beta, p.beta, c);
+    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
+                  beta_at = fetch(beta, p.beta, c);
     const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
     const Fetched var_at = fetch(running_var, p.running_var, c);
     const long long batches = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked : 0;
@@ -151,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
                    const void* beta, const void* running_mean, const void* running_var) {
     const long long c = static_cast<long long>(blockIdx.x) * (LANES * WARPS) + threadIdx.x;
     if (c >= p.n) return;
-    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c), beta_at = fetch(beta, p.beta, c);
+    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
+                  beta_at = fetch(beta, p.beta, c);
     const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
     const Fetched var_at = fetch(running_var, p.running_var, c);
     const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);

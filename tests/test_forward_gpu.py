@@ -497,9 +497,12 @@ def needs_memory(gigabytes: int) -> None:
 
 
 @pytest.mark.parametrize("gemm", ["auto", "tiled"])
-@pytest.mark.parametrize("shape", [(131_088, 8, 16_392), (65_552, 32_776, 8)], ids=["y", "x"])
+@pytest.mark.parametrize("shape", [(163_856, 8, 16_392), (81_936, 32_776, 8)], ids=["y", "x"])
 def test_more_than_2_31_elements(shape: tuple[int, int, int], gemm: str) -> None:
-    """The exact training problem, so large that y or x has more than 2³¹ elements: every element of y, compared."""
+    """The exact training problem with 1.25 · 2³¹ elements in y or in x, every element of y compared.
+
+    A quarter beyond, so that whole tiles and the first rows of whole blocks lie there.
+    """
     needs_memory(24)
     B, I, O = shape
     small = exact_training((16, 4, O), "float16")
