@@ -51,8 +51,8 @@ def info(
         return
     libraries = "  ".join(f"{name} {v or '–'}" for name, v in environment["libraries"].items())
     facts = {"gsbn": f"{environment['gsbn']}, kernels {environment['digest']['kernels']}"}
-    for gpu in environment["gpus"]:
-        facts["GPU"] = (
+    for index, gpu in enumerate(environment["gpus"]):
+        facts[f"GPU {index}"] = (
             f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {gpu['memory_gib']} GiB"
         )
     facts |= {"CPU": environment["cpu"]}
@@ -129,19 +129,16 @@ def bench_command(
     for file in (as_json, as_csv, plot):
         if file is not None and not file.parent.is_dir():
             _fail(f"{file}: no such folder")
+    if plot and plot.suffix not in (".png", ".svg", ".pdf"):
+        _fail(f"{plot}: expected a name that ends in .png, .svg or .pdf")
     if publish:
         try:
             _publish.split_readme(publish)
         except ValueError as error:
             _fail(str(error))
-    shapes = [_shape(text) for text in shape or []] or PRESETS[
-        preset.value if preset else "kernelbench" if gpu else "small"
-    ]
-    kinds = (
-        [k.value for k in dtype]
-        if dtype
-        else [name for name in DTYPES if name != "float64" and (gpu or name != "tf32")]
-    )
+    usual = preset.value if preset else "kernelbench" if gpu else "small"
+    shapes = [_shape(text) for text in shape or []] or PRESETS[usual]
+    kinds = [k.value for k in dtype or Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
     left_out = _names(skip)
     chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
@@ -157,10 +154,10 @@ def bench_command(
         report.save_csv(as_csv)
     if plot:
         _publish.plot(report, plot)
+    if report.interrupted:
+        raise typer.Exit(130)  # and publish nothing
     if publish:
         out.print("Wrote " + ", ".join(map(str, _publish.publish(report, publish))))
-    if report.interrupted:
-        raise typer.Exit(130)
 
 
 @app.command()
@@ -187,7 +184,7 @@ def _print_report(report: Report) -> None:
     matrix = ", ".join(f"{kind} {rate / 1e12:.3g}" for kind, rate in report.rates.matrix.items())
     out.print(
         "Device time: median of trials, ± half the 95 % order-statistic interval. floor: share of the larger of FLOPs "
-        f"over the matrix rate (TFLOP/s: {matrix or 'not measured'}) and least bytes over the copy rate "
+        f"over the matrix rate (TFLOP/s: {matrix or 'not measured'}; float32 at least a third of float16) and least bytes over the copy rate "
         f"({report.rates.copy / 1e9:.4g} GB/s), measured in this run. MB: peak beyond operands and result.",
         style="dim", highlight=False,
     )  # fmt: skip
@@ -225,20 +222,19 @@ def _check_table(checks: list[_selfcheck.Check]) -> Table:
             table.add_row(f"[bold]{kind}", *[""] * 8)
             heading = kind
         found = {(c.candidate, c.training): c for c in group}
-
-        def norm(
-            candidate: str, training: bool, what: str = "y", error: str = "norm_error", found: dict[Any, Any] = found
-        ) -> str:
-            judgement = getattr(found.get((candidate, training)), what, None)
-            value = getattr(judgement, error, None)
-            return "–" if value is None else f"{value:.1e}" if value else "0"
-
         share = max(c.share for c in group if c.candidate.startswith("gsbn"))
         verdict = f"[{'green' if share <= 1 else 'red'}]" + (f"{share:.0%}" if share < 100 else "out")
-        cells = [norm("gsbn", True, error="max_error"), norm("gsbn", True), norm("gsbn", False)]
-        cells += [norm("gsbn", True, "running_mean"), norm("gsbn", True, "running_var")]
-        table.add_row(family, *cells, norm("pytorch", True), norm("sgemm", True), verdict)
+        ours, inference = found.get(("gsbn", True)), found.get(("gsbn", False))
+        cells = [_error(ours, "y", "max_error"), _error(ours), _error(inference)]
+        cells += [_error(ours, "running_mean"), _error(ours, "running_var")]
+        cells += [_error(found.get((name, True))) for name in ("pytorch", "sgemm")]
+        table.add_row(family, *cells, verdict)
     return table
+
+
+def _error(check: _selfcheck.Check | None, of: str = "y", error: str = "norm_error") -> str:
+    value = getattr(getattr(check, of, None), error, None)
+    return "–" if value is None else f"{value:.1e}" if value else "0"
 
 
 def _table(*columns: str, title: str = "", gap: int = 1) -> Table:

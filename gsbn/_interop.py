@@ -300,7 +300,7 @@ def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, A
             raise TypeError(f"{name}: expected a DLPack producer like {like}, got {_type_name(array)}")
         producer = _Producer(name, array)
         imported[name] = array if known else producer.take()
-        if producer.read_only:
+        if not known and producer.read_only:
             read_only.add(name)
     kind = kind_of(imported[like])
     assert kind is not None
@@ -317,10 +317,13 @@ def _reject_device(name: str, array: Any) -> None:
 
 
 class _Producer:
-    """A DLPack producer that remembers the read-only mark of what it handed over, which CuPy drops."""
+    """A DLPack producer that remembers whether what it handed over may be written, which CuPy forgets.
+
+    As in NumPy, only a versioned capsule can say so; JAX arrays are immutable whatever their capsules say.
+    """
 
     def __init__(self, name: str, array: Any) -> None:
-        self.name, self.array, self.read_only = name, array, False
+        self.name, self.array, self.read_only = name, array, True
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.array.__dlpack_device__()  # type: ignore[no-any-return]
@@ -333,7 +336,9 @@ class _Producer:
         if api.PyCapsule_IsValid(capsule, b"dltensor_versioned"):
             # struct DLManagedTensorVersioned: version (8 bytes), manager_ctx, deleter, then flags; bit 0 is READ_ONLY
             managed = api.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
-            self.read_only = bool(ctypes.c_uint64.from_address(managed + 24).value & 1)
+            flagged = bool(ctypes.c_uint64.from_address(managed + 24).value & 1)
+            jax = sys.modules.get("jax")
+            self.read_only = flagged or (jax is not None and isinstance(self.array, jax.Array))
         return capsule
 
     def take(self) -> Any:

@@ -137,8 +137,11 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         reset()
         return library.give(call()), library.give(state["running_mean"]), library.give(state["running_var"])
 
+    try:
+        chosen = path(case, gemm, xp)[0]
+    except ValueError as error:  # this GEMM cannot serve the case here
+        raise Unavailable(str(error)) from None
     reset()
-    chosen = path(case, gemm, xp)[0]
     return Candidate(name, library.name, call, outputs, chosen != "cublas", chosen)
 
 

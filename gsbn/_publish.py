@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._system import source_digests
-from .bench import Case, Report, Result, fastest
+from .bench import DTYPES, Case, Report, Result, fastest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-SHORT = {"float32": "float32", "tf32": "TF32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float64"}
+SHORT = {kind: kind.replace("tf32", "TF32") for kind in DTYPES}
 SERIES = {  # what the bars show, in this order: candidate, or a prefix whose fastest stands for all; colour
     "gemm-": ("bare GEMM", "#c9ced6"),
     "pytorch": ("PyTorch eager", "#8d99ae"),
@@ -60,19 +61,9 @@ def changed_since(results: Path) -> list[str]:
 def markdown(report: Report) -> str:
     """The results table, medians of device time in ms, with one line on where it was measured."""
     has_host = any(r.host for r in report.results)
-    columns = [
-        "B, I, O",
-        "dtype",
-        "bare GEMM",
-        "PyTorch eager",
-        "torch.compile",
-        "JAX",
-        "**gsbn**",
-        "× PyTorch",
-        "of the floor",
-    ]
-    lines = [*columns, *(["host µs, PyTorch", "host µs, gsbn"] if has_host else [])]
-    table = ["| " + " | ".join(lines) + " |", "| --- | --- |" + " ---: |" * (len(lines) - 2)]
+    columns = ["B, I, O", "dtype", "bare GEMM", "PyTorch eager", "torch.compile", "JAX", "**gsbn**"]
+    columns += ["× PyTorch", "of the floor", *(["host µs, PyTorch", "host µs, gsbn"] if has_host else [])]
+    table = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
     for case, results in report.by_case().items():
         gsbn, torch = results.get("gsbn"), results.get("pytorch")
         compiled = min(
@@ -99,25 +90,28 @@ def _caption(report: Report) -> str:
     driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
     matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
     return (
-        f"Medians of device time in ms, {'an interrupted' if report.interrupted else 'one'} run, {report.date[:10]}: "
-        f"{gpu}{driver}; gsbn {e['gsbn']}, {versions}. Copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates, TFLOP/s: "
-        f"{matrix}. Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
+        f"Medians of device time in ms, one run, back to back in a CUDA graph where possible; {report.date[:10]}, "
+        f"{gpu}{driver}, gsbn {e['gsbn']}, {versions}. Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in "
+        f"TFLOP/s {matrix} (float32: at least a third of float16). Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
     )
 
 
 def plot(report: Report, file: str | Path) -> None:
     """Bars of the candidates' speed relative to PyTorch eager, a panel a shape, and a roofline; PNG, SVG or PDF."""
-    import matplotlib
+    from matplotlib import rc_context
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        _figure(report).savefig(file, dpi=130)
+
+
+def _figure(report: Report) -> Figure:
+    from matplotlib.figure import Figure
 
     table = report.by_case()
     shapes = list(dict.fromkeys(case.shape for case in table))
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     if len(shapes) <= 6:
         rows = (len(shapes) + 1) // 2 if len(shapes) > 1 else 1
-        figure = plt.figure(figsize=(14, max(4.6, 2.9 * rows)), layout="constrained")
+        figure = Figure(figsize=(14, max(4.6, 2.9 * rows)), layout="constrained")
         grid = figure.add_gridspec(rows, 3 if len(shapes) > 1 else 2)
         panels = [figure.add_subplot(grid[i // 2, i % 2]) for i in range(len(shapes))]
         for axes, shape in zip(panels, shapes, strict=True):
@@ -125,7 +119,7 @@ def plot(report: Report, file: str | Path) -> None:
         roof = figure.add_subplot(grid[:, -1])
     else:
         kinds = list(dict.fromkeys(case.kind for case in table))
-        figure = plt.figure(figsize=(16, 2.4 + 2 * len(kinds)), layout="constrained")
+        figure = Figure(figsize=(16, 2.4 + 2 * len(kinds)), layout="constrained")
         grid = figure.add_gridspec(len(kinds), 3)
         panels = [figure.add_subplot(grid[i, :2]) for i in range(len(kinds))]
         for axes, kind in zip(panels, kinds, strict=True):
@@ -137,8 +131,7 @@ def plot(report: Report, file: str | Path) -> None:
     e = report.environment
     where = e["gpus"][0]["name"] if e["gpus"] else "CPU, NumPy path"
     figure.suptitle(f"gsbn {e['gsbn']} forward on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    return figure
 
 
 def _speeds(results: dict[str, Result]) -> dict[str, tuple[float, Result]]:

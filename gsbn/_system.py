@@ -75,13 +75,10 @@ def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     """Which GEMM serves a case outside of a capture, and why; on the CPU always the NumPy reference."""
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: the float64 reference, rounded once"
-    device = xp.cuda.Device()
-    capability = device.compute_capability
+    row_major = _plan.Matrix((case.in_features, 1), True)
     return _plan.gemm_for(
-        case.batch, case.out_features, case.in_features, case.dtype,
-        _plan.Device((int(capability[:-1]), int(capability[-1])), device.attributes["MultiProcessorCount"]),
-        _plan.Matrix((case.in_features, 1), True), _plan.Matrix((case.in_features, 1), True),
-        gemm=gemm, capturing=False,
+        case.batch, case.out_features, case.in_features, case.dtype, _kernels.gpu(xp.cuda.Device().id),
+        row_major, row_major, gemm=gemm, capturing=False,
     )  # fmt: skip
 
 

@@ -108,7 +108,8 @@ class Settings:
 class Rates:
     """The ceilings measured in this process: bytes/s (read + written) of a large copy, FLOP/s of a large GEMM by kind.
 
-    For float32 at ``highest`` the matrix rate is the larger of the IEEE GEMM's and a third of float16's, since three
+    The copy runs from memory: operands that stay in L2 between the calls of a trial may pass this floor. For float32 at
+    ``highest`` the matrix rate is the larger of the IEEE GEMM's and a third of float16's, since three
     half-precision products are the least known to reach float32's accuracy.
     """
 
@@ -321,6 +322,7 @@ class _CaseRun:
     def run(self, progress: Callable[[float, str], None]) -> None:
         """``progress`` hears the fraction done, and of what."""
         _peers.forget_compiled()
+        gc.collect()  # a module's class is a cycle that holds the last case's operands
         self._check(lambda done, name: progress(done / 2, f"checking {_peers.NAMES[name]}"))
         if self.clock.xp.__name__ == "cupy":
             self.clock.xp.get_default_memory_pool().free_all_blocks()  # before any graph lives in the pool

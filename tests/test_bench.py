@@ -11,6 +11,7 @@ import random
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 
 import gsbn
 from gsbn import _accuracy, _peers, _publish, _system, bench, reference
-from gsbn._timing import Clock, median_interval
+from gsbn._timing import Clock, GpuClock, median_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = bench.Settings(rounds=7, seconds=0.1, calls=1)
@@ -92,6 +93,44 @@ def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPat
     rounds = clock.order[-40 * 3 :]
     assert {tuple(sorted(rounds[i : i + 3])) for i in range(0, 120, 3)} == {("gemm-numpy", "gsbn", "pytorch")}
     assert len({rounds[i] for i in range(0, 120, 3)}) == 3, "the order rotates, so that nobody is always first"
+
+
+def test_a_queue_that_ran_dry_does_not_count() -> None:
+    """Without a GPU: a clock whose device comes to the trial too early until it is kept busy by four flushes."""
+
+    class Event:
+        @property
+        def done(self) -> bool:
+            return len(flushes) < 4
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            flushes.clear()
+
+    flushes: list[int] = []
+    tries: list[int] = []
+
+    def elapsed(start: Event, stop: Event) -> float:
+        tries.append(1)
+        return 6.0  # ms
+
+    clock = GpuClock.__new__(GpuClock)
+    clock.graph, clock.stream = False, None
+    clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
+    data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
+    clock._scratch = SimpleNamespace(data=data, nbytes=1)
+    candidate = _peers.Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
+    trial, method = clock.trial(candidate, calls=3)
+    assert method == "queue"
+    assert trial() == pytest.approx(2e-3)
+    assert len(tries) == 3, "1 and 2 flushes were too few"
+    assert trial() == pytest.approx(2e-3)
+    assert len(tries) == 4, "and 4 are remembered"
+    clock.MAX_FLUSHES = 2
+    with pytest.raises(RuntimeError, match="queue full"):
+        clock.trial(candidate, calls=3)[0]()
 
 
 def test_the_floor_is_the_larger_of_arithmetic_and_traffic() -> None:

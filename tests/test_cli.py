@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gsbn import _accuracy, _cli, _selfcheck, _system, bench
+from gsbn import _accuracy, _cli, _publish, _selfcheck, _system, bench
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--calls", "1"]
@@ -126,8 +126,11 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         yield lambda done, total, doing: os.kill(os.getpid(), signal.SIGINT) if done > 1.5 else None
 
     monkeypatch.setattr(_cli, "_bar", bar)
-    saved = tmp_path / "r.json"
-    result = run(*QUICK, "--mode", "both", "--only", "gsbn", "--json", str(saved), status=130)
+    saved, readme = tmp_path / "r.json", tmp_path / "README.md"
+    readme.write_text(f"{_publish.BEGIN}{_publish.END}")
+    options = ["--json", str(saved), "--publish", str(tmp_path)]
+    result = run(*QUICK, "--mode", "both", "--only", "gsbn", *options, status=130)
+    assert readme.read_text() == f"{_publish.BEGIN}{_publish.END}", "half a table is not published"
     assert "Interrupted" in result.stderr
     content = json.loads(saved.read_text())
     assert content["interrupted"]
@@ -152,6 +155,7 @@ def test_a_mistake_gets_a_sentence(arguments: list[str], said: str) -> None:
 
 def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert "no such folder" in run(*QUICK, "--json", str(tmp_path / "none" / "r.json"), status=1).stderr
+    assert "ends in .png" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=1).stderr
     assert "results:begin" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
 
 
