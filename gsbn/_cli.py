@@ -181,11 +181,13 @@ def _print_report(report: Report) -> None:
     for failure, titles in failures.items():
         where = "" if len(titles) == len(report.by_case()) else f" (in {len(titles)} of {len(report.by_case())} cases)"
         out.print(Text(failure + where, style="red" if "wrong result" in failure else "dim"))
+    third = "; float32 at least a third of float16" if report.environment["gpus"] else ""
     matrix = ", ".join(f"{kind} {rate / 1e12:.3g}" for kind, rate in report.rates.matrix.items())
     out.print(
         "Device time: median of trials, ± half the 95 % order-statistic interval. floor: share of the larger of FLOPs "
-        f"over the matrix rate (TFLOP/s: {matrix or 'not measured'}; float32 at least a third of float16) and least bytes over the copy rate "
-        f"({report.rates.copy / 1e9:.4g} GB/s), measured in this run. MB: peak beyond operands and result.",
+        f"over the matrix rate (TFLOP/s: {matrix or 'not measured'}{third}) and least "
+        f"bytes over the copy rate ({report.rates.copy / 1e9:.4g} GB/s), measured in this run. MB: peak beyond "
+        "operands and result.",
         style="dim", highlight=False,
     )  # fmt: skip
 
@@ -248,11 +250,17 @@ def _table(*columns: str, title: str = "", gap: int = 1) -> Table:
 
 @contextmanager
 def _bar(unit: str, quiet: bool = False) -> Iterator[Callable[[float, float, str], None]]:
-    """A progress bar with the time left, on stderr; gone when done, and absent where stderr is no terminal."""
+    """A progress bar with the time left, on stderr; gone when done, and absent where stderr is no terminal.
+
+    It is drawn at each step and never by a thread of its own, which would disturb what is being timed.
+    """
     columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as progress:
+    silent = quiet or not err.is_terminal
+    with Progress(*columns, console=err, transient=True, auto_refresh=False, disable=silent) as progress:
         task = progress.add_task(unit)
-        yield lambda done, total, text: progress.update(task, completed=done, total=total, description=text)
+        yield lambda done, total, text: progress.update(
+            task, completed=done, total=total, description=text, refresh=True
+        )
 
 
 def _path(case: Case, xp: Any) -> tuple[str, str]:

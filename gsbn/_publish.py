@@ -92,7 +92,8 @@ def _caption(report: Report) -> str:
     return (
         f"Medians of device time in ms, one run, back to back in a CUDA graph where possible; {report.date[:10]}, "
         f"{gpu}{driver}, gsbn {e['gsbn']}, {versions}. Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in "
-        f"TFLOP/s {matrix} (float32: at least a third of float16). Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
+        f"TFLOP/s {matrix} (float32: at least a third of float16). "
+        f"Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
     )
 
 

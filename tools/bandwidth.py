@@ -1,7 +1,7 @@
 """Bandwidth of scale_stats and normalize beside a device copy in the same run: python tools/bandwidth.py [B O]
 
-Bytes are the fewest possible, each operand once. Medians of 30, each on a cold L2 and with the queue kept full; the copy
-is of 1 GiB, so that it pays no launch worth counting, and the kernels do.
+Bytes are the fewest possible, each operand once. Medians of 30, each on a cold L2 and with the queue kept full; the
+copy is of 1 GiB, so that it pays no launch worth counting, and the kernels do.
 """
 
 import statistics
