@@ -156,6 +156,8 @@ def bench_command(
         _publish.plot(report, plot)
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
+    if publish and not gpu:
+        _fail("--publish: expected a GPU: the README's table is of GPU figures")
     if publish:
         out.print("Wrote " + ", ".join(map(str, _publish.publish(report, publish))))
 

@@ -138,7 +138,8 @@ def _forward(
         capturing = _is_capturing(stream)
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
-        key = (signature, options, aligned, capturing, read_only)
+        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
+        key = (signature, options, type(options[0]), type(options[2]), aligned, capturing, read_only)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what

@@ -9,12 +9,13 @@
 //
 // A CTA takes COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row, a thread VEC columns of
 // every WARPS-th row. It holds GROUP rows in registers, takes their mean, then the squared deviations about that mean
-// (never E[g^2] - E[g]^2). Groups (n_i, mean_i, M2_i) are pooled in float64 about p, the mean of the first PIVOT rows:
-//   first = sum n_i d_i    second = sum (M2_i + n_i d_i^2)    d_i = mean_i - p
-//   m = p + first / B      M2 = second - first^2 / B
-// With one p for all, groups, warps and CTAs pool by addition, in an order that depends on the shape alone. The
-// subtraction cancels at most B / PIVOT of float64's 2^53, since PIVOT (p - m)^2 <= M2 by convexity: nothing that a
-// float32 g could show, so there one row is p; for a float64 g a whole group is.
+// (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT rows:
+//   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
+//   mean = p + first / n,  M2 = second - first^2 / n
+// so that threads and warps pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
+// PIVOT (p - mean)^2 <= M2 by convexity. The splits of a column, far apart perhaps, then merge without any:
+//   m = sum n_i mean_i / B,  M2 = sum M2_i + sum n_i (mean_i - m)^2
+// All in an order that depends on the shape alone; equal rows give exactly M2 = 0.
 //
 // The CTA that draws a column block's last ticket adds that block's partial sums: who that is depends on timing, what
 // it computes does not. Tickets start at zero, set by the caller.
@@ -47,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
     Vector<G, VEC> pivot = {};
-    const int pivots = static_cast<int>(min(p.m, static_cast<long long>(PIVOT)));
+    const int pivots = static_cast<int>(min(end - begin, static_cast<long long>(PIVOT)));
     for (int i = 0; i < pivots; ++i) {
-        const Vector<G, VEC> at = load<G, VEC>(g + i * p.ldg + col, inside);
+        const Vector<G, VEC> at = load<G, VEC>(g + (begin + i) * p.ldg + col, inside);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
     }
@@ -89,20 +90,24 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 
     const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
     const bool mine = threadIdx.x < COLUMNS && c < p.n;
-    double sum = 0.0, sum_of_squares = 0.0;
+    double mean = 0.0, m2 = 0.0;
     if (mine) {
+        double sum = 0.0, squares = 0.0;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) {
             sum += first_of[i][threadIdx.x];
-            sum_of_squares += second_of[i][threadIdx.x];
+            squares += second_of[i][threadIdx.x];
         }
+        const double shift = sum / static_cast<double>(end - begin), spread = squares - sum * shift;
+        mean = pivot_of[threadIdx.x] + shift;
+        m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
     }
 
     if (p.splits > 1) {
         double* partials = reinterpret_cast<double*>(workspace + p.partials);  // (splits, 2, ldg)
         if (mine) {
-            __stcg(&partials[(split * 2) * p.ldg + c], sum);
-            __stcg(&partials[(split * 2 + 1) * p.ldg + c], sum_of_squares);
+            __stcg(&partials[(split * 2) * p.ldg + c], mean);
+            __stcg(&partials[(split * 2 + 1) * p.ldg + c], m2);
         }
         __threadfence();  // the partials before the ticket
         __syncthreads();
@@ -123,23 +128,29 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 
     if (p.splits > 1) {
         const double* partials = reinterpret_cast<const double*>(workspace + p.partials);
-        sum = sum_of_squares = 0.0;
+        const double mean_0 = __ldcg(&partials[c]);  // the means are summed from the first: equal ones stay exact
+        double sum = 0.0;
 #pragma unroll 8
         for (long long i = 0; i < p.splits; ++i) {
-            sum += __ldcg(&partials[(i * 2) * p.ldg + c]);
-            sum_of_squares += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]);
+            const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
+            sum += n_i * (__ldcg(&partials[(i * 2) * p.ldg + c]) - mean_0);
+        }
+        mean = mean_0 + sum / p.m;
+        m2 = 0.0;
+#pragma unroll 8
+        for (long long i = 0; i < p.splits; ++i) {
+            const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
+            const double d = __ldcg(&partials[(i * 2) * p.ldg + c]) - mean;
+            m2 += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]) + n_i * d * d;
         }
     }
-    const double rows = p.m, shift = sum / rows, m = pivot_of[threadIdx.x] + shift;
-    const double spread = sum_of_squares - sum * shift;
-    const double m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
-    const double v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
-    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, m, gamma_at.or_else(1.0) * s * r,
+    const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, gamma_at.or_else(1.0) * s * r,
                  beta_at.or_else(0.0));
     if (p.running_mean != 0) {
         // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
-        const double to_mean = s * (m + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
+        const double to_mean = s * (mean + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
         store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
         store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
     }
