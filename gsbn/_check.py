@@ -14,7 +14,7 @@ __all__ = ["View", "fold_arguments", "forward_arguments", "overlaps", "span"]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS = ("highest", "high")
-GEMMS = ("auto", "cublas", "tiled")
+GEMMS = ("auto", "cublas", "tiled", "sm90")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _capture, _check, _kernels, _plan, reference
+from . import _capture, _check, _kernels, _plan, _tma, reference
 from ._interop import Kind, kind_of, kinds_of
 
 __all__ = ["fold", "forward"]
@@ -84,9 +84,11 @@ def forward(
         Added to the variance; > 0 in training, >= 0 in inference.
     precision : {"highest", "high"}
         For float32: "highest" is IEEE float32 products, "high" is TF32 where the GPU and the GEMM have it.
-    gemm : {"auto", "cublas", "tiled"}
-        "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the faster one that serves.
-        "tiled" (and so "auto") can be captured in a CUDA graph after one call of the same kind.
+    gemm : {"auto", "cublas", "tiled", "sm90"}
+        "sm90" is the whole forward in one launch on Hopper (float16, bfloat16, TF32; rows of x, weight and y that are
+        multiples of 16 bytes), "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the
+        fastest one that serves. All but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of
+        the same kind.
     out : (B, O) array, optional
         Where y is written: x's dtype and kind, any strides, memory of its own.
 
@@ -108,11 +110,12 @@ def forward(
     Notes
     -----
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
-    that library's allocator, and one B x O array of float32 for g where y's own memory cannot hold it (float16 and
-    bfloat16; rows of y off a 16-byte boundary), and a copy of an operand whose strides the GEMM cannot take. On the CPU
+    that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
+    array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
+    "sm90" allocates 16 bytes a feature for every tile of rows instead. On the CPU
     all arithmetic is NumPy's in float64, and y is rounded once.
 
-    The same call gives the same bits, run to run, with "tiled"; with "cublas" as far as cuBLAS promises it, which is
+    The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it, which is
     one stream at a time.
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
@@ -196,11 +199,13 @@ class _Call:
 
     def __init__(self, plan: _plan.Plan, problem: Any, gemm: _Gemm | None) -> None:
         self.plan, self.problem, self.gemm = plan, problem, gemm
-        self.problem_at = problem.ctypes.data
+        self.values = (problem.ctypes.data,)
         self.shape, self.k = (int(problem["m"][0]), int(problem["n"][0])), int(problem["k"][0])
         self.training = self.counts = False
         self.spans: list[tuple[int, int, int]] = []
         self.written: list[int] = []
+        self.launch_one: Any = None
+        self.maps: list[tuple[Any, ...]] = []
         self.launch_gemm: Any = None
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
@@ -235,6 +240,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         _matrix(weight),
         _plan.Matrix((n, 1), True) if out is None else _matrix(out),
         training=bool(training),
+        precision=precision,
         gemm=gemm,
         capturing=capturing,
     )
@@ -254,6 +260,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     fields |= dict(y_row=y_at.strides[0], y_col=y_at.strides[1], splits=plan.splits, flags=set_flags)
     fields |= dict(stats_rows=plan.stats_rows, normalize_rows=plan.normalize_rows)
     fields |= dict(affine=plan.affine, partials=plan.partials, tickets=plan.tickets)
+    fields |= dict(panel=plan.one.panel if plan.one is not None else 0)
     for name, value in fields.items():
         problem[name] = value
     for name in VECTORS:
@@ -271,6 +278,10 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     ]
     call.affine_grid = -(-n // 256)
     with _on_device(device):
+        if plan.one is not None:
+            call.launch_one = _kernels.launcher(plan.one.kernel, device)
+            call.maps = _map_arguments(plan.one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            return call
         if plan.gemm_kernel is not None:
             call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
         call.launch_affine = _kernels.launcher(plan.stats_kernel if call.training else plan.affine_kernel, device)
@@ -281,6 +292,26 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
 def _matrix(view: Any) -> _plan.Matrix:
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
+
+
+def _map_arguments(
+    one: _plan.OneLaunch,
+    shape: tuple[int, int, int],
+    dtype: str,
+    itemsize: int,
+    x: _plan.Matrix,
+    w: _plan.Matrix,
+    y: _plan.Matrix,
+) -> list[tuple[Any, ...]]:
+    """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows that go together."""
+    (m, n, k), width = shape, 128 // itemsize
+    operand = "tf32" if dtype == "float32" else dtype
+    store_rows = 32 if itemsize == 4 else min(one.block_m, 64)
+    return [
+        (m, k, x.strides[0] * itemsize, operand, one.block_m // one.cluster, width, _tma.L2_256B),
+        (n, k, w.strides[0] * itemsize, operand, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
+        (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE),
+    ]
 
 
 def _vector_code(view: Any) -> int:
@@ -319,7 +350,7 @@ def _gemm_arguments(x: _plan.Matrix, w: _plan.Matrix, dtype: str, precision: str
 
 
 def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool) -> Any:
-    plan, problem = call.plan, call.problem_at
+    plan, values = call.plan, call.values
     x, w, y = arrays[0], arrays[1], arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
     if plan.copy_x:
@@ -331,23 +362,34 @@ def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int
     if y is None:
         y = kind.empty(call.shape, x)
         y_at = kind.pointer(y)
-    scratch, workspace = kind.scratch(plan.workspace, x)
+    scratch, workspace = kind.scratch(plan.workspace if plan.one is None else plan.one.workspace, x)
     g = y_at if plan.y_is_g else workspace + plan.g
     if capturing:
         _capture.keep_alive(stream, (x, w, y, scratch))
 
+    if plan.one is not None:
+        one = plan.one
+        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((x_at, w_at, y_at), call.maps, strict=True)]
+        words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
+        values += tuple(at for _, at in maps)
+        call.launch_one(one.clusters * one.cluster, 384, values, (*words, count if call.counts else 0), stream)
+        return _written(call, kind, arrays, y)
     if call.gemm is None:
-        call.launch_gemm(plan.gemm_grid, plan.gemm_block, problem, (x_at, w_at, g), stream)
+        call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
     else:
         _cublas(call, stream, x_at, w_at, g)
     if call.training:
         if plan.tickets_bytes:
             _cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
         addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count)
-        call.launch_affine(plan.stats_grid, 256, problem, addresses, stream)
+        call.launch_affine(plan.stats_grid, 256, values, addresses, stream)
     else:
-        call.launch_affine(call.affine_grid, 256, problem, (workspace, b, s, gamma, beta, mean, var), stream)
-    call.launch_normalize(plan.normalize_grid, 256, problem, (g, y_at, workspace, count if call.counts else 0), stream)
+        call.launch_affine(call.affine_grid, 256, values, (workspace, b, s, gamma, beta, mean, var), stream)
+    call.launch_normalize(plan.normalize_grid, 256, values, (g, y_at, workspace, count if call.counts else 0), stream)
+    return _written(call, kind, arrays, y)
+
+
+def _written(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any) -> Any:
     if kind.counts_writes:
         for i in call.written:
             kind.written(arrays[i])
@@ -524,5 +566,5 @@ def fold(
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in names)
         launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)
         addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
-        launch(view.shape[0], 256, problem.ctypes.data, addresses, stream)
+        launch(view.shape[0], 256, (problem.ctypes.data,), addresses, stream)
     return w, b

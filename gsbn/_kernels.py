@@ -33,7 +33,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120
 # struct Problem of kernels/common.cuh, passed by value.
 PROBLEM = np.dtype(
     [(name, np.int64) for name in ("m", "n", "k", "ldx", "ldw", "ldg", "y_row", "y_col")]
-    + [(name, np.int64) for name in ("stats_rows", "normalize_rows", "splits")]
+    + [(name, np.int64) for name in ("stats_rows", "normalize_rows", "splits", "panel")]
     + [(name, np.int64) for name in ("affine", "partials", "tickets", "flags")]
     + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
     + [(name, np.float64) for name in ("momentum", "eps")]
@@ -51,8 +51,12 @@ def digest() -> str:
     return hasher.hexdigest()[:16]
 
 
-def all_kernels() -> Iterator[Kernel]:
-    """Every variant that a plan can ask for."""
+def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
+    """Every variant that a plan can ask for, or those for one architecture."""
+    yield from (kernel for kernel in _variants() if arch is None or kernel.arch in (None, arch))
+
+
+def _variants() -> Iterator[Kernel]:
     types = [("X_TYPE", t) for t in _plan.C_TYPE.values()]
     for t in types:
         g = "double" if t[1] == "double" else "float"
@@ -63,6 +67,8 @@ def all_kernels() -> Iterator[Kernel]:
         yield fold_kernel(t[1])
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
+    for element, mode, block_m in itertools.product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M):
+        yield _plan.forward_sm90(element, mode, block_m)
 
 
 def fold_kernel(t: str) -> Kernel:
@@ -72,6 +78,7 @@ def fold_kernel(t: str) -> Kernel:
 def _options(kernel: Kernel) -> tuple[str, ...]:
     return (
         "-std=c++17",
+        *(() if kernel.arch is None else (f"-arch={kernel.arch}",)),
         f"-I{KERNEL_DIR}",
         f"-DGSBN_DIGEST={digest()}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
@@ -90,34 +97,40 @@ def gpu(device: int) -> _plan.Device:
 
     handle = cupy.cuda.Device(device)
     major, minor = divmod(int(handle.compute_capability), 10)
-    return _plan.Device((major, minor), handle.attributes["MultiProcessorCount"])
+    sm90a = cupy.cuda.nvrtc.getVersion() >= (12, 9)  # older ones do not take -arch=sm_90a through CuPy
+    return _plan.Device((major, minor), handle.attributes["MultiProcessorCount"], sm90a)
 
 
 class Launcher:
-    """A kernel on a device: ``launch(grid, block, problem, addresses, stream)``, all of them ints.
+    """A kernel on a device: ``launch(grid, block, values, words, stream)``, ints and tuples of ints.
 
-    The kernel's parameters are a Problem by value (`problem` is its address) and then one 64-bit word for each of
-    `addresses`. Past a thread's first launch it calls the driver directly: CuPy's own launcher would build an object
-    for every argument, 6 us a launch where this takes 3.
+    The kernel's parameters are first those passed by value, a Problem and what else there is, of which `values` holds
+    the addresses, and then 64-bit `words`. It calls the driver directly: CuPy's own launcher would build an object for
+    every argument, 6 us a launch where this takes 3.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, shared: int = 0, cooperative: bool = False) -> None:
         from cupy.cuda import driver
 
         self._function = function  # keeps the module loaded
-        self._pointer, self._launch = function.ptr, driver.launchKernel
+        self._pointer, self._shared, self._cooperative = function.ptr, shared, cooperative
+        self._launch = driver.launchCooperativeKernel if cooperative else driver.launchKernel
 
-    def __call__(self, grid: int, block: int, problem: int, addresses: tuple[int, ...], stream: int) -> None:
+    def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
         if not hasattr(_thread, "has_context"):
             from cupy.cuda import runtime
 
             runtime.setDevice(runtime.getDevice())  # binds the device's context to this thread
             _thread.has_context = True
-        count = len(addresses)
-        words = (ctypes.c_int64 * count)(*addresses)
-        at = ctypes.addressof(words)
-        parameters = (ctypes.c_void_p * (count + 1))(problem, *range(at, at + 8 * count, 8))
-        self._launch(self._pointer, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+        count = len(words)
+        held = (ctypes.c_int64 * count)(*words)
+        at = ctypes.addressof(held)
+        parameters = (ctypes.c_void_p * (len(values) + count))(*values, *range(at, at + 8 * count, 8))
+        where = ctypes.addressof(parameters)
+        if self._cooperative:
+            self._launch(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where)
+        else:
+            self._launch(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where, 0)
 
 
 _thread = threading.local()
@@ -136,7 +149,10 @@ def launcher(kernel: Kernel, device: int) -> Launcher:
             key = (kernel.file, kernel.defines)
             if key not in _modules:
                 _modules[key] = cupy.RawModule(code=_source(kernel.file), options=_options(kernel))
-            found = _launchers[kernel, device] = Launcher(_modules[key].get_function(kernel.name).kernel)
+            raw = _modules[key].get_function(kernel.name)
+            if kernel.shared:
+                raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
+            found = _launchers[kernel, device] = Launcher(raw.kernel, kernel.shared, kernel.cooperative)
     return found
 
 
@@ -148,11 +164,12 @@ def compile_all(arch: str) -> dict[Kernel, bytes]:
     headers = find_nvidia_header_directory("cudart")
     cubins: dict[tuple[str, tuple[tuple[str, str], ...]], bytes] = {}
     found = {}
-    for kernel in all_kernels():
+    for kernel in all_kernels(arch):
         key = (kernel.file, kernel.defines)
         if key not in cubins:
             program = nvrtc.createProgram(_source(kernel.file), f"{kernel.file}.cu", (), ())
-            options = (*_options(kernel), f"-I{headers}", "-ftz=true", f"-arch={arch}")
+            target = () if kernel.arch else (f"-arch={arch}",)
+            options = (*_options(kernel), f"-I{headers}", "-ftz=true", *target)
             try:
                 nvrtc.compileProgram(program, options)
                 cubins[key] = nvrtc.getCUBIN(program)

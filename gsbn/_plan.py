@@ -13,6 +13,11 @@ C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", 
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
+ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
+MODES = {"gemm": 0, "inference": 1, "training": 2}
+BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
+SM90_BLOCK_N, SM90_CLUSTER = 128, 2
+L2_BYTES_A_CLOCK = 32  # that an SM gets, measured
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -24,6 +29,7 @@ class Device(NamedTuple):
 
     capability: tuple[int, int]
     sms: int
+    sm90a: bool = True  # NVRTC can compile for it
 
 
 class Matrix(NamedTuple):
@@ -45,6 +51,22 @@ class Kernel(NamedTuple):
     name: str
     file: str
     defines: tuple[tuple[str, str], ...]
+    arch: str | None = None  # where only one will do
+    shared: int = 0  # bytes of dynamic shared memory
+    cooperative: bool = False
+
+
+class OneLaunch(NamedTuple):
+    """The whole forward by forward_sm90; offsets and sizes in bytes."""
+
+    kernel: Kernel
+    block_m: int
+    cluster: int
+    clusters: int
+    panel: int
+    merged: int
+    roll: int
+    workspace: int
 
 
 class Plan(NamedTuple):
@@ -74,6 +96,7 @@ class Plan(NamedTuple):
     stats_kernel: Kernel
     affine_kernel: Kernel
     normalize_kernel: Kernel
+    one: OneLaunch | None
 
 
 @lru_cache(maxsize=1024)
@@ -88,6 +111,7 @@ def plan(
     y: Matrix,
     *,
     training: bool,
+    precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
 ) -> Plan:
@@ -95,7 +119,7 @@ def plan(
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(m, n, k, dtype, device, x, w, gemm=gemm, capturing=capturing)
+    chosen, why = gemm_for(m, n, k, dtype, device, x, w, y, precision=precision, gemm=gemm, capturing=capturing)
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
@@ -116,14 +140,16 @@ def plan(
     g = _round_up(tickets + tickets_bytes, 256)
     workspace = g + (0 if y_is_g else m * ldg * g_size)
 
-    kernel, grid, block = None, 0, 0
+    kernel, grid, block, one = None, 0, 0, None
     if chosen == "tiled":
         kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
+    if chosen == "sm90":
+        one = _one_launch(m, n, k, dtype, device, "training" if training else "inference")
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=not _takes(chosen, x, m, k),
-        copy_w=not _takes(chosen, w, n, k),
+        copy_x=not _takes(chosen, x, m, k, y_size),
+        copy_w=not _takes(chosen, w, n, k, y_size),
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -144,34 +170,124 @@ def plan(
         stats_kernel=Kernel("scale_stats", "scale_stats", (("G_TYPE", g_type),)),
         affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
         normalize_kernel=Kernel("normalize", "normalize", (("G_TYPE", g_type), ("Y_TYPE", y_type))),
+        one=one,
     )
 
 
 def gemm_for(
-    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, *, gemm: str, capturing: bool
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    device: Device,
+    x: Matrix,
+    w: Matrix,
+    y: Matrix,
+    *,
+    precision: str,
+    gemm: str,
+    capturing: bool,
 ) -> tuple[str, str]:
-    """The GEMM that serves a call, and why; ValueError if `gemm` names one that cannot."""
-    obstacle = None
-    if max(m, n, k, *map(abs, x.strides), *map(abs, w.strides)) > INT32_MAX:
-        obstacle = "cuBLAS takes sizes below 2^31"
-    elif dtype == "bfloat16" and device.capability < (8, 0):
-        obstacle = "cuBLAS has no bfloat16 below compute capability 8.0"
-    elif capturing:
-        obstacle = "CuPy's cuBLAS cannot be captured in a CUDA graph"
-    if gemm == "tiled":
-        return "tiled", "asked for"
-    if gemm == "cublas":
+    """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    obstacles = {
+        "sm90": _sm90_obstacle(m, n, k, dtype, device, x, w, y, precision),
+        "cublas": _cublas_obstacle(m, n, k, dtype, device, x, w, capturing),
+        "tiled": None,
+    }
+    if gemm != "auto":
+        obstacle = obstacles[gemm]
         if obstacle is not None:
-            raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas': {obstacle}")
-        return "cublas", "asked for"
-    return ("cublas", "faster wherever it can serve") if obstacle is None else ("tiled", obstacle)
+            raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
+        return gemm, "asked for"
+    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
+    better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
+    return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
 
 
-def _takes(gemm: str, operand: Matrix, rows: int, k: int) -> bool:
+def _cublas_obstacle(
+    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, capturing: bool
+) -> str | None:
+    if max(m, n, k, *map(abs, x.strides), *map(abs, w.strides)) > INT32_MAX:
+        return "cuBLAS takes sizes below 2^31"
+    if dtype == "bfloat16" and device.capability < (8, 0):
+        return "cuBLAS has no bfloat16 below compute capability 8.0"
+    return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
+
+
+def _sm90_obstacle(
+    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, y: Matrix, precision: str
+) -> str | None:
+    if device.capability != (9, 0) or not device.sm90a:
+        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
+    if dtype == "float64":
+        return "it has no float64"
+    if dtype == "float32" and precision == "highest":
+        return 'it has no float32 better than TF32 (precision="high")'
+    size = ITEMSIZE[dtype]
+    if k * size % 16:  # what is copied has rows of k elements
+        return "rows of x and weight must be multiples of 16 bytes"
+    if not y.aligned or y.strides[1] != 1 or y.strides[0] < n or y.strides[0] * size % 16:
+        return "rows of y must start on 16 bytes"
+    if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
+        return "the copy engine takes smaller sizes"
+    return None
+
+
+def _one_launch(m: int, n: int, k: int, dtype: str, device: Device, mode: str) -> OneLaunch:
+    """The tile whose waves are cheapest by a model of an SM's clocks: products, operand bytes from L2, the rest."""
+    steps = _ceil(k * ITEMSIZE[dtype], 128)
+    best: tuple[float, int, int, int] | None = None
+    for block_m in BLOCKS_M:
+        cluster = SM90_CLUSTER
+        tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * cluster)
+        waves = _ceil(tiles, device.sms // cluster)
+        products = 4 * block_m * (2 if dtype == "float32" else 1)
+        operands = (SM90_BLOCK_N + block_m // cluster) * 128 / L2_BYTES_A_CLOCK
+        cost = waves * (steps * max(products, operands) + 3000 + 8 * block_m)
+        if best is None or cost < best[0]:
+            best = cost, block_m, tiles, waves
+    assert best is not None
+    _, block_m, tiles, waves = best
+    rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
+    # As few clusters as need no more waves: the power that the others would draw goes to these.
+    clusters = _ceil(tiles, waves)
+    merged = rows * blocks * SM90_BLOCK_N * 16
+    roll = merged + blocks * SM90_BLOCK_N * 16
+    return OneLaunch(
+        kernel=forward_sm90(dtype, mode, block_m),
+        block_m=block_m,
+        cluster=SM90_CLUSTER,
+        clusters=clusters,
+        panel=2 if m > 8192 else 1,
+        merged=merged,
+        roll=roll,
+        workspace=roll + 8 * (1 + clusters * SM90_CLUSTER),
+    )
+
+
+def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
+    """The variant of forward_sm90 for these operands, this mode and this many rows in a tile."""
+    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m]
+    shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * min(block_m, 64) * 128 + 2816
+    defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
+    defines["CLUSTER"] = SM90_CLUSTER
+    return Kernel(
+        "forward_sm90",
+        "forward_sm90",
+        tuple((name, str(value)) for name, value in defines.items()),
+        arch="sm_90a",
+        shared=shared,
+        cooperative=mode == "training",
+    )
+
+
+def _takes(gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
     """Whether the GEMM reads these strides as they are."""
     row, col = operand.strides
     if gemm == "tiled":
         return col == 1
+    if gemm == "sm90":
+        return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0
     return (col == 1 and row >= k) or (row == 1 and col >= rows)
 
 

@@ -75,10 +75,10 @@ def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     """Which GEMM serves a case outside of a capture, and why; on the CPU always the NumPy reference."""
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: the float64 reference, rounded once"
-    row_major = _plan.Matrix((case.in_features, 1), True)
+    operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
     return _plan.gemm_for(
         case.batch, case.out_features, case.in_features, case.dtype, _kernels.gpu(xp.cuda.Device().id),
-        row_major, row_major, gemm=gemm, capturing=False,
+        operand, operand, result, precision=case.precision, gemm=gemm, capturing=False,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ struct Problem {
     long long y_row, y_col;                // strides of y, in elements
     long long stats_rows, normalize_rows;  // rows of g that one CTA of scale_stats and of normalize takes
     long long splits;                      // CTAs of scale_stats that share a column block
+    long long panel;                       // column blocks that forward_sm90 takes row by row
     long long affine, partials, tickets;   // where they start in the workspace, in bytes
     long long flags;                       // FLAG_ bits
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch

@@ -41,7 +41,7 @@ def kernels(rows, features, dtype):
     _forward._calls.clear()
     y = gsbn.forward(x, weight, scale, **vectors, training=True)
     (call,) = _forward._calls.values()
-    plan, problem, stream = call.plan, call.problem_at, cp.cuda.get_current_stream().ptr
+    plan, problem, stream = call.plan, call.values, cp.cuda.get_current_stream().ptr
     g = cp.random.standard_normal((rows, plan.ldg), dtype="f4")
     workspace = cp.empty(plan.workspace + 512, cp.uint8)
     tickets = workspace[plan.tickets : plan.tickets + plan.tickets_bytes]

@@ -1,0 +1,49 @@
+"""Tensor maps: what Hopper's copy engine is told of a matrix, encoded by the driver and kept by what they encode."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+__all__ = ["tensor_map"]
+
+_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
+_INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
+L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(
+    pointer: int, rows: int, cols: int, pitch: int, dtype: str, box_rows: int, box_cols: int, promotion: int
+) -> tuple[Any, int]:
+    """The map of a row-major (rows, cols) matrix with `pitch` bytes from row to row: its owner and its address.
+
+    Boxes of (box_rows, box_cols), box_cols being 128 bytes, swizzled by 128 bytes; what lies outside reads as zero and
+    is not written. "tf32" rounds float32 to nearest as it loads. Pointer and pitch are multiples of 16 bytes. The key
+    is all that a map encodes, addresses being unique across devices, so that a map never goes stale.
+    """
+    owner = ctypes.create_string_buffer(128 + 63)
+    at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled wants 64-byte alignment
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _TYPES[dtype],
+        2,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(cols, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box_cols, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        promotion,
+        _FILL_ZERO,
+    )
+    if result != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {result} for {(rows, cols)} {dtype}, pitch {pitch}")
+    return owner, at
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
