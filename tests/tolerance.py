@@ -28,6 +28,9 @@ In inference y = γ r (s g + (s b − running_mean)) + β, in any association:
 
     |ŷ − y| ≤ |γ r s| E + 8 u (|γ r| (|s| |x||w|ᵀ + |s b| + |running_mean|) + |β|)
 
+A path that parks deviations from a tile's mean in y's own dtype, of roundoff ū, adds |γ s| ř ū (|d| + max|d|): a tile's
+mean is within max|d| of the column's.
+
 **The running statistics** follow from |m̂ − m| ≤ M = mean(E) + (n + 2) u mean(|x||w|ᵀ) and from
 |v̂ − v| ≤ V = rms(D) (2 σ + rms(D)) + (n + 2) u (σ + rms(D))². At last, a result is rounded once to its own dtype: half
 a unit in its last place, or half the smallest subnormal number.
@@ -77,10 +80,12 @@ def bounds(
     eps: float = 1e-5,
     u: float | None = None,
     operand: float = 0.0,
+    parked: bool = False,
 ) -> Bounds:
     """The bounds above, evaluated.
 
-    ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands.
+    ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
+    ``parked`` says that deviations may pass through y's dtype.
     """
     u = arithmetic(arrays["x"].dtype) if u is None else u
     flushed = 0.0 if u <= 2.0**-53 else FLUSHED
@@ -113,6 +118,8 @@ def bounds(
     tau = s * rms_D + (n + 8) * u * t
     r, r_max = 1 / t, 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
     error = gamma * s * (r_max * D + tau * r * r_max * d) + 8 * u * (gamma * s * r_max * (d + D) + beta)
+    if parked:
+        error = error + gamma * s * r_max * roundoff(arrays["x"].dtype) * (d + d.max(axis=0))
     y = _rounded(error + flushed, truth.y, arrays["x"].dtype)
     if truth.running_mean is None or truth.running_var is None:
         return Bounds(y, None, None)

@@ -1,0 +1,196 @@
+"""The one-launch kernel on Hopper: many tiles a CTA, parked tiles, graphs side by side, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import DTYPES, assert_same_bits, forward, kind_of, without_out
+from strategies import Case
+from tolerance import TF32, assert_outcome_within, assert_within, bounds
+
+import gsbn
+from gsbn import _kernels, _plan, reference
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+SM90 = {"gemm": "sm90", "precision": "high"}
+SHAPES = [
+    (2, 8, 8),
+    (300, 72, 520),
+    (4100, 264, 104),
+    (129, 1032, 1000),
+    (9000, 64, 2104),  # CTAs have several tiles: all but the last are parked
+]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    device = _kernels.gpu(cupy.cuda.Device().id)
+    if device.capability != (9, 0) or not device.sm90a:
+        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
+
+
+@pytest.fixture(params=["any", *_plan.BLOCKS_M])
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The planner's own choice of a tile, and each tile for all shapes."""
+    if request.param != "any":
+        monkeypatch.setattr(_plan, "BLOCKS_M", (request.param,))
+        _plan.plan.cache_clear()
+        gsbn._forward._calls.clear()
+    yield request.param
+    _plan.plan.cache_clear()
+    gsbn._forward._calls.clear()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_is_right(shape: tuple[int, int, int], dtype: str, training: bool, tile: Any) -> None:
+    arrays = Case(shape, dtype, training).arrays()
+    got = forward(kind_of("cupy"), arrays, training=training, **SM90)
+    truth = reference.forward(**without_out(arrays), training=training)
+    operand = TF32 if dtype == "float32" else 0.0
+    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32")
+    assert_outcome_within(got, truth, limit)
+
+
+@pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
+    """g of any size: a raw float16 deviation would overflow above 65504 and lose its digits below 6e-5."""
+    rng, t, (B, I, O) = np.random.default_rng(0), DTYPES[dtype], (9000, 256, 2048)
+    root = np.sqrt(magnitude)
+    x = reference.round_to(rng.standard_normal((B, I)) * root, t)
+    weight = reference.round_to(rng.standard_normal((O, I)) * root / 16, t)
+    arrays = {"x": x, "weight": weight, "scale": np.full(O, 1 / magnitude, np.float32)}
+    got = forward(kind_of("cupy"), arrays, training=True, **SM90)
+    truth = reference.forward(**arrays, training=True)
+    assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_same_bits_under_load(dtype: str) -> None:
+    arrays = {n: cupy.asarray(a) for n, a in Case((5000, 520, 1032), dtype, True, layouts=()).arrays().items()}
+    fresh = {n: arrays.pop(n) for n in ("running_mean", "running_var", "num_batches_tracked")}
+    x = cupy.random.standard_normal((2048, 2048), dtype="f4")
+    beside = cupy.cuda.Stream(non_blocking=True)
+    results = []
+    for _ in range(50):
+        with beside:
+            x @ x
+        state = {n: a.copy() for n, a in fresh.items()}
+        arrays["out"].fill(cupy.nan)
+        gsbn.forward(**arrays, **state, training=True, **SM90)
+        results.append([arrays["out"].get(), *(a.get() for a in state.values())])
+    beside.synchronize()
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert_same_bits(np.atleast_1d(b), np.atleast_1d(a))
+
+
+def occupy_half() -> Any:
+    """A kernel that holds half of the SMs, with all their shared memory, for about a millisecond."""
+    code = 'extern "C" __global__ void hold(long long t) { long long s = clock64(); while (clock64() - s < t) ; }'
+    kernel = cupy.RawKernel(code, "hold")
+    kernel.max_dynamic_shared_size_bytes = 200 << 10
+    sms = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    return lambda: kernel((sms // 2,), (128,), (np.int64(2_000_000),), shared_mem=200 << 10)
+
+
+@pytest.mark.timeout(60)
+def test_two_graphs_at_once_beside_eager_calls_and_a_busy_gpu() -> None:
+    """Grids that each need every SM: the launch is cooperative, so that none starts before it has room for all of it."""
+    hold, shape = occupy_half(), (4096, 256, 2048)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    problems, graphs = [], []
+    for seed in range(3):
+        arrays = Case(shape, "bfloat16", True, layouts=(), seed=seed).arrays()
+        problems.append((arrays, {n: cupy.asarray(a) for n, a in arrays.items()}))
+    with streams[0]:
+        for _, native in problems[:2]:
+            gsbn.forward(**native, training=True, **SM90)
+            streams[0].begin_capture()
+            gsbn.forward(**native, training=True, **SM90)
+            graphs.append(streams[0].end_capture())
+    cupy.cuda.Device().synchronize()
+    rounds = 20
+    for _ in range(rounds):
+        with streams[3]:
+            hold()
+        graphs[0].launch(streams[0])
+        graphs[1].launch(streams[1])
+        with streams[2]:
+            gsbn.forward(**problems[2][1], training=True, **SM90)
+    cupy.cuda.Device().synchronize()
+    for (arrays, native), calls in zip(problems, (rounds + 1, rounds + 1, rounds), strict=True):
+        assert native["num_batches_tracked"].get() == arrays["num_batches_tracked"] + calls
+        truth = reference.forward(**without_out(arrays), training=True)
+        assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+        assert set(names) <= set(native)
+
+
+def test_ten_thousand_replays_advance_the_statistics() -> None:
+    arrays = Case((256, 64, 256), "float16", True, layouts=()).arrays()
+    native = {n: cupy.asarray(a) for n, a in arrays.items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gsbn.forward(**native, training=True, **SM90)
+        stream.begin_capture()
+        gsbn.forward(**native, training=True, **SM90)
+        graph = stream.end_capture()
+        for _ in range(10_000):
+            graph.launch(stream)
+        stream.synchronize()
+    truth = reference.forward(**without_out(arrays), training=True)
+    assert native["num_batches_tracked"].get() == arrays["num_batches_tracked"] + 10_001
+    assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+
+
+def test_threads_share_the_tensor_maps() -> None:
+    arrays = Case((512, 128, 384), "bfloat16", True, layouts=()).arrays()
+    truth = reference.forward(**without_out(arrays), training=True)
+    limit = bounds(arrays, truth, training=True, parked=True).y
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            native = {n: cupy.asarray(a) for n, a in arrays.items()}
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                for _ in range(20):
+                    gsbn.forward(**native, training=True, **SM90)
+                stream.synchronize()
+            assert_within(native["out"].get(), truth.y, limit)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "why"),
+    [
+        ((64, 64, 64), "float64", {}, "float64"),
+        ((64, 64, 64), "float32", {"precision": "highest"}, "TF32"),
+        ((64, 60, 64), "float16", {}, "rows of x"),
+        ((64, 64, 60), "float16", {"out": True}, "rows of y"),
+    ],
+)
+def test_refuses_what_it_cannot_serve(
+    shape: tuple[int, int, int], dtype: str, options: dict[str, Any], why: str
+) -> None:
+    arrays = Case(shape, dtype, True, layouts=()).arrays()
+    native = {n: cupy.asarray(a) for n, a in arrays.items()}
+    if not options.pop("out", False):
+        native.pop("out", None)
+    with pytest.raises(ValueError, match=f"gemm: .*{why}"):
+        gsbn.forward(**native, training=True, **{**SM90, **options})
