@@ -20,6 +20,7 @@ symbols of ``gsbn.reference``, ``u`` the unit roundoff of the accumulator (2⁻�
 
        training:   |Δy| ≤ |γ s| (r₊ δ + |d| (r₊ − r₋)) + 4u (|a d| + |β|) + ū |y| + tiny
        inference:  |Δy| ≤ |γ r s| e + 4u (|γ r s g| + |γ r (s b − running_mean)| + |β|) + ū |y| + tiny
+       A 16-bit y may have parked deviations from a tile's mean, itself within about t of m: ū |γ s| r₊ (|d| + t) more.
        running_mean moves by μ |s| (mean_B(e) + 4u |m + b|), running_var by μ s² B/(B−1) ((t + η)² − t²), both by
        their own rounding
 
@@ -189,6 +190,8 @@ def expected(xp: Any, operands: Operands, precision: str, training: bool, g: Any
     y = gamma * s * r * d + beta
     bound = xp.abs(gamma * s) * (r_high * delta + xp.abs(d) * (r_high - r_low))
     bound += 4 * u * (xp.abs(y - beta) + xp.abs(beta)) + u_y * xp.abs(y) + TINY[dtype]
+    if dtype in ("float16", "bfloat16"):
+        bound += u_y * xp.abs(gamma * s) * r_high * (xp.abs(d) + t)
 
     def running(old: Any, new: Any, new_bound: Any) -> Expected:
         value = (1 - MOMENTUM) * old + MOMENTUM * new

@@ -112,11 +112,12 @@ def forward(
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
     that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
-    "sm90" allocates 16 bytes a feature for every tile of rows instead. On the CPU
-    all arithmetic is NumPy's in float64, and y is rounded once.
+    "sm90" allocates 16 bytes a feature for every tile of rows instead; in training it may hold a tile's deviations from
+    its own means in y, in y's dtype, until the batch's are known. On the CPU all arithmetic is NumPy's in float64, and
+    y is rounded once.
 
-    The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it, which is
-    one stream at a time.
+    The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
+    which is one stream at a time.
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm)
@@ -303,7 +304,7 @@ def _map_arguments(
     w: _plan.Matrix,
     y: _plan.Matrix,
 ) -> list[tuple[Any, ...]]:
-    """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows that go together."""
+    """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows of a transfer."""
     (m, n, k), width = shape, 128 // itemsize
     operand = "tf32" if dtype == "float32" else dtype
     store_rows = 32 if itemsize == 4 else min(one.block_m, 64)

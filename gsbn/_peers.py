@@ -26,6 +26,7 @@ NAMES = {
     "gsbn": "gsbn",
     "gsbn-cublas": "gsbn, cublas",
     "gsbn-tiled": "gsbn, tiled",
+    "gsbn-sm90": "gsbn, sm90",
     "gsbn-torch": "gsbn on tensors",
     "gemm-torch": "GEMM, torch.mm",
     "gemm-lt": "GEMM, cuBLASLt",
@@ -36,7 +37,7 @@ NAMES = {
     "autotune": "max-autotune",
     "jax": "JAX",
 }
-GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gemm-lt", "gemm-cupy", "compile", "autotune"}
+GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gemm-lt", "gemm-cupy", "compile", "autotune"}
 
 
 class Unavailable(Exception):
@@ -121,7 +122,7 @@ def forget_compiled() -> None:
 
 def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     library = _Torch(xp) if name == "gsbn-torch" else _Native(xp)
-    gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled") else "auto"
+    gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
     x, weight, scale = map(library.take, (operands.x, operands.weight, operands.scale))
     affine = {key: library.take(a) for key, a in operands.affine.items()}
     state: dict[str, Any] = {}

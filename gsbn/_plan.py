@@ -17,7 +17,7 @@ ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT
 MODES = {"gemm": 0, "inference": 1, "training": 2}
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 SM90_BLOCK_N, SM90_CLUSTER = 128, 2
-# What a tile of so many rows costs on an H200: a step of 128 bytes of k, its beginning and end, the wait for the others.
+# What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
 STEP_US = {256: 0.70, 128: 0.37, 64: 0.28, 32: 0.25}
 TILE_US = 3.3
 FINISH_US = {256: 12.0, 128: 11.0, 64: 8.5, 32: 6.5}

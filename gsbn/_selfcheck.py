@@ -61,7 +61,7 @@ def check(
 ) -> list[Check]:
     """Training and inference of every kind (a key of ``DTYPES``) and family (of ``FAMILIES``)."""
     gpu = has_gpu()
-    names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled"] if gpu else [])
+    names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled", "gsbn-sm90"] if gpu else [])
     if _peers.load(names).get("torch") is None:
         names.remove("pytorch")
     todo = [

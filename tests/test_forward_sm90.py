@@ -103,7 +103,7 @@ def occupy_half() -> Any:
 
 @pytest.mark.timeout(60)
 def test_two_graphs_at_once_beside_eager_calls_and_a_busy_gpu() -> None:
-    """Grids that each need every SM: the launch is cooperative, so that none starts before it has room for all of it."""
+    """Grids that each need every SM: a cooperative launch starts none before there is room for all of it."""
     hold, shape = occupy_half(), (4096, 256, 2048)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     names = ("running_mean", "running_var", "num_batches_tracked")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import sides
 
 from gsbn import _kernels
-from gsbn._plan import INT32_MAX, Device, Matrix, Plan, plan
+from gsbn._plan import INT32_MAX, SM90_BLOCK_N, Device, Matrix, OneLaunch, Plan, plan
 
 H200 = Device((9, 0), 132)
 DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
@@ -59,6 +59,10 @@ def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
     kernels = {decided.stats_kernel, decided.affine_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
     assert kernels <= set(_kernels.all_kernels())
 
+    if decided.one is not None:
+        assert_one_launch_fits(p, decided.one)
+        return
+
     # the grids are neither empty nor too large, and cover every row once
     grids = [decided.stats_grid, decided.normalize_grid] + [decided.gemm_grid] * (decided.gemm_kernel is not None)
     assert all(1 <= grid <= LARGEST_GRID for grid in grids)
@@ -89,7 +93,25 @@ def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
         if not copied:
             row, column = matrix.strides
             by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
+            if decided.gemm == "sm90":
+                assert matrix.aligned
+                assert row * p.itemsize % 16 == 0
             assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
+
+
+def assert_one_launch_fits(p: Problem, one: OneLaunch) -> None:
+    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
+    tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
+    assert 1 <= one.clusters <= min(tiles, p.device.sms // one.cluster)
+    features = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N
+    assert -(-p.m // one.block_m) * features * 16 <= one.merged  # (mean, M2, launch) of every tile and feature
+    assert one.merged + features * 16 <= one.roll
+    assert one.roll + 8 * (1 + one.clusters * one.cluster) <= one.workspace
+    # what the copy engine takes
+    assert p.y.aligned
+    assert p.y.strides[1] == 1
+    assert p.k * p.itemsize % 16 == p.y.strides[0] * p.itemsize % 16 == 0
 
 
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
@@ -115,6 +137,34 @@ def test_a_choice_is_kept_or_refused(p: Problem, training: bool, capturing: bool
 
 def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Problem:
     return Problem(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
+
+
+A100 = Device((8, 0), 108)
+OLD_NVRTC = Device((9, 0), 132, sm90a=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "device", "options", "want"),
+    [
+        ((1024, 8192, 8192), "bfloat16", H200, {}, "sm90"),
+        ((16384, 4096, 4096), "float16", H200, {}, "sm90"),
+        ((16384, 4096, 4096), "float32", H200, {"precision": "high"}, "sm90"),
+        ((16384, 4096, 4096), "float32", H200, {}, "cublas"),
+        ((16384, 4096, 4096), "float64", H200, {}, "cublas"),
+        ((1024, 8192, 8191), "bfloat16", H200, {}, "cublas"),  # rows off 16 bytes
+        ((1024, 8191, 8192), "bfloat16", H200, {}, "cublas"),
+        ((1024, 8192, 8192), "bfloat16", A100, {}, "cublas"),
+        ((1024, 8192, 8192), "bfloat16", OLD_NVRTC, {}, "cublas"),
+        ((128, 8192, 8192), "bfloat16", H200, {}, "cublas"),  # measured: 53 against 56 us
+        ((128, 8192, 8192), "bfloat16", H200, {"capturing": True}, "sm90"),
+        ((100000, 64, 64), "bfloat16", H200, {}, "cublas"),  # 59 against 70 us
+        ((1024, 8192, 8192), "float32", H200, {"capturing": True}, "tiled"),
+    ],
+)
+def test_auto_takes_what_was_measured_to_win(
+    shape: tuple[int, int, int], dtype: str, device: Device, options: dict[str, Any], want: str
+) -> None:
+    assert plan(*contiguous(*shape, dtype, device), training=True, **options).gemm == want
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])
