@@ -129,7 +129,9 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None) -> int:
         raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
     import cupy
 
-    kernels = list(_kernels.all_kernels())
+    device = _kernels.gpu(cupy.cuda.Device().id)
+    hopper = device.capability == (9, 0) and device.sm90a
+    kernels = list(_kernels.all_kernels("sm_90a" if hopper else "any other"))
     for done, kernel in enumerate(kernels):
         if progress:
             progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))

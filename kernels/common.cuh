@@ -62,10 +62,11 @@ struct Fetched {
     int kind;
     unsigned long long bits;
 
-    __device__ double or_else(double absent) const {
+    template <typename R>  // float or double
+    __device__ R or_else(R absent) const {
         switch (kind) {
             case KIND_FLOAT32: return __uint_as_float(static_cast<unsigned>(bits));
-            case KIND_FLOAT64: return __longlong_as_double(bits);
+            case KIND_FLOAT64: return static_cast<R>(__longlong_as_double(bits));
             case KIND_FLOAT16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
             case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
             default: return absent;
@@ -86,13 +87,19 @@ __device__ inline Fetched fetch(const void* p, long long code, long long i) {
     return f;
 }
 
-__device__ inline void store_vector(void* p, long long code, long long i, double v) {
+__device__ inline void round_to(double v, __half& out) { out = __double2half(v); }
+__device__ inline void round_to(double v, __nv_bfloat16& out) { out = __double2bfloat16(v); }
+__device__ inline void round_to(float v, __half& out) { out = __float2half_rn(v); }
+__device__ inline void round_to(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
+
+template <typename R>
+__device__ inline void store_vector(void* p, long long code, long long i, R v) {
     const long long at = i * (code >> 3);
     switch (static_cast<int>(code & 7)) {
         case KIND_FLOAT32: static_cast<float*>(p)[at] = static_cast<float>(v); break;
         case KIND_FLOAT64: static_cast<double*>(p)[at] = v; break;
-        case KIND_FLOAT16: static_cast<__half*>(p)[at] = __double2half(v); break;
-        case KIND_BFLOAT16: static_cast<__nv_bfloat16*>(p)[at] = __double2bfloat16(v); break;
+        case KIND_FLOAT16: round_to(v, static_cast<__half*>(p)[at]); break;
+        case KIND_BFLOAT16: round_to(v, static_cast<__nv_bfloat16*>(p)[at]); break;
         default: break;
     }
 }

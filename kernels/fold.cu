@@ -13,10 +13,8 @@ using T = X_TYPE;
 
 constexpr int THREADS = 256;
 
-__device__ inline void from_double(double v, float& out) { out = static_cast<float>(v); }
-__device__ inline void from_double(double v, double& out) { out = v; }
-__device__ inline void from_double(double v, __half& out) { out = __double2half(v); }
-__device__ inline void from_double(double v, __nv_bfloat16& out) { out = __double2bfloat16(v); }
+__device__ inline void round_to(double v, float& out) { out = static_cast<float>(v); }
+__device__ inline void round_to(double v, double& out) { out = v; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     fold(const Problem p, const T* w, T* w_folded, T* b_folded, const void* bias, const void* scale, const void* gamma,
@@ -28,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) {
         const double b = fetch(bias, p.bias, row).or_else(0.0);
         const double mean = fetch(running_mean, p.running_mean, row).or_else(0.0);
-        from_double(a * (s * b - mean) + fetch(beta, p.beta, row).or_else(0.0), b_folded[row]);
+        round_to(a * (s * b - mean) + fetch(beta, p.beta, row).or_else(0.0), b_folded[row]);
     }
     for (long long col = threadIdx.x; col < p.k; col += THREADS) {
-        from_double(a * s * static_cast<double>(to_float(w[row * p.ldw + col])), w_folded[row * p.k + col]);
+        round_to(a * s * static_cast<double>(to_float(w[row * p.ldw + col])), w_folded[row * p.k + col]);
     }
 }

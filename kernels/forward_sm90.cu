@@ -19,8 +19,8 @@
 //   2. publish them to the workspace `partial`,
 //   3. store the deviations from the tile's own means to y, in y's format, and go on with the next tile
 //      (the last tile of a CTA stays in registers until step 5);
-//   4. merger: each tile merges its share of its features, in float64 and in a fixed order, over all tiles of these
-//      features, publishes (mean, a) to the workspace `merged`, and updates the running statistics;
+//   4. merger: the tiles of a block of features share its features out; each merges its share over all tiles of the
+//      block, in a fixed order, publishes (mean, a) to the workspace `merged`, and updates the running statistics;
 //   5. finishers: when a tile's features are all merged, they turn its deviations, most likely still in L2, into y,
 //      beside the main loop of later tiles. Consumers that have run out of tiles help.
 //
@@ -43,49 +43,53 @@
 #include "common.cuh"
 
 #ifndef ELEMENT
-#define ELEMENT 0     // 0 bfloat16, 1 float16, 2 float32 as TF32
+#define ELEMENT 0  // 0 bfloat16, 1 float16, 2 float32 as TF32
 #endif
 #ifndef MODE
-#define MODE 2        // 0 gemm, 1 inference, 2 training
+#define MODE 2  // 0 gemm, 1 inference, 2 training
 #endif
 #ifndef BLOCK_M
-#define BLOCK_M 256   // rows of x in a tile: 32, 64, 128, 256
+#define BLOCK_M 256  // rows of x in a tile: 32, 64, 128, 256
 #endif
 #ifndef STAGES
 #define STAGES 4
 #endif
 #ifndef CLUSTER
-#define CLUSTER 2     // CTAs that share an x tile: 1, 2
+#define CLUSTER 2  // CTAs that share an x tile: 1, 2
 #endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int WARPGROUPS = 2;                          // of consumers
-constexpr int CONSUMERS = 128 * WARPGROUPS;            // threads
+constexpr int WARPGROUPS = 2;                // of consumers
+constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
-constexpr int BLOCK_N = 64 * WARPGROUPS;               // features in a tile
+constexpr int HELPER_REGISTERS = ELEMENT == 2 ? 136 : 152;  // of warpgroup 0: neither side spills
+constexpr int CONSUMER_REGISTERS =
+    (3 * 168 - HELPER_REGISTERS) / 2;     // 384 threads start with 168 each; to ask for more waits for ever
+constexpr int BLOCK_N = 64 * WARPGROUPS;  // features in a tile
 constexpr int ELEMENT_BYTES = ELEMENT == 2 ? 4 : 2;
-constexpr int BLOCK_K = 128 / ELEMENT_BYTES;           // one 128-byte swizzle atom
-constexpr int MMA_K = 32 / ELEMENT_BYTES;              // k of one wgmma
-constexpr int W_BYTES = BLOCK_N * 128;                 // of one stage
+constexpr int BLOCK_K = 128 / ELEMENT_BYTES;  // one 128-byte swizzle atom
+constexpr int MMA_K = 32 / ELEMENT_BYTES;     // k of one wgmma
+constexpr int W_BYTES = BLOCK_N * 128;        // of one stage
 constexpr int X_BYTES = BLOCK_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int ACC = BLOCK_M / 2;                       // accumulators a thread
-constexpr int PASS_M = ELEMENT == 2 ? 32 : BLOCK_M < 64 ? BLOCK_M : 64;   // rows of a tile that a warpgroup stores at a time, 64 features each
+constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
+constexpr int PASS_M = ELEMENT == 2   ? 32
+                       : BLOCK_M < 64 ? BLOCK_M
+                                      : 64;  // rows of a tile that a warpgroup stores at a time, 64 features each
 constexpr int PASSES = BLOCK_M / PASS_M;
-constexpr int BOXES = ELEMENT == 2 ? 2 : 1;            // TMA stores of 128-byte rows side by side in a pass
-// A tile of 16-bit y takes four passes, but two buffers are all there is room for beside four stages: the other two
-// are borrowed from the stage that was read last, which goes back to the ring when the stores have read it.
-constexpr bool BORROWS = PASSES == 4 && ELEMENT != 2 && STAGES == 4;
+constexpr int BOXES = ELEMENT == 2 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
-constexpr int CHUNK = 16 / ELEMENT_BYTES;              // columns of y in a 16-byte access
-constexpr int UNIT = 32;                               // rows that a finishing warp takes at a time
-constexpr int UNITS = BLOCK_M / UNIT;                  // of a tile
+constexpr int CHUNK = 16 / ELEMENT_BYTES;               // columns of y in a 16-byte access
+constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;       // rows that a finishing warp takes at a time
+[[maybe_unused]] constexpr int UNITS = BLOCK_M / UNIT;  // of a tile
 
-struct alignas(64) TensorMap { char bytes[128]; };
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
 
-struct Affine {                                         // of one feature
+struct Affine {  // of one feature
     float scale, gamma, beta;
 
     // a of y = a (g - mean) + beta: right at scale = 0, too
@@ -93,19 +97,20 @@ struct Affine {                                         // of one feature
 };
 
 struct alignas(1024) Shared {
-    char stage[STAGES][STAGE_BYTES];                   // w tile, then x tile, both swizzled
-    char staging[WARPGROUPS][2][STAGING_BYTES];        // y on its way out, swizzled: one pass is written while the last is read
+    char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, both swizzled
+    char staging[WARPGROUPS][2]
+                [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {
-        float2 constants[BLOCK_N];                     // inference: a and c of the features of the tile
-        Affine arguments[BLOCK_N];                     // training: of the CTA's last tile
+        float2 constants[BLOCK_N];  // inference: a and c of the features of the tile
+        Affine arguments[BLOCK_N];  // training: of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
-    u64 launch;                                        // training: the launch's number
-    float momentum;                                    // the weight of the new running statistics
-    int ready;                                         // inference: tiles whose constants are there; training: warps that have published, over all tiles
-    int stored;                                        // warpgroups that have stored, over all tiles
-    int ticket, finished, laid;                        // units of rows handed out, and done; tiles whose coefficients have been laid out
-    float2 coef[BLOCK_N];                              // of the tile that is being finished
+    u64 launch;                  // training: the launch's number
+    float momentum;              // the weight of the new running statistics
+    int ready;                   // warps that have published (training), laid out constants (inference)
+    int stored;                  // warpgroups that have stored, over all tiles
+    int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
+    float2 coef[BLOCK_N];        // of the tile that is being finished
 };
 
 // ---- PTX ---------------------------------------------------------------------------------------------------------
@@ -113,86 +118,131 @@ struct alignas(1024) Shared {
 __device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // volatile: read anew in every role, rather than kept in a register across them
-__device__ __forceinline__ int lane_id() { int l; asm volatile("mov.u32 %0, %%laneid;" : "=r"(l)); return l; }
-__device__ __forceinline__ int cluster_id() { int c; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(c)); return c / CLUSTER; }
-__device__ __forceinline__ int cluster_rank() { int r = 0; if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+__device__ __forceinline__ int lane_id() {
+    int l;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
+    return l;
+}
+__device__ __forceinline__ int cluster_id() {
+    int c;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(c));
+    return c / CLUSTER;
+}
+__device__ __forceinline__ int cluster_rank() {
+    int r = 0;
+    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
 
-__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory"); return t; }
+__device__ __forceinline__ u64 now() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
 
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 3, %0;" :: "n"(CONSUMERS) : "memory"); }
-
 // the four warps of one consumer warpgroup
-__device__ __forceinline__ void warpgroup_sync(int half) { asm volatile("bar.sync %0, 128;" :: "r"(1 + half) : "memory"); }
+__device__ __forceinline__ void warpgroup_sync(int half) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
+}
 
 __device__ __forceinline__ void mbar_init(u64* bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(smem(bar)), "r"(count));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count));
 }
 
 __device__ __forceinline__ void mbar_expect(u64* bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(smem(bar)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void mbar_arrive(u64* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(smem(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem(bar)) : "memory");
 }
 
 // relaxed: it says that wgmmas have read a stage, and orders no ordinary access; a release would cost a fence a step
-__device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta, int count = 1) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there], %2;\n}" :: "r"(smem(bar)), "r"(cta), "r"(count) : "memory");
+__device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
+        "r"(cta)
+        : "memory");
 }
 
 __device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
-    asm volatile("{\n.reg .pred done;\nWAIT:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra WAIT;\n}" :: "r"(smem(bar)), "r"(phase) : "memory");
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
+        "r"(phase)
+        : "memory");
 }
 
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int k, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                 :: "r"(smem(to)), "l"(map), "r"(smem(bar)), "r"(k), "r"(row) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(smem(to)),
+        "l"(map), "r"(smem(bar)), "r"(k), "r"(row)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // to the same place, and the same barrier, in every CTA of the cluster
 __device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int k, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;"
-                 :: "r"(smem(to)), "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "h"((short)((1 << CLUSTER) - 1)) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
+        "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "h"((short)((1 << CLUSTER) - 1))
+        : "memory");
 }
 
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
-                 :: "l"(map), "r"(smem(from)), "r"(col), "r"(row) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(smem(from)), "r"(col), "r"(row)
+                 : "memory");
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // all but the last PENDING of this thread's stores have read shared memory; all have arrived in global memory
-template <int PENDING> __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory"); }
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // between ordinary writes to shared memory and TMA's reads of it
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-template <int REGISTERS> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
-template <int REGISTERS> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
 
 // four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes
 __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
 }
 
 // counters in shared memory: a warp that adds has done its writes, a warp that has seen the count may read them
 __device__ __forceinline__ void count_up(int* counter) {
-    asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" :: "r"(smem(counter)) : "memory");
+    asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
 }
 
 // the same without an order: a hint that it is worth looking
-__device__ __forceinline__ void hint(int* counter) { asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" :: "r"(smem(counter)) : "memory"); }
+__device__ __forceinline__ void hint(int* counter) {
+    asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
+}
 
 __device__ __forceinline__ int look(const int* counter) {
     int n;
@@ -201,7 +251,7 @@ __device__ __forceinline__ int look(const int* counter) {
 }
 
 // Whoever waits beside a main loop naps long: every instruction costs the tensor core of its quarter a cycle or two.
-constexpr int LONG_NAP = 1500, SHORT_NAP = 20;         // ns
+[[maybe_unused]] constexpr int LONG_NAP = 1500, SHORT_NAP = 20;  // ns
 __device__ __forceinline__ void wait_count(const int* counter, int least, int nap) {
     while (look(counter) < least) __nanosleep(nap);
 }
@@ -215,7 +265,10 @@ __device__ __forceinline__ u64 operand(const void* tile) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 #if ELEMENT == 0
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
@@ -227,7 +280,9 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() { asm volati
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
 #define MMA_TAIL ", p, 1, 1;\n}"
 #endif
-#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define D8(i)                                                                                                   \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
 #define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
 
 // d += a b^T, or d = a b^T when `accumulate` is 0
@@ -255,9 +310,10 @@ __device__ __forceinline__ void wgmma(float (&d)[ACC], u64 a, u64 b, int accumul
         "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33" MMA_TAIL
         : D32(0) : "l"(a), "l"(b), "r"(accumulate));
 #elif BLOCK_M == 32
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" MMA_SHAPE(32)
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17" MMA_TAIL
-        : D8(0), D8(8) : "l"(a), "l"(b), "r"(accumulate));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" MMA_SHAPE(
+                     32) "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17" MMA_TAIL
+                 : D8(0), D8(8)
+                 : "l"(a), "l"(b), "r"(accumulate));
 #endif
 }
 
@@ -277,12 +333,21 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 __device__ __forceinline__ float2 unpack(u32 word) {
     float2 f;
 #if ELEMENT == 1
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(f.x), "=f"(f.y) : "r"(word));
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(word));
 #else
     f.x = __uint_as_float(word << 16);
     f.y = __uint_as_float(word & 0xFFFF0000u);
 #endif
     return f;
+}
+
+// Deviations wait in y in units of this power of two, about their standard deviation: in float16 they might not fit otherwise.
+__device__ __forceinline__ float deviation_unit(float m2, int rows) {
+    if (ELEMENT != 1) return 1.f;
+    const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
+    return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
 }
 
 // a d + b on the 16 bytes of one access
@@ -300,26 +365,26 @@ __device__ __forceinline__ uint4 apply(uint4 d, const float2 (&ab)[CHUNK]) {
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-#ifdef PROFILE
-#define STAMP(j) if (half == 0 && warp == 0 && lane == 0) ((u64*)roll)[1024 + (blockIdx.x * 32 + nth) * 8 + j] = clock64();
-#else
-#define STAMP(j)
-#endif
-
 // ---- words of the workspace: two floats and the number of the launch that wrote them -----------------------------
 
-struct alignas(16) Word { float x, y; u64 launch; };
+struct alignas(16) Word {
+    float x, y;
+    u64 launch;
+};
 
 __device__ __forceinline__ void publish(Word* word, float x, float y, u64 launch) {
     u64 value = (u64)__float_as_uint(y) << 32 | __float_as_uint(x);
-    asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}"
-                 :: "l"(word), "l"(value), "l"(launch) : "memory");
+    asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(word),
+                 "l"(value), "l"(launch)
+                 : "memory");
 }
 
 __device__ __forceinline__ Word peek(const Word* word) {
     u64 value, launch;
     asm volatile("{\n.reg .b128 all;\nld.relaxed.gpu.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
-                 : "=l"(value), "=l"(launch) : "l"(word) : "memory");
+                 : "=l"(value), "=l"(launch)
+                 : "l"(word)
+                 : "memory");
     return {__uint_as_float((u32)value), __uint_as_float((u32)(value >> 32)), launch};
 }
 
@@ -343,67 +408,49 @@ __device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
         for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
             u64 report;
             do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(roll + 1 + cta) : "memory");
-            while (report < start || report > now());   // so now() is no older than any report, whatever the clocks' skew
+            while (report < start ||
+                   report > now());  // so now() is no older than any report, whatever the clocks' skew
         }
         __syncwarp();
         number = now();
-        if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" :: "l"(roll), "l"(number) : "memory");
+        if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(roll), "l"(number) : "memory");
     } else if (lane == 0) {
         do {
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
             asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(roll) : "memory");
         } while (number < start || number > now());
     }
-    return number;                                      // in lane 0
+    return number;  // in lane 0
 }
 
-// ---- per-feature vectors: pointer and code = stride * 8 + kind ---------------------------------------------------
+// ---- per-feature vectors ------------------------------------------------------------------------------------------
 
-constexpr int ABSENT = KIND_ABSENT, FLOAT32 = KIND_FLOAT32, FLOAT64 = KIND_FLOAT64, FLOAT16 = KIND_FLOAT16, BFLOAT16 = KIND_BFLOAT16;
-
-__device__ __forceinline__ float read_feature(const void* p, long long code, int i, float otherwise) {
-    long long at = (code >> 3) * i;
-    u32 half;
-    switch ((int)(code & 7)) {
-        case FLOAT32: return ((const float*)p)[at];
-        case FLOAT64: return (float)((const double*)p)[at];
-        case FLOAT16: {
-            half = ((const unsigned short*)p)[at];
-            float f; asm("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(f) : "r"(half)); return f;
-        }
-        case BFLOAT16: half = ((const unsigned short*)p)[at]; return __uint_as_float(half << 16);
-    }
-    return otherwise;
-}
-
-__device__ __forceinline__ void write_feature(void* p, long long code, int i, float v) {
-    long long at = (code >> 3) * i;
-    unsigned short half;
-    switch ((int)(code & 7)) {
-        case FLOAT32: ((float*)p)[at] = v; break;
-        case FLOAT64: ((double*)p)[at] = v; break;
-        case FLOAT16: asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v)); ((unsigned short*)p)[at] = half; break;
-        case BFLOAT16: asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(v)); ((unsigned short*)p)[at] = half; break;
-    }
-}
-
-struct Features {                                       // the caller's per-feature arguments
-    const void* bias; long long bias_code;
-    const void* scale; long long scale_code;
-    const void* gamma; long long gamma_code;
-    const void* beta; long long beta_code;
-    void* running_mean; long long running_mean_code;
-    void* running_var; long long running_var_code;
+struct Features {  // the caller's per-feature arguments
+    const void* bias;
+    long long bias_code;
+    const void* scale;
+    long long scale_code;
+    const void* gamma;
+    long long gamma_code;
+    const void* beta;
+    long long beta_code;
+    void* running_mean;
+    long long running_mean_code;
+    void* running_var;
+    long long running_var_code;
     float eps;
 
     __device__ Affine affine(int i) const {
-        return {read_feature(scale, scale_code, i, 1.f), read_feature(gamma, gamma_code, i, 1.f), read_feature(beta, beta_code, i, 0.f)};
+        return {fetch(scale, scale_code, i).or_else(1.f), fetch(gamma, gamma_code, i).or_else(1.f),
+                fetch(beta, beta_code, i).or_else(0.f)};
     }
 
     // a and c of y = a g + c with the running statistics
     __device__ float2 frozen(int i) const {
         const Affine u = affine(i);
-        const float b = read_feature(bias, bias_code, i, 0.f), rm = read_feature(running_mean, running_mean_code, i, 0.f), rv = read_feature(running_var, running_var_code, i, 1.f);
+        const float b = fetch(bias, bias_code, i).or_else(0.f),
+                    rm = fetch(running_mean, running_mean_code, i).or_else(0.f);
+        const float rv = fetch(running_var, running_var_code, i).or_else(1.f);
         const float gr = u.gamma / sqrtf(rv + eps);
         return make_float2(gr * u.scale, fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
     }
@@ -412,7 +459,8 @@ struct Features {                                       // the caller's per-feat
 // ---- tiles -------------------------------------------------------------------------------------------------------
 
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
-// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time: less is then left to finish at the end.
+// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time: less
+// is then left to finish at the end.
 struct Order {
     int rows, cols, panel;
     __device__ int count() const { return rows * cols; }
@@ -428,91 +476,101 @@ struct Order {
 
 // ---- statistics --------------------------------------------------------------------------------------------------
 
-// The tile in row i of a block of features merges the features [i share, (i + 1) share) of the block, `lanes` neighbouring lanes to a
-// feature: a power of two, lanes * share <= 32.
+// The tile in row i of a block of features merges the features [i share, (i + 1) share) of the block, `lanes`
+// neighbouring lanes to a feature: a power of two, lanes * share <= 32.
 __device__ __forceinline__ int share_of(int tile_rows) { return (BLOCK_N + tile_rows - 1) / tile_rows; }
 __device__ __forceinline__ int lanes_of(int tile_rows) { return max(1, 32 >> (32 - __clz(share_of(tile_rows) - 1))); }
 
-// Mean and squared deviations of one column over all tiles, in float64. `lanes` neighbouring lanes share a column; lane `member` takes
-// the tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together.
-template <int BATCH> __device__ __forceinline__ void merge_column(const Word* words, int tile_rows, int m, double inverse_m, u64 launch, int member, int lanes, double& mean, double& m2) {
-    double sum = 0;
-    m2 = 0;
+// Mean and variance of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
+// tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
+// pivot, the mean of the first tile: deviations are as small as the data allow, and a sum of a few hundred terms of one
+// size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
+// core beside them tens of cycles each.)
+template <int BATCH>
+__device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, int m, u64 launch, int member,
+                                              int lanes, float& mean, float& var) {
+    float2 part[BATCH];
+    const float pivot = await(words, launch).x;
+    float sum = 0.f, m2 = 0.f;
 #pragma unroll 1
     for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
-        float part[BATCH];
         bool here;
         do {
             here = true;
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const int t = t0 + i * lanes;
-                if (t < tile_rows) {
-                    const Word w = peek(words + (size_t)t * BLOCK_N);
-                    part[i] = w.x;
+            for (int i = 0; i < BATCH; i++)
+                if (t0 + i * lanes < tile_rows) {
+                    const Word w = peek(words + (size_t)(t0 + i * lanes) * BLOCK_N);
+                    part[i] = make_float2(w.x, w.y);
                     here &= w.launch == launch;
                 }
-            }
         } while (!here);
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
-            if (t < tile_rows) sum += (double)min(m - t * BLOCK_M, BLOCK_M) * (double)part[i];
+            if (t < tile_rows) sum += (float)min(m - t * BLOCK_M, BLOCK_M) * (part[i].x - pivot);
         }
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    mean = sum * inverse_m;
+    const float shift = sum / (float)m;
 #pragma unroll 1
     for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
-        float2 w[BATCH];
+        if (tile_rows > BATCH * lanes) {  // otherwise part still holds them all
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) if (t0 + i * lanes < tile_rows) w[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
+            for (int i = 0; i < BATCH; i++)
+                if (t0 + i * lanes < tile_rows)
+                    part[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
+        }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
             if (t < tile_rows) {
-                const double d = (double)w[i].x - mean;
-                m2 += (double)w[i].y + (double)min(m - t * BLOCK_M, BLOCK_M) * d * d;
+                const float d = part[i].x - pivot - shift;
+                m2 += fmaf((float)min(m - t * BLOCK_M, BLOCK_M) * d, d, part[i].y);
             }
         }
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
+    mean = pivot + shift;
+    var = m2 / (float)m;
 }
 
 // ---- the kernel --------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
-forward_sm90(const __grid_constant__ Problem p,
-             const __grid_constant__ TensorMap x_map,   // boxes of BLOCK_M / CLUSTER rows x 128 bytes, swizzled 128 bytes, as all three
-             const __grid_constant__ TensorMap w_map,   // boxes of BLOCK_N rows x 128 bytes
-             const __grid_constant__ TensorMap y_map,   // boxes of PASS_M rows x 128 bytes
-             char* y,
-             Word* partial,                             // [feature block][tile row][BLOCK_N]: mean and M2 of a tile's feature
-             Word* merged,                              // [feature block][BLOCK_N]: mean and a
-             u64* roll,                                 // [1 + gridDim.x]: agree_on_number's
-             const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
-             long long* batches) {                      // num_batches_tracked, or null; +1
-    const long long m = p.m, n = p.n, k = p.k, panel = p.panel, y_pitch = p.y_row * ELEMENT_BYTES;
-    const long long bias_code = p.bias, scale_code = p.scale, gamma_code = p.gamma, beta_code = p.beta;
-    const long long running_mean_code = p.running_mean, running_var_code = p.running_var;
-    const double momentum = p.flags & FLAG_CUMULATIVE ? -1.0 : p.momentum, eps = p.eps;
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) forward_sm90(
+    const __grid_constant__ Problem p,
+    const __grid_constant__ TensorMap x_map,  // boxes of BLOCK_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
+    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes
+    const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
+    char* y,
+    Word* partial,  // [feature block][tile row][BLOCK_N]: mean and M2 of a tile's feature
+    Word* merged,   // [feature block][BLOCK_N]: mean and a
+    u64* roll,      // [1 + gridDim.x]: agree_on_number's
+    const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
+    long long* batches) {  // num_batches_tracked, or null; +1
+    const long long m = p.m, n = p.n, k = p.k, panel = p.panel;
+    [[maybe_unused]] const long long y_pitch = p.y_row * ELEMENT_BYTES;
+    [[maybe_unused]] const double momentum = p.flags & FLAG_CUMULATIVE ? -1.0 : p.momentum;
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     // the shuffle tells the compiler that a warp's index is the same in all its lanes
-    const int warp_index = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), warpgroup = warp_index / 4, warp = warp_index % 4;
+    const int warp_index = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), warpgroup = warp_index / 4,
+              warp = warp_index % 4;
     const int clusters = gridDim.x / CLUSTER;
     const int steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
-    const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);       // of features
+    const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);  // of features
     const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
-    const Features f = {bias, bias_code, scale, scale_code, gamma, gamma_code, beta, beta_code,
-                        running_mean, running_mean_code, running_var, running_var_code, (float)eps};
+    [[maybe_unused]] const Features f = {bias,        p.bias,        scale,       p.scale,      gamma,
+                                         p.gamma,     beta,          p.beta,      running_mean, p.running_mean,
+                                         running_var, p.running_var, (float)p.eps};
 
     if (threadIdx.x == 0) {
+        tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
         for (int s = 0; s < STAGES; s++) {
             mbar_init(&sh.full[s], 1);
-            mbar_init(&sh.empty[s], CLUSTER * CONSUMERS / 32);   // every consumer warp of every CTA
+            mbar_init(&sh.empty[s], CLUSTER * CONSUMERS / 32);  // every consumer warp of every CTA
         }
         mbar_init(&sh.agreed, 1);
         mbar_init(&sh.laid_out, 32);
@@ -524,8 +582,8 @@ forward_sm90(const __grid_constant__ Problem p,
 #if MODE == 2
     // Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order.
     auto finish_unit = [&](int unit, u64 launch, int nap) {
-        constexpr int ACROSS = BLOCK_N / CHUNK;         // lanes along a row
-        const int lane = lane_id(), within = lane % ACROSS * CHUNK;      // first of this lane's columns in the block
+        constexpr int ACROSS = BLOCK_N / CHUNK;                      // lanes along a row
+        const int lane = lane_id(), within = lane % ACROSS * CHUNK;  // first of this lane's columns in the block
         int row, block;
         order.at(cluster_id() + unit / UNITS * clusters, row, block);
         block = block * CLUSTER + cluster_rank();
@@ -543,7 +601,9 @@ forward_sm90(const __grid_constant__ Problem p,
                 if (block * BLOCK_N + i < n) {
                     const float2 all = await(merged + (size_t)block * BLOCK_N + i, launch);
                     const float2 own = await(partial + ((size_t)block * order.rows + row) * BLOCK_N + i, launch);
-                    sh.coef[i] = make_float2(all.y, fmaf(all.y, own.x - all.x, read_feature(f.beta, f.beta_code, block * BLOCK_N + i, 0.f)));
+                    const float unit_of = deviation_unit(own.y, min((int)m - row * BLOCK_M, BLOCK_M));
+                    const float b = fetch(f.beta, f.beta_code, block * BLOCK_N + i).or_else(0.f);
+                    sh.coef[i] = make_float2(all.y * unit_of, fmaf(all.y, own.x - all.x, b));
                 }
             }
             __syncwarp();
@@ -571,7 +631,8 @@ forward_sm90(const __grid_constant__ Problem p,
             }
         } else {
 #pragma unroll 1
-            for (int r = 0; r < min(end, UNIT); r += STEP, at += step) *(uint4*)at = apply(__ldcg((const uint4*)at), ab);
+            for (int r = 0; r < min(end, UNIT); r += STEP, at += step)
+                *(uint4*)at = apply(__ldcg((const uint4*)at), ab);
         }
         __syncwarp();
         if (lane == 0) count_up(&sh.finished);
@@ -589,7 +650,7 @@ forward_sm90(const __grid_constant__ Problem p,
 #endif
 
     if (warpgroup == 0) {
-        give_registers<136>();                          // 136 + 2 * 184 = 3 * 168, what the launch gives the CTA
+        give_registers<HELPER_REGISTERS>();
         const int lane = lane_id(), rank = cluster_rank();
         if (warp == 0) {
             if (lane == 0) {
@@ -598,7 +659,8 @@ forward_sm90(const __grid_constant__ Problem p,
                 for (int i = cluster_id(); i < order.count(); i += clusters) {
                     int row, col;
                     order.at(i, row, col);
-                    const int x_row = row * BLOCK_M + rank * (BLOCK_M / CLUSTER), w_row = (col * CLUSTER + rank) * BLOCK_N;
+                    const int x_row = row * BLOCK_M + rank * (BLOCK_M / CLUSTER),
+                              w_row = (col * CLUSTER + rank) * BLOCK_N;
 #pragma unroll 1
                     for (int step = 0; step < steps; step++) {
                         mbar_wait(&sh.empty[s], phase ^ 1);
@@ -606,8 +668,10 @@ forward_sm90(const __grid_constant__ Problem p,
                         char* w_tile = sh.stage[s];
                         char* x_part = w_tile + W_BYTES + rank * (X_BYTES / CLUSTER);
                         tma_load(w_tile, &w_map, &sh.full[s], step * BLOCK_K, w_row);
-                        if (CLUSTER == 1) tma_load(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
-                        else tma_load_multicast(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
+                        if (CLUSTER == 1)
+                            tma_load(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
+                        else
+                            tma_load_multicast(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
                         if (++s == STAGES) s = 0, phase ^= 1;
                     }
                 }
@@ -638,12 +702,12 @@ forward_sm90(const __grid_constant__ Problem p,
                 sh.launch = number;
                 sh.momentum = momentum < 0 ? 1.f / (float)count : (float)momentum;
                 mbar_arrive(&sh.agreed);
-                if (batches && blockIdx.x == 0) *batches = count;        // all CTAs have read it
+                if (batches && blockIdx.x == 0) *batches = count;  // all CTAs have read it
             }
             __syncwarp();
             const u64 launch = sh.launch;
             const int share = share_of(order.rows), lanes = lanes_of(order.rows), member = lane % lanes;
-            const double inverse_m = 1.0 / (double)m, unbiased = 1.0 / (double)(m - 1);
+            const float unbiased = (float)m / (float)(m - 1);
             int nth = 0;
             for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
                 int row, block;
@@ -651,68 +715,79 @@ forward_sm90(const __grid_constant__ Problem p,
                 block = block * CLUSTER + rank;
                 if (block >= blocks) continue;
                 const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
-                if (i + clusters >= order.count()) {    // the consumers finish the last tile themselves: lay out for them what they need
-                    for (int c = lane; c < BLOCK_N; c += 32) if (block * BLOCK_N + c < n) sh.arguments[c] = f.affine(block * BLOCK_N + c);
-                    mbar_arrive(&sh.laid_out);
-                }
 #pragma unroll 1
                 for (int base = 0; base < share; base += 32 / lanes) {
                     const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
                     const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
-                    const bool mine = speaks && feature < n, running = mine && (f.running_mean_code & 7) != ABSENT;
+                    const bool mine = speaks && feature < n, running = mine && (f.running_mean_code & 7) != KIND_ABSENT;
                     // the arguments travel while the partials are not there yet
                     Affine u = {1.f, 1.f, 0.f};
                     float b = 0.f, rm = 0.f, rv = 0.f;
                     if (mine) u = f.affine(feature);
                     if (running) {
-                        b = read_feature(f.bias, f.bias_code, feature, 0.f);
-                        rm = read_feature(f.running_mean, f.running_mean_code, feature, 0.f);
-                        rv = read_feature(f.running_var, f.running_var_code, feature, 0.f);
+                        b = fetch(f.bias, f.bias_code, feature).or_else(0.f);
+                        rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.f);
+                        rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.f);
                     }
-                    // First in this CTA, then one word of all, then all. Until then, finish what can be finished without a wait.
+                    // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
                     const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
                     while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) {
                         int unit = -1;
                         if (lane == 0) {
                             const int next = *(volatile int*)&sh.ticket;
-                            if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
+                            if (next < *(volatile int*)&sh.laid * UNITS &&
+                                atomicCAS(&sh.ticket, next, next + 1) == next)
+                                unit = next;
                         }
                         unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-                        if (unit < 0) __nanosleep(nap); else finish_unit(unit, launch, nap);
+                        if (unit < 0)
+                            __nanosleep(nap);
+                        else
+                            finish_unit(unit, launch, nap);
                     }
                     __syncwarp();
                     await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
-                    double mean, m2;
-                    merge_column<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, inverse_m, launch, member, lanes, mean, m2);
-                    if (speaks) publish(merged + (size_t)block * BLOCK_N + c, (float)mean, u.slope((float)(m2 * inverse_m), f.eps), launch);
+                    float mean, var;
+                    merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
+                    if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
                     if (running) {
                         const float weight = sh.momentum;
-                        write_feature(f.running_mean, f.running_mean_code, feature, (1.f - weight) * rm + weight * (u.scale * (float)(mean + (double)b)));
-                        write_feature(f.running_var, f.running_var_code, feature, (1.f - weight) * rv + weight * (u.scale * u.scale * (float)(m2 * unbiased)));
+                        rm = (1.f - weight) * rm + weight * (u.scale * (mean + b));
+                        rv = (1.f - weight) * rv + weight * (u.scale * u.scale * var * unbiased);
+                        store_vector(f.running_mean, f.running_mean_code, feature, rm);
+                        store_vector(f.running_var, f.running_var_code, feature, rv);
                     }
                 }
             }
         } else {
             // ---- finishers
+            if (warp == 2) {  // what the consumers need for the CTA's last tile, which they finish themselves
+                int row, block;
+                order.at((order.count() - 1 - cluster_id()) / clusters * clusters + cluster_id(), row, block);
+                block = block * CLUSTER + cluster_rank();
+#pragma unroll
+                for (int c = lane; c < BLOCK_N; c += 32)
+                    if (block * BLOCK_N + c < n) sh.arguments[c] = f.affine(block * BLOCK_N + c);
+                mbar_arrive(&sh.laid_out);
+            }
             mbar_wait(&sh.agreed, 0);
             finish_tiles(sh.launch, LONG_NAP);
         }
 #endif
     } else {
         // ---- consumers
-        take_registers<184>();
+        take_registers<CONSUMER_REGISTERS>();
         const int half = warpgroup - 1, lane = lane_id(), rank = cluster_rank();
-        const bool storer = warp == 0 && lane == 0;     // one thread of the warpgroup issues its TMA stores
-        int s = 0, phase = 0, before = 0, nth = 0;      // `before`: the stage before s
+        const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
+        int s = 0, phase = 0, nth = 0;
         float d[ACC];
         for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
             int row, block;
             order.at(i, row, block);
             block = block * CLUSTER + rank;
 
-            STAMP(0)
             // ---- g: the main loop. One stage's wgmmas stay in flight while the next stage's are issued.
-            const int borrowed = before;
+            int before = 0;  // the stage before s
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
@@ -725,12 +800,8 @@ forward_sm90(const __grid_constant__ Problem p,
                     wgmma_wait<1>();
                     if (lane < CLUSTER) mbar_arrive_at(&sh.empty[before], lane);
                 }
-                // the last tile's stores have read shared memory, or will have in no time, and a little later they have arrived
-                if (BORROWS && step == min(STAGES - 2, steps - 1) && storer && nth > 0) {
-                    tma_store_wait_read<0>();
-                    for (int cta = 0; cta < CLUSTER; cta++) mbar_arrive_at(&sh.empty[borrowed], cta, 4);   // for four warps
-                }
 #if MODE == 2
+                // the last tile's store has long arrived: a wait for it costs nothing here
                 if (step == min(4, steps - 1) && storer && nth > 0) {
                     tma_store_wait();
                     count_up(&sh.stored);
@@ -740,8 +811,7 @@ forward_sm90(const __grid_constant__ Problem p,
                 if (++s == STAGES) s = 0, phase ^= 1;
             }
             wgmma_wait<0>();
-            if (!BORROWS && lane < CLUSTER) mbar_arrive_at(&sh.empty[before], lane);
-            STAMP(1)
+            if (lane < CLUSTER) mbar_arrive_at(&sh.empty[before], lane);
 
             // d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the tile;
             // a thread has two features, h = 0, 1
@@ -764,9 +834,10 @@ forward_sm90(const __grid_constant__ Problem p,
                 float mean[2], m2[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    float sum[4] = {0.f, 0.f, 0.f, 0.f};         // rows past m are zero: TMA fills them
+                    float sum[4] = {0.f, 0.f, 0.f, 0.f};  // rows past m are zero: TMA fills them
 #pragma unroll
-                    for (int j = 0; j < ACC / 4; j++) sum[j % 2 * 2] += d[4 * j + 2 * h], sum[j % 2 * 2 + 1] += d[4 * j + 2 * h + 1];
+                    for (int j = 0; j < ACC / 4; j++)
+                        sum[j % 2 * 2] += d[4 * j + 2 * h], sum[j % 2 * 2 + 1] += d[4 * j + 2 * h + 1];
                     mean[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
                     mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 1);
                     mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 2);
@@ -793,29 +864,30 @@ forward_sm90(const __grid_constant__ Problem p,
                     m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
                     m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 2);
                 }
-                STAMP(2)
                 mbar_wait(&sh.agreed, 0);
                 const u64 launch = sh.launch;
-                const int h = lane & 1;                  // of four lanes with the same two features, two speak for one each
+                const int h = lane & 1;  // of four lanes with the same two features, two speak for one each
                 const float own = h ? mean[1] : mean[0];
-                if ((lane & 2) == 0) publish(partial + ((size_t)block * order.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0], launch);
+                if ((lane & 2) == 0)
+                    publish(partial + ((size_t)block * order.rows + row) * BLOCK_N + within + 8 * h, own,
+                            h ? m2[1] : m2[0], launch);
                 if (lane == 0) hint(&sh.ready);
-                STAMP(3)
                 if (cluster_id() + (nth + 1) * clusters >= order.count()) {
                     // the CTA's last tile: wait for the others and finish it here
                     mbar_wait(&sh.laid_out, 0);
                     const Affine u = sh.arguments[within + 8 * h];
-                    float2 all;                          // mean and a
-                    if (lanes_of(order.rows) == 1) {                    // few tiles share a feature: merging them here saves a round trip
-                        const double inverse_m = 1.0 / (double)m;
-                        double mean, m2;
-                        merge_column<4>(partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h, order.rows, (int)m, inverse_m, launch, 0, 1, mean, m2);
-                        all = make_float2((float)mean, u.slope((float)(m2 * inverse_m), f.eps));
+                    float2 all;                       // mean and a
+                    if (lanes_of(order.rows) == 1) {  // few tiles share a feature: merging them here saves a round trip
+                        float var;
+                        const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
+                        merge_feature<4>(words, order.rows, (int)m, launch, 0, 1, all.x, var);
+                        all.y = u.slope(var, f.eps);
                     } else {
                         all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
                     }
                     const float2 ab = make_float2(all.y, all.y * (own - all.x) + u.beta);
-                    const float2 other = make_float2(__shfl_xor_sync(0xFFFFFFFF, ab.x, 1), __shfl_xor_sync(0xFFFFFFFF, ab.y, 1));
+                    const float2 other =
+                        make_float2(__shfl_xor_sync(0xFFFFFFFF, ab.x, 1), __shfl_xor_sync(0xFFFFFFFF, ab.y, 1));
                     const float2 ab0 = h ? other : ab, ab1 = h ? ab : other;
 #pragma unroll
                     for (int j = 0; j < ACC / 4; j++)
@@ -824,32 +896,31 @@ forward_sm90(const __grid_constant__ Problem p,
                             d[4 * j + e] = fmaf(ab0.x, d[4 * j + e], ab0.y);
                             d[4 * j + 2 + e] = fmaf(ab1.x, d[4 * j + 2 + e], ab1.y);
                         }
+                } else if (ELEMENT == 1) {
+                    const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
+#pragma unroll
+                    for (int i = 0; i < ACC; i++) d[i] *= in_units[i / 2 % 2];
                 }
 #endif
             }
-            STAMP(5)
 
             // ---- to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
 #pragma unroll
             for (int pass = 0; pass < PASSES; pass++) {
                 char* staging = sh.staging[half][pass & 1];
-                if (BORROWS && pass >= 2) staging = sh.stage[before] + (half * 2 + pass - 2) * STAGING_BYTES;
                 const float* e = d + pass * (ACC / PASSES);
-                if (BORROWS) {
-                    if (pass == 0) warpgroup_sync(half);         // the storer has seen the last tile's stores through in the main loop
-                    if (pass == 2) consumer_sync();              // both warpgroups have read the borrowed stage
-                } else {
-                    if (storer) tma_store_wait_read<1>();        // the last store but one
-                    warpgroup_sync(half);
-                }
+                if (storer) tma_store_wait_read<1>();  // the last store but one
+                warpgroup_sync(half);
 #if ELEMENT == 2
 #pragma unroll
-                for (int i = 0; i < ACC / PASSES; i++) {         // i = 4 j + 2 h + e
+                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
                     const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;
-                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) + (lane / 4 & 3) * 4) = e[i];
+                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                              (lane / 4 & 3) * 4) = e[i];
                 }
 #else
-                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 + (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                 (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
                 for (int j = 0; j < PASS_M / 8; j += 2)
                     stmatrix_trans(line + j * (8 * 128), pack(e[4 * j], e[4 * j + 1]), pack(e[4 * j + 2], e[4 * j + 3]),
@@ -860,23 +931,23 @@ forward_sm90(const __grid_constant__ Problem p,
                 if (storer) {
                     if (block < blocks)
                         for (int box = 0; box < BOXES; box++)
-                            tma_store(&y_map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
+                            tma_store(&y_map, staging + box * (PASS_M * 128),
+                                      block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
                     tma_store_commit();
                 }
             }
-            if (PASSES & 1) {                           // an odd number would leave the slots out of step
+            if (PASSES & 1) {  // an odd number would leave the slots out of step
                 if (storer) tma_store_wait_read<0>();
                 warpgroup_sync(half);
             }
 #if MODE == 1
-            if (storer) count_up(&sh.stored);           // and with it, the constants have been read
+            if (storer) count_up(&sh.stored);  // and with it, the constants have been read
 #endif
-            STAMP(6)
         }
 #if MODE == 2
         finish_tiles(sh.launch, SHORT_NAP);
 #endif
-        if (storer) tma_store_wait_read<0>();           // shared memory outlives the stores that read it
+        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
     }
-    cluster_sync();                                     // no CTA leaves while its neighbour may still write to it
+    cluster_sync();  // no CTA leaves while its neighbour may still write to it
 }
