@@ -276,7 +276,8 @@ def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
         else:
             xp.copyto(target, source)
 
-    copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None))
+    # In a graph it would be a copy engine's, at two thirds of the rate.
+    copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None), capturable=False)
     copy_rate = 2 * source.nbytes / _best(clock, copy)
     matrix: dict[str, float] = {}
     for kind in sorted(kinds | ({"float16"} if gpu and "float32" in kinds else set())):
