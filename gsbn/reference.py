@@ -21,6 +21,12 @@ per-feature scale, ``γ, β (O)`` the affine of batch normalisation::
     update:     running_mean ← (1−μ) running_mean + μ s (m + b)
                 running_var  ← (1−μ) running_var  + μ s² v · B/(B−1)     unbiased, as PyTorch
                 momentum μ weights the new value; momentum=None is the cumulative average, μ = 1/num_batches_tracked
+    gradients:  S = Σ_B dy,  D = Σ_B dy (g − m),  a = γ s r
+    training:   dg = a (dy − S/B − (g − m) s² r² D/B)
+                dβ = S,  dγ = s r D,  ds = γ eps r³ D,  db = 0
+    inference:  dg = a dy
+                dβ = S,  dγ = r Σ_B dy (z − running_mean),  ds = γ r Σ_B dy (g + b),  db = a S
+    both:       dx = dg w,  dw = dgᵀ x
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-__all__ = ["Forward", "fold", "forward", "round_to"]
+__all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
 
 Array = NDArray[Any]
 
@@ -163,6 +169,89 @@ def forward(
     new_mean = (1 - momentum) * old_mean + momentum * (s * (mean + b))
     new_var = (1 - momentum) * old_var + momentum * (s * s * var * rows / (rows - 1))
     return Forward(d, mean, var, new_mean, new_var, count)
+
+
+class Gradients(NamedTuple):
+    """What :func:`backward` computes: one array per differentiable argument, of its shape, in the ``dtype`` used."""
+
+    x: Array
+    weight: Array
+    bias: Array
+    scale: Array
+    gamma: Array
+    beta: Array
+
+
+@np.errstate(all="ignore")
+def backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    weight: ArrayLike,
+    scale: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    gamma: ArrayLike | None = None,
+    running_mean: ArrayLike | None = None,
+    running_var: ArrayLike | None = None,
+    training: bool = False,
+    eps: float = 1e-5,
+    dtype: DTypeLike = np.float64,
+) -> Gradients:
+    """The gradients of :func:`forward`'s ``y``, by the closed forms at the head of this module.
+
+    Parameters
+    ----------
+    dy : (B, O) array_like
+        The gradient with respect to ``y``.
+    x, weight, scale, bias, gamma, running_mean, running_var, training, eps, dtype
+        As in :func:`forward`; ``beta`` and the statistics of a training batch's future do not enter.
+
+    Returns
+    -------
+    Gradients
+        ``(x, weight, bias, scale, gamma, beta)``, all of them, absent arguments included (with respect to the neutral
+        value that stood in for them). Zeros for ``B = 0``.
+
+    Raises
+    ------
+    ValueError
+        As :func:`forward`, and for a ``dy`` that is not ``(B, O)``.
+
+    Notes
+    -----
+    In training ``db`` is exactly zero, the bias cancelling in ``y``. The textbook sum for ``ds`` is ``Σ dy ∂y/∂s`` with
+    ``∂y/∂s = γ (g − m)(r − s² v r³)``, and ``1 − s² v r² = eps r²``: what is left, ``γ eps r³ D``, has no cancellation.
+    """
+    x = _matrix("x", x, dtype)
+    weight = _matrix("weight", weight, dtype, columns=x.shape[1])
+    rows, features = len(x), len(weight)
+    dy = _matrix("dy", dy, dtype, columns=features)
+    if len(dy) != rows:
+        raise ValueError(f"dy: expected shape {(rows, features)}, got {dy.shape}")
+    s, b, gamma, _ = _affine(features, dtype, scale, bias, gamma, None)
+    old_mean, old_var = _statistics(features, dtype, running_mean, running_var)
+    if training and rows == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
+
+    g = x @ weight.T
+    dy_sum = dy.sum(axis=0)
+    if training:
+        d = g - g.mean(axis=0) if rows else g
+        d -= d.mean(axis=0) if rows else 0
+        count = max(rows, 1)
+        r = 1 / np.sqrt(s * s * np.einsum("ij,ij->j", d, d) / count + eps)
+        dy_d = np.einsum("ij,ij->j", dy, d)
+        dg = gamma * s * r * (dy - dy_sum / count - d * (s * s * r * r * dy_d / count))
+        of_bias, of_scale, of_gamma = np.zeros(features, dtype), gamma * eps * r**3 * dy_d, s * r * dy_d
+    else:
+        if old_mean is None or old_var is None:
+            raise ValueError("running_mean: expected the running statistics in inference, got None")
+        r = 1 / np.sqrt(old_var + eps)
+        dg = gamma * s * r * dy
+        of_bias = gamma * s * r * dy_sum
+        of_scale = gamma * r * np.einsum("ij,ij->j", dy, g + b)
+        of_gamma = r * np.einsum("ij,ij->j", dy, s * (g + b) - old_mean)
+    return Gradients(dg @ weight, dg.T @ x, of_bias, of_scale, of_gamma, dy_sum)
 
 
 @np.errstate(all="ignore")
