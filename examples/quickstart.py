@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import gsbn
-from gsbn import _plan, reference
+from gsbn import _kernels, _plan, reference
 
 try:
     import cupy
@@ -123,10 +123,11 @@ def on_host(y):
 
 def kernels(B, I, O, dtype):
     """The kernels that gsbn plans for a contiguous problem, in the order of their launches."""
-    device = cupy.cuda.Device()
-    gpu = _plan.Device(divmod(int(device.compute_capability), 10), device.attributes["MultiProcessorCount"])
+    gpu = _kernels.gpu(cupy.cuda.Device().id)
     x, weight, y = (_plan.Matrix((columns, 1), True) for columns in (I, I, O))
     plan = _plan.plan(B, O, I, dtype, gpu, x, weight, y, training=True)
+    if plan.one is not None:
+        return f"{plan.one.kernel.name}, one launch ({plan.why})"
     gemm = plan.gemm_kernel.name if plan.gemm_kernel else plan.gemm
     return f"{gemm} ({plan.why}), {plan.stats_kernel.name}, {plan.normalize_kernel.name}"
 

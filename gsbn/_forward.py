@@ -58,8 +58,9 @@ def forward(
         inference:  r = 1 / sqrt(running_var + eps)
                     y = gamma r (scale (g + bias) - running_mean) + beta
 
-    In training the bias cancels in y and only moves `running_mean`. Statistics and per-feature constants are taken in
-    float64 from a float32 g (float64 for float64); the variance is never formed as E[g²] - E[g]².
+    In training the bias cancels in y and only moves `running_mean`. g is float32 (float64 for float64) and the variance
+    is never formed as E[g²] - E[g]²; statistics and per-feature constants are merged in float64, by "sm90" in float32
+    about a pivot.
 
     Parameters
     ----------
