@@ -245,6 +245,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         precision=precision,
         gemm=gemm,
         capturing=capturing,
+        negative_momentum=momentum is not None and momentum < 0,
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else _matrix(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else _matrix(weight)

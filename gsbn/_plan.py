@@ -117,12 +117,16 @@ def plan(
     precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
+    negative_momentum: bool = False,
 ) -> Plan:
     """Decide a forward call of x (m, k) and weight (n, k) into y (m, n); all sizes at least 1.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(m, n, k, dtype, device, x, w, y, precision=precision, gemm=gemm, capturing=capturing)
+    chosen, why = gemm_for(
+        m, n, k, dtype, device, x, w, y,
+        precision=precision, gemm=gemm, capturing=capturing, negative_momentum=training and negative_momentum,
+    )  # fmt: skip
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
@@ -190,10 +194,11 @@ def gemm_for(
     precision: str,
     gemm: str,
     capturing: bool,
+    negative_momentum: bool = False,
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(m, n, k, dtype, device, x, w, y, precision),
+        "sm90": _sm90_obstacle(m, n, k, dtype, device, x, w, y, precision, negative_momentum),
         "cublas": _cublas_obstacle(m, n, k, dtype, device, x, w, capturing),
         "tiled": None,
     }
@@ -225,7 +230,16 @@ def _cublas_obstacle(
 
 
 def _sm90_obstacle(
-    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, y: Matrix, precision: str
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    device: Device,
+    x: Matrix,
+    w: Matrix,
+    y: Matrix,
+    precision: str,
+    negative_momentum: bool,
 ) -> str | None:
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
@@ -238,6 +252,10 @@ def _sm90_obstacle(
         return "rows of x and weight must be multiples of 16 bytes"
     if not y.aligned or y.strides[1] != 1 or y.strides[0] < n or y.strides[0] * size % 16:
         return "rows of y must start on 16 bytes"
+    if n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
+        return "rows of y must be multiples of 16 bytes"
+    if negative_momentum:  # the kernel's own sign for the cumulative average
+        return "it takes no negative momentum"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     return None

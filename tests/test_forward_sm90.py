@@ -92,6 +92,22 @@ def test_the_same_bits_under_load(dtype: str) -> None:
             assert_same_bits(np.atleast_1d(b), np.atleast_1d(a))
 
 
+@pytest.mark.parametrize("momentum", [-0.5, 0.1, None])
+def test_a_padded_y_keeps_its_padding_and_any_momentum_counts(momentum: float | None) -> None:
+    """60 features in rows of 64, parked tiles: "auto" may take another path, and none may touch columns 60 to 63."""
+    arrays = Case((9000, 64, 60), "float16", True, layouts=()).arrays()
+    native = {n: cupy.asarray(a) for n, a in arrays.items()}
+    rows = cupy.full((9000, 64), 7, cupy.float16)
+    native["out"] = rows[:, :60]
+    gsbn.forward(**native, training=True, momentum=momentum)
+    truth = reference.forward(**without_out(arrays), training=True, momentum=momentum)
+    limit = bounds(arrays, truth, training=True, momentum=momentum, parked=True)
+    assert (rows[:, 60:] == 7).all()
+    assert_within(rows[:, :60].get(), truth.y, limit.y, "y")
+    assert limit.running_mean is not None
+    assert_within(native["running_mean"].get(), truth.running_mean, limit.running_mean, "running_mean")
+
+
 def occupy_half() -> Any:
     """A kernel that holds half of the SMs, with all their shared memory, for about a millisecond."""
     code = 'extern "C" __global__ void hold(long long t) { long long s = clock64(); while (clock64() - s < t) ; }'
@@ -192,5 +208,5 @@ def test_refuses_what_it_cannot_serve(
     native = {n: cupy.asarray(a) for n, a in arrays.items()}
     if not options.pop("out", False):
         native.pop("out", None)
-    with pytest.raises(ValueError, match=f"gemm: .*{why}"):
+    with pytest.raises(ValueError, match=rf"gemm: .*{why}"):
         gsbn.forward(**native, training=True, **{**SM90, **options})

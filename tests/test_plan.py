@@ -111,7 +111,7 @@ def assert_one_launch_fits(p: Problem, one: OneLaunch) -> None:
     # what the copy engine takes
     assert p.y.aligned
     assert p.y.strides[1] == 1
-    assert p.k * p.itemsize % 16 == p.y.strides[0] * p.itemsize % 16 == 0
+    assert p.k * p.itemsize % 16 == p.n * p.itemsize % 16 == p.y.strides[0] * p.itemsize % 16 == 0
 
 
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
@@ -165,6 +165,21 @@ def test_auto_takes_what_was_measured_to_win(
     shape: tuple[int, int, int], dtype: str, device: Device, options: dict[str, Any], want: str
 ) -> None:
     assert plan(*contiguous(*shape, dtype, device), training=True, **options).gemm == want
+
+
+def test_sm90_writes_whole_words_of_16_bytes() -> None:
+    """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
+    p = contiguous(4096, 60, 1024)._replace(y=Matrix((64, 1), True))
+    assert plan(*p, training=True).gemm == "cublas"
+    with pytest.raises(ValueError, match=r"gemm: .*rows of y"):
+        plan(*p, training=True, gemm="sm90")
+    assert plan(*p._replace(n=64), training=True).gemm == "sm90"
+
+
+def test_sm90_takes_no_negative_momentum() -> None:
+    p = contiguous(1024, 1024, 1024)
+    assert plan(*p, training=True, negative_momentum=True).gemm == "cublas"
+    assert plan(*p, training=False, negative_momentum=True).gemm == "sm90"  # where it is not read
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])
