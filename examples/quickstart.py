@@ -125,7 +125,7 @@ def kernels(B, I, O, dtype):
     """The kernels that gsbn plans for a contiguous problem, in the order of their launches."""
     gpu = _kernels.gpu(cupy.cuda.Device().id)
     x, weight, y = (_plan.Matrix((columns, 1), True) for columns in (I, I, O))
-    plan = _plan.plan(B, O, I, dtype, gpu, x, weight, y, training=True)
+    plan = _plan.plan(_plan.Matmul(B, O, I, dtype, gpu, x, weight, y), training=True)
     if plan.one is not None:
         return f"{plan.one.kernel.name}, one launch ({plan.why})"
     gemm = plan.gemm_kernel.name if plan.gemm_kernel else plan.gemm

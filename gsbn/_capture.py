@@ -7,6 +7,8 @@ import threading
 from functools import cache
 from typing import Any
 
+from ._driver import check, driver
+
 __all__ = ["keep_alive"]
 
 _SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
@@ -15,14 +17,14 @@ _lock = threading.Lock()
 
 
 @cache
-def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    driver, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = (ctypes.c_size_t,)
     for function in (libc.free, libc.sem_trywait):
         function.argtypes = (ctypes.c_void_p,)
     libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-    return driver, libc
+    return libc
 
 
 def keep_alive(stream: int, owners: Any) -> None:
@@ -31,7 +33,7 @@ def keep_alive(stream: int, owners: Any) -> None:
     CUDA calls a user object's destructor on a thread of its own, where neither Python nor CUDA may be entered: ours is
     libc's sem_post. A later capture looks which semaphores were posted and lets their owners go.
     """
-    driver, libc = _libraries()
+    cuda, libc = driver(), _libc()
     with _lock:
         _held[:] = [(semaphore, held) for semaphore, held in _held if not _released(libc, semaphore)]
         semaphore = libc.malloc(_SEM_T_BYTES)
@@ -41,17 +43,15 @@ def keep_alive(stream: int, owners: Any) -> None:
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
     refs = map(ctypes.byref, (status, identity, graph, nodes, count))
-    _check(driver, driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *refs))
+    check(cuda.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *refs), "capturing")
     post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
     user_object = ctypes.c_void_p()
     no_destructor_sync, move = ctypes.c_uint(1), ctypes.c_uint(1)
-    _check(
-        driver,
-        driver.cuUserObjectCreate(
-            ctypes.byref(user_object), ctypes.c_void_p(semaphore), post, ctypes.c_uint(1), no_destructor_sync
-        ),
+    created = cuda.cuUserObjectCreate(
+        ctypes.byref(user_object), ctypes.c_void_p(semaphore), post, ctypes.c_uint(1), no_destructor_sync
     )
-    _check(driver, driver.cuGraphRetainUserObject(graph, user_object, ctypes.c_uint(1), move))
+    check(created, "capturing")
+    check(cuda.cuGraphRetainUserObject(graph, user_object, ctypes.c_uint(1), move), "capturing")
 
 
 def _released(libc: ctypes.CDLL, semaphore: int) -> bool:
@@ -59,10 +59,3 @@ def _released(libc: ctypes.CDLL, semaphore: int) -> bool:
         return False
     libc.free(semaphore)
     return True
-
-
-def _check(driver: ctypes.CDLL, result: int) -> None:
-    if result != 0:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorName(result, ctypes.byref(text))
-        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} while capturing")

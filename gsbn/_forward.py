@@ -232,15 +232,9 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     training, momentum, eps, precision, gemm = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
+    y_at = _plan.Matrix((n, 1), True) if out is None else _matrix(out)
     plan = _plan.plan(
-        m,
-        n,
-        k,
-        x.dtype,
-        _kernels.gpu(device),
-        _matrix(x),
-        _matrix(weight),
-        _plan.Matrix((n, 1), True) if out is None else _matrix(out),
+        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), _matrix(x), _matrix(weight), y_at),
         training=bool(training),
         precision=precision,
         gemm=gemm,
@@ -249,7 +243,6 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else _matrix(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else _matrix(weight)
-    y_at = _plan.Matrix((n, 1), True) if out is None else _matrix(out)
 
     flags = _kernels.FLAGS
     set_flags = (
@@ -279,7 +272,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         for i, name in enumerate(ARRAYS)
         if views[name] is not None and 0 not in views[name].shape
     ]
-    call.affine_grid = -(-n // 256)
+    call.affine_grid = -(-n // _plan.THREADS)
     with _on_device(device):
         if plan.one is not None:
             call.launch_one = _kernels.launcher(plan.one.kernel, device)
@@ -375,7 +368,9 @@ def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int
         maps = [_tma.tensor_map(at, *rest) for at, rest in zip((x_at, w_at, y_at), call.maps, strict=True)]
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
         values += tuple(at for _, at in maps)
-        call.launch_one(one.clusters * one.cluster, 384, values, (*words, count if call.counts else 0), stream)
+        call.launch_one(
+            one.clusters * one.cluster, _plan.SM90_THREADS, values, (*words, count if call.counts else 0), stream
+        )
         return _written(call, kind, arrays, y)
     if call.gemm is None:
         call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
@@ -385,10 +380,12 @@ def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int
         if plan.tickets_bytes:
             _cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
         addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count)
-        call.launch_affine(plan.stats_grid, 256, values, addresses, stream)
+        call.launch_affine(plan.stats_grid, _plan.THREADS, values, addresses, stream)
     else:
-        call.launch_affine(call.affine_grid, 256, values, (workspace, b, s, gamma, beta, mean, var), stream)
-    call.launch_normalize(plan.normalize_grid, 256, values, (g, y_at, workspace, count if call.counts else 0), stream)
+        call.launch_affine(call.affine_grid, _plan.THREADS, values, (workspace, b, s, gamma, beta, mean, var), stream)
+    call.launch_normalize(
+        plan.normalize_grid, _plan.THREADS, values, (g, y_at, workspace, count if call.counts else 0), stream
+    )
     return _written(call, kind, arrays, y)
 
 
@@ -565,9 +562,8 @@ def fold(
         stream = kind.stream(device)
         if _is_capturing(stream):
             _capture.keep_alive(stream, (source, w, b))
-        names = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
-        vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in names)
+        vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
         launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)
         addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
-        launch(view.shape[0], 256, (problem.ctypes.data,), addresses, stream)
+        launch(view.shape[0], _plan.THREADS, (problem.ctypes.data,), addresses, stream)
     return w, b

@@ -28,7 +28,6 @@ def _find() -> Path:
 
 
 KERNEL_DIR = _find()
-ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 # struct Problem of kernels/common.cuh, passed by value.
 PROBLEM = np.dtype(
@@ -67,7 +66,7 @@ def _variants() -> Iterator[Kernel]:
         yield fold_kernel(t[1])
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
-    for element, mode, block_m in itertools.product(_plan.ELEMENTS, ("inference", "training"), _plan.BLOCKS_M):
+    for element, mode, block_m in itertools.product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M):
         yield _plan.forward_sm90(element, mode, block_m)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Device", "Kernel", "Matrix", "Plan", "gemm_for", "plan"]
+__all__ = ["Device", "Kernel", "Matmul", "Matrix", "OneLaunch", "Plan", "forward_sm90", "gemm_for", "plan"]
 
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
+THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
-MODES = {"gemm": 0, "inference": 1, "training": 2}
+MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 SM90_BLOCK_N, SM90_CLUSTER = 128, 2
 # What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
@@ -46,6 +47,19 @@ class Matrix(NamedTuple):
         """With the strides of dimensions of size 1, which mean nothing, made those of a C-contiguous array."""
         col = strides[1] if shape[1] > 1 else 1
         return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
+
+
+class Matmul(NamedTuple):
+    """g = x wᵀ and where its result goes, as far as a plan depends on it: x (m, k), w (n, k), y (m, n)."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    device: Device
+    x: Matrix
+    w: Matrix
+    y: Matrix
 
 
 class Kernel(NamedTuple):
@@ -104,14 +118,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    device: Device,
-    x: Matrix,
-    w: Matrix,
-    y: Matrix,
+    p: Matmul,
     *,
     training: bool,
     precision: str = "highest",
@@ -119,14 +126,14 @@ def plan(
     capturing: bool = False,
     negative_momentum: bool = False,
 ) -> Plan:
-    """Decide a forward call of x (m, k) and weight (n, k) into y (m, n); all sizes at least 1.
+    """Decide a forward call, all sizes at least 1.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
     chosen, why = gemm_for(
-        m, n, k, dtype, device, x, w, y,
-        precision=precision, gemm=gemm, capturing=capturing, negative_momentum=training and negative_momentum,
-    )  # fmt: skip
+        p, precision=precision, gemm=gemm, capturing=capturing, negative_momentum=training and negative_momentum
+    )
+    m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
@@ -151,7 +158,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
     if chosen == "sm90":
-        one = _one_launch(m, n, k, dtype, device, "training" if training else "inference")
+        one = _one_launch(p, "training" if training else "inference")
     return Plan(
         gemm=chosen,
         why=why,
@@ -182,24 +189,12 @@ def plan(
 
 
 def gemm_for(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    device: Device,
-    x: Matrix,
-    w: Matrix,
-    y: Matrix,
-    *,
-    precision: str,
-    gemm: str,
-    capturing: bool,
-    negative_momentum: bool = False,
+    p: Matmul, *, precision: str, gemm: str, capturing: bool, negative_momentum: bool = False
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(m, n, k, dtype, device, x, w, y, precision, negative_momentum),
-        "cublas": _cublas_obstacle(m, n, k, dtype, device, x, w, capturing),
+        "sm90": _sm90_obstacle(p, precision, negative_momentum),
+        "cublas": _cublas_obstacle(p, capturing),
         "tiled": None,
     }
     if gemm != "auto":
@@ -207,40 +202,28 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["cublas"] is None and _starves_tiles(m, n, k):
+    if obstacles["cublas"] is None and _starves_tiles(p):
         return "cublas", "faster for few rows over a large weight, or few features"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
 
 
-def _starves_tiles(m: int, n: int, k: int) -> bool:
+def _starves_tiles(p: Matmul) -> bool:
     """Where forward_sm90 loses to cuBLAS and two more launches: measured, and only where the device is the slower."""
-    return (m <= 128 and n * k >= 2**25) or (n <= 64 and m >= 2**15)
+    return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
 
 
-def _cublas_obstacle(
-    m: int, n: int, k: int, dtype: str, device: Device, x: Matrix, w: Matrix, capturing: bool
-) -> str | None:
-    if max(m, n, k, *map(abs, x.strides), *map(abs, w.strides)) > INT32_MAX:
+def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
+    if max(p.m, p.n, p.k, *map(abs, p.x.strides), *map(abs, p.w.strides)) > INT32_MAX:
         return "cuBLAS takes sizes below 2^31"
-    if dtype == "bfloat16" and device.capability < (8, 0):
+    if p.dtype == "bfloat16" and p.device.capability < (8, 0):
         return "cuBLAS has no bfloat16 below compute capability 8.0"
     return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
 
 
-def _sm90_obstacle(
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    device: Device,
-    x: Matrix,
-    w: Matrix,
-    y: Matrix,
-    precision: str,
-    negative_momentum: bool,
-) -> str | None:
+def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool) -> str | None:
+    m, n, k, dtype, device, x, w, y = p
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
@@ -261,8 +244,9 @@ def _sm90_obstacle(
     return None
 
 
-def _one_launch(m: int, n: int, k: int, dtype: str, device: Device, mode: str) -> OneLaunch:
+def _one_launch(p: Matmul, mode: str) -> OneLaunch:
     """The tile whose waves are cheapest, by a model fitted to a sweep on an H200."""
+    m, n, k, dtype, device, *_ = p
     steps = _ceil(k * ITEMSIZE[dtype], 128)
     limit = device.sms // SM90_CLUSTER
     best: tuple[float, int, int, int] | None = None
@@ -296,7 +280,8 @@ def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode and this many rows in a tile."""
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m]
     staging = 64 if element == "float32" else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
-    shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + 2816
+    # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
+    shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines["CLUSTER"] = SM90_CLUSTER
     return Kernel(

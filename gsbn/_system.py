@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import gsbn
 
 from . import _kernels, _plan
+from ._driver import driver
 
 if TYPE_CHECKING:
     from .bench import Case
@@ -76,10 +76,9 @@ def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: the float64 reference, rounded once"
     operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
-    return _plan.gemm_for(
-        case.batch, case.out_features, case.in_features, case.dtype, _kernels.gpu(xp.cuda.Device().id),
-        operand, operand, result, precision=case.precision, gemm=gemm, capturing=False,
-    )  # fmt: skip
+    gpu = _kernels.gpu(xp.cuda.Device().id)
+    matmul = _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, operand, operand, result)
+    return _plan.gemm_for(matmul, precision=case.precision, gemm=gemm, capturing=False)
 
 
 def missing() -> list[tuple[str, str]]:
@@ -184,7 +183,7 @@ def _driver_version() -> str | None:
 def _cuda_driver() -> int:
     """The newest CUDA that the driver serves, 13000 for 13.0; 0 without a driver. Needs no CuPy."""
     try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library = driver()
     except OSError:
         return 0
     number = ctypes.c_int(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
+
+from ._driver import check, driver
 
 __all__ = ["tensor_map"]
 
@@ -25,7 +27,7 @@ def tensor_map(
     """
     owner = ctypes.create_string_buffer(128 + 63)
     at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled wants 64-byte alignment
-    result = _driver().cuTensorMapEncodeTiled(
+    result = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _TYPES[dtype],
         2,
@@ -39,11 +41,5 @@ def tensor_map(
         promotion,
         _FILL_ZERO,
     )
-    if result != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: error {result} for {(rows, cols)} {dtype}, pitch {pitch}")
+    check(result, f"encoding the tensor map of {(rows, cols)} {dtype} with a pitch of {pitch} bytes")
     return owner, at
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

@@ -172,7 +172,14 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """What :func:`backward` computes: one array per differentiable argument, of its shape, in the ``dtype`` used."""
+    """What :func:`backward` computes: one new array per differentiable argument, in the ``dtype`` of the computation.
+
+    Attributes
+    ----------
+    x : (B, I) array
+    weight : (O, I) array
+    bias, scale, gamma, beta : (O,) arrays
+    """
 
     x: Array
     weight: Array
@@ -204,7 +211,7 @@ def backward(
     dy : (B, O) array_like
         The gradient with respect to ``y``.
     x, weight, scale, bias, gamma, running_mean, running_var, training, eps, dtype
-        As in :func:`forward`; ``beta`` and the statistics of a training batch's future do not enter.
+        As in :func:`forward`. ``beta`` does not enter, nor do the running statistics in training.
 
     Returns
     -------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from harness import DTYPES
@@ -11,26 +11,11 @@ from hypothesis import strategies as st
 from strategies import sides
 
 from gsbn import _kernels
-from gsbn._plan import INT32_MAX, SM90_BLOCK_N, Device, Matrix, OneLaunch, Plan, plan
+from gsbn._plan import INT32_MAX, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch, Plan, plan
 
 H200 = Device((9, 0), 132)
 DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
 LARGEST_GRID = 2**31 - 1
-
-
-class Problem(NamedTuple):
-    m: int
-    n: int
-    k: int
-    dtype: str
-    device: Device
-    x: Matrix
-    w: Matrix
-    y: Matrix
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
 
 
 def sizes() -> st.SearchStrategy[int]:
@@ -48,13 +33,13 @@ def matrices(draw: st.DrawFn, rows: int, columns: int) -> Matrix:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
+def problems(draw: st.DrawFn) -> Matmul:
     m, n, k = draw(sizes()), draw(sizes()), draw(sizes())
     dtype, device = draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(DEVICES))
-    return Problem(m, n, k, dtype, device, draw(matrices(m, k)), draw(matrices(n, k)), draw(matrices(m, n)))
+    return Matmul(m, n, k, dtype, device, draw(matrices(m, k)), draw(matrices(n, k)), draw(matrices(m, n)))
 
 
-def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
+def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     # every kernel is one that compile_all compiles
     kernels = {decided.stats_kernel, decided.affine_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
     assert kernels <= set(_kernels.all_kernels())
@@ -69,7 +54,7 @@ def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
     assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
 
     # the workspace: aligned, in order, and large enough
-    g_size = max(p.itemsize, 4)
+    g_size = max(ITEMSIZE[p.dtype], 4)
     assert decided.ldg >= p.n
     assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.tickets, decided.g))
     assert decided.affine + 5 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
@@ -82,10 +67,10 @@ def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
     if decided.vector_y:
         assert p.y.aligned
         assert p.y.strides[1] == 1
-        assert p.y.strides[0] * p.itemsize % 16 == 0
+        assert p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
     assert decided.ldg * g_size % 16 == 0
     if decided.y_is_g:
-        assert p.itemsize == g_size
+        assert ITEMSIZE[p.dtype] == g_size
         assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
 
     # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
@@ -95,11 +80,11 @@ def assert_fits(p: Problem, decided: Plan, *, training: bool) -> None:
             by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
             if decided.gemm == "sm90":
                 assert matrix.aligned
-                assert row * p.itemsize % 16 == 0
+                assert row * ITEMSIZE[p.dtype] % 16 == 0
             assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
 
 
-def assert_one_launch_fits(p: Problem, one: OneLaunch) -> None:
+def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
@@ -111,12 +96,12 @@ def assert_one_launch_fits(p: Problem, one: OneLaunch) -> None:
     # what the copy engine takes
     assert p.y.aligned
     assert p.y.strides[1] == 1
-    assert p.k * p.itemsize % 16 == p.n * p.itemsize % 16 == p.y.strides[0] * p.itemsize % 16 == 0
+    assert p.k * ITEMSIZE[p.dtype] % 16 == p.n * ITEMSIZE[p.dtype] % 16 == p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
-def test_auto_serves_every_call(p: Problem, training: bool, capturing: bool) -> None:
-    decided = plan(*p, training=training, capturing=capturing)
+def test_auto_serves_every_call(p: Matmul, training: bool, capturing: bool) -> None:
+    decided = plan(p, training=training, capturing=capturing)
     assert_fits(p, decided, training=training)
     assert decided.why
     if capturing:
@@ -124,19 +109,19 @@ def test_auto_serves_every_call(p: Problem, training: bool, capturing: bool) -> 
 
 
 @given(p=problems(), training=st.booleans(), capturing=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
-def test_a_choice_is_kept_or_refused(p: Problem, training: bool, capturing: bool, gemm: str) -> None:
+def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, capturing: bool, gemm: str) -> None:
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
     if gemm == "cublas" and (capturing or not has_bfloat16):
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
-            plan(*p, training=training, capturing=capturing, gemm=gemm)
+            plan(p, training=training, capturing=capturing, gemm=gemm)
     else:
-        decided = plan(*p, training=training, capturing=capturing, gemm=gemm)
+        decided = plan(p, training=training, capturing=capturing, gemm=gemm)
         assert decided.gemm == gemm
         assert_fits(p, decided, training=training)
 
 
-def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Problem:
-    return Problem(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
+def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:
+    return Matmul(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
 
 
 A100 = Device((8, 0), 108)
@@ -164,39 +149,39 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
 def test_auto_takes_what_was_measured_to_win(
     shape: tuple[int, int, int], dtype: str, device: Device, options: dict[str, Any], want: str
 ) -> None:
-    assert plan(*contiguous(*shape, dtype, device), training=True, **options).gemm == want
+    assert plan(contiguous(*shape, dtype, device), training=True, **options).gemm == want
 
 
 def test_sm90_writes_whole_words_of_16_bytes() -> None:
     """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
     p = contiguous(4096, 60, 1024)._replace(y=Matrix((64, 1), True))
-    assert plan(*p, training=True).gemm == "cublas"
+    assert plan(p, training=True).gemm == "cublas"
     with pytest.raises(ValueError, match=r"gemm: .*rows of y"):
-        plan(*p, training=True, gemm="sm90")
-    assert plan(*p._replace(n=64), training=True).gemm == "sm90"
+        plan(p, training=True, gemm="sm90")
+    assert plan(p._replace(n=64), training=True).gemm == "sm90"
 
 
 def test_sm90_takes_no_negative_momentum() -> None:
     p = contiguous(1024, 1024, 1024)
-    assert plan(*p, training=True, negative_momentum=True).gemm == "cublas"
-    assert plan(*p, training=False, negative_momentum=True).gemm == "sm90"  # where it is not read
+    assert plan(p, training=True, negative_momentum=True).gemm == "cublas"
+    assert plan(p, training=False, negative_momentum=True).gemm == "sm90"  # where it is not read
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_than_2_31(sizes_: tuple[int, int, int], dtype: str) -> None:
     p = contiguous(*sizes_, dtype)
-    decided = plan(*p, training=True)
+    decided = plan(p, training=True)
     assert_fits(p, decided, training=True)
     if max(sizes_) > INT32_MAX:
         assert decided.gemm == "tiled"
         with pytest.raises(ValueError, match=r"^gemm: "):
-            plan(*p, training=True, gemm="cublas")
+            plan(p, training=True, gemm="cublas")
 
 
 def test_the_same_question_is_answered_once() -> None:
     p = contiguous(1024, 8192, 8192)
-    assert plan(*p, training=True) is plan(*p, training=True)
+    assert plan(p, training=True) is plan(p, training=True)
 
 
 @pytest.mark.parametrize(

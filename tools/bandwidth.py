@@ -13,7 +13,7 @@ import ml_dtypes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _forward
+from gsbn import _forward, _plan
 
 
 def median_us(run, before=lambda: None, rounds=30):
@@ -41,7 +41,7 @@ def kernels(rows, features, dtype):
     _forward._calls.clear()
     y = gsbn.forward(x, weight, scale, **vectors, training=True, gemm="cublas")  # "sm90" has neither kernel
     (call,) = _forward._calls.values()
-    plan, problem, stream = call.plan, call.values, cp.cuda.get_current_stream().ptr
+    plan, values, stream = call.plan, call.values, cp.cuda.get_current_stream().ptr
     g = cp.random.standard_normal((rows, plan.ldg), dtype="f4")
     workspace = cp.empty(plan.workspace + 512, cp.uint8)
     tickets = workspace[plan.tickets : plan.tickets + plan.tickets_bytes]
@@ -49,11 +49,11 @@ def kernels(rows, features, dtype):
     addresses = (g.data.ptr, workspace.data.ptr, b, scale.data.ptr, gamma, beta, mean, var, 0)
 
     def stats():
-        call.launch_affine(plan.stats_grid, 256, problem, addresses, stream)
+        call.launch_affine(plan.stats_grid, _plan.THREADS, values, addresses, stream)
 
     def normalize():
         call.launch_normalize(
-            plan.normalize_grid, 256, problem, (g.data.ptr, y.data.ptr, workspace.data.ptr, 0), stream
+            plan.normalize_grid, _plan.THREADS, values, (g.data.ptr, y.data.ptr, workspace.data.ptr, 0), stream
         )
 
     return (stats, 4 * rows * features), (normalize, (4 + y.itemsize) * rows * features), lambda: tickets.fill(0)
