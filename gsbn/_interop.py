@@ -37,6 +37,10 @@ class Kind:
     def view(self, array: Any) -> View:
         raise NotImplementedError
 
+    def dtype(self, array: Any) -> str:
+        """The dtype by name."""
+        return array.dtype.name  # type: ignore[no-any-return]
+
     def admit(self, name: str, array: Any) -> None:
         """Raise if the library forbids handing this array over."""
 
@@ -55,8 +59,8 @@ class Kind:
         """The library's current stream on the device, as a pointer."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """An uninitialised C-contiguous array of like's dtype on its device."""
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
         raise NotImplementedError
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
@@ -81,6 +85,9 @@ class _Numpy(Kind):
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
         pointer = array.__array_interface__["data"][0]
         return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return np.empty(shape, like.dtype if dtype is None else dtype)
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
@@ -127,8 +134,9 @@ class _Cupy(Kind):
     def stream(self, device: int) -> int:
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return self._ndarray(shape, like.dtype)
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
+        return self._ndarray(shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
@@ -152,12 +160,16 @@ class _Torch(Kind):
             torch.float64: "float64",
             torch.int64: "int64",
         }
+        self._dtypes = {name: dtype for dtype, name in self._names.items()}
 
     def view(self, array: Any) -> View:
         size = array.element_size()
         strides = tuple(stride * size for stride in array.stride())
         dtype = self._names.get(array.dtype, str(array.dtype))
         return View(array.data_ptr(), tuple(array.shape), strides, dtype, size, str(array.device), True)
+
+    def dtype(self, array: Any) -> str:
+        return self._names[array.dtype]
 
     def admit(self, name: str, array: Any) -> None:
         if array.requires_grad and self._torch.is_grad_enabled():
@@ -169,6 +181,9 @@ class _Torch(Kind):
             raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")
         if array.is_neg():
             raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return like.new_empty(shape, dtype=None if dtype is None else self._dtypes[dtype])
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
@@ -219,9 +234,6 @@ class _TorchCuda(_Torch):
 
     def stream(self, device: int) -> int:
         return self._raw_stream(device)
-
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return like.new_empty(shape)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)
