@@ -47,6 +47,9 @@ def on_device(device: int) -> Any:
     return contextlib.nullcontext() if found.runtime.getDevice() == device else found.cupy.cuda.Device(device)
 
 
+_NO_SHORT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy does not name
+
+
 class Gemm(NamedTuple):
     """cublasGemmEx's arguments for c (m, n) = a (m, k) bᵀ (k, n), in its column-major terms: cᵀ = b aᵀ."""
 
@@ -62,6 +65,7 @@ class Gemm(NamedTuple):
     result: int
     accumulator: int
     compute: int
+    mode: int
 
 
 def gemm_arguments(
@@ -96,6 +100,8 @@ def gemm_arguments(
         result=accumulator if wide else element,
         accumulator=accumulator,
         compute=compute,
+        # A 16-bit result of a split k would else be added up in 16 bits.
+        mode=cublas.CUBLAS_DEFAULT_MATH if wide or element == accumulator else _NO_SHORT_SUMS,
     )
 
 
@@ -124,8 +130,8 @@ def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:
     one, zero = found.coefficients[gemm.accumulator]
     handle = found.cublas_handle()
     mode = cublas.getMathMode(handle)
-    if mode != cublas.CUBLAS_DEFAULT_MATH:  # somebody else's TF32 must not reach our float32
-        cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+    if mode != gemm.mode:  # somebody else's TF32 must not reach our float32
+        cublas.setMathMode(handle, gemm.mode)
     try:
         cublas.gemmEx(
             handle, gemm.trans_b, gemm.trans_a, gemm.n, gemm.m, gemm.k, one,
@@ -133,5 +139,5 @@ def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:
             c, gemm.result, gemm.ldc, gemm.compute, cublas.CUBLAS_GEMM_DEFAULT,
         )  # fmt: skip
     finally:
-        if mode != cublas.CUBLAS_DEFAULT_MATH:
+        if mode != gemm.mode:
             cublas.setMathMode(handle, mode)
