@@ -175,7 +175,7 @@ class _Torch(Kind):
         if array.requires_grad and self._torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
+                f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
             )
         if array.layout is not self._torch.strided:
             raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")

@@ -8,9 +8,9 @@ smallest step counts), so that the backward reads a deviation within δ = D + ū
 - D̂ = Σ dy d: |ΔD| ≤ Σ|dy| δ + 18 u Σ|dy| (|d| + δ).
 - dβ = S; dγ = s r D errs by |s| (ř ΔD + (ř − r̬) |D|), ds = γ eps r³ D by |γ| eps (ř³ ΔD + (ř³ − r̬³) |D|).
 - dg = a (dy − S/B − q d) with q = s² r² D/B: Δq ≤ s² (ř² ΔD + (ř² − r̬²) |D|) / B; what is in brackets errs by
-  κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|), then by
-  its own rounding.
-- In inference d is g less a first row that cancels out again, δ = 2 E + 2 u |d|, and nothing else has an error of its own:
+  κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|),
+  then by its own rounding.
+- In inference d is g less a first row that cancels out again, δ = 2 E + 2 u |d|, and r is exact:
   |Δdγ| ≤ r |s| ΔD + |r s (g₀ + b) − r running_mean| ΔS, |Δds| ≤ |γ r| (ΔD + |g₀ + b| ΔS), |Δdb| ≤ |a| ΔS,
   |Δdg| ≤ (4 u + ū) |dg|. The two terms of the sums are added in float64: 8 · 2⁻⁵³ |S| times what S is multiplied by.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
@@ -48,8 +48,8 @@ def backward(
 ) -> dict[str, np.ndarray | None]:
     """``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must hold of every call.
 
-    y is what it is without `return_saved`, on the same path. A gradient has its argument's shape and dtype and x's kind;
-    one that nobody needs, or whose argument is absent, is None. The backward leaves every array as it was.
+    A gradient has its argument's shape and dtype and x's kind; one that nobody needs, or whose argument is absent, is
+    None. The backward leaves every array as it was.
     """
     layouts = layouts or {}
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
