@@ -59,6 +59,10 @@ class Kind:
     def view(self, array: Any) -> View:
         raise NotImplementedError
 
+    def dtype(self, array: Any) -> str:
+        """The dtype by name."""
+        return array.dtype.name  # type: ignore[no-any-return]
+
     def admit(self, name: str, array: Any) -> None:
         """Raise if the library forbids handing this array over."""
 
@@ -77,8 +81,8 @@ class Kind:
         """The library's current stream on the device, as a pointer."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """An uninitialised C-contiguous array of like's dtype on its device."""
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
         raise NotImplementedError
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
@@ -107,6 +111,9 @@ class _Numpy(Kind):
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
         pointer = array.__array_interface__["data"][0]
         return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return np.empty(shape, like.dtype if dtype is None else dtype)
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
@@ -156,8 +163,9 @@ class _Cupy(Kind):
     def stream(self, device: int) -> int:
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return self._ndarray(shape, like.dtype)
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
+        return self._ndarray(shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
@@ -184,6 +192,7 @@ class _Torch(Kind):
             torch.float64: "float64",
             torch.int64: "int64",
         }
+        self._dtypes = {name: dtype for dtype, name in self._names.items()}
 
     def view(self, array: Any) -> View:
         size = array.element_size()
@@ -191,16 +200,22 @@ class _Torch(Kind):
         dtype = self._names.get(array.dtype, str(array.dtype))
         return View(array.data_ptr(), tuple(array.shape), strides, dtype, size, str(array.device), True)
 
+    def dtype(self, array: Any) -> str:
+        return self._names[array.dtype]
+
     def admit(self, name: str, array: Any) -> None:
         if array.requires_grad and self._torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
+                f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
             )
         if array.layout is not self._torch.strided:
             raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")
         if array.is_neg():
             raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return like.new_empty(shape, dtype=None if dtype is None else self._dtypes[dtype])
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
@@ -254,9 +269,6 @@ class _TorchCuda(_Torch):
 
     def stream(self, device: int) -> int:
         return self._raw_stream(device)
-
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return like.new_empty(shape)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)

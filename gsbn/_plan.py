@@ -12,6 +12,7 @@ __all__ = [
     "Matrix",
     "OneLaunch",
     "Plan",
+    "backward_plan",
     "forward_sm90",
     "gemm_for",
     "limbs",
@@ -22,10 +23,12 @@ __all__ = [
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
+SAVED_ROWS = 6  # O-vectors that a forward keeps for its backward
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
+DG_CTAS = 2
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -60,6 +63,10 @@ class Matrix(NamedTuple):
         """With the strides of dimensions of size 1, which mean nothing, made those of a C-contiguous array."""
         col = strides[1] if shape[1] > 1 else 1
         return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
+
+    @property
+    def T(self) -> Matrix:
+        return self._replace(strides=self.strides[::-1])
 
 
 class Matmul(NamedTuple):
@@ -113,6 +120,13 @@ class OneLaunch(NamedTuple):
     workspace: int
 
 
+class Keep(NamedTuple):
+    """The B x O array that a forward keeps for its backward."""
+
+    dtype: str
+    is_g: bool  # g is computed in it
+
+
 class Plan(NamedTuple):
     """A forward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
 
@@ -141,6 +155,45 @@ class Plan(NamedTuple):
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
+    keep: Keep | None
+
+
+class Product(NamedTuple):
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
+
+    p: Matmul
+    gemm: str
+    copy: bool  # the GEMM cannot take b's strides: p has those of a copy
+    kernel: Kernel | None
+    grid: int
+    block: int
+
+
+class BackwardPlan(NamedTuple):
+    """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
+
+    sums: bool  # whether backward_sums has anything to do, and backward_dg
+    dg: bool
+    reads_d: bool
+    copy_dy: bool  # the kernels would not take these strides at speed
+    dy: Matrix
+    vector_dy: bool
+    pitch: int  # of dg
+    sums_grid: int
+    sums_rows: int
+    splits: int
+    dg_grid: int
+    dg_rows: int
+    coefficients: int
+    partials: int
+    tickets: int
+    tickets_bytes: int
+    dg_at: int
+    workspace: int
+    sums_kernel: Kernel
+    dg_kernel: Kernel
+    x: Product | None  # dx = dg w
+    weight: Product | None  # dw = dgᵀ x
 
 
 @lru_cache(maxsize=1024)
@@ -152,21 +205,26 @@ def plan(
     gemm: str = "auto",
     capturing: bool = False,
     prepared: bool = False,
+    saved: bool = False,
 ) -> Plan:
     """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing)
+    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, saved=saved)
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
-    y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
+    y_size = ITEMSIZE[dtype]
 
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
-    # float32 and float64: y itself can hold g, one B x O array less and half the footprint in L2.
-    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX
-    ldg = y.strides[0] if y_is_g else _round_up(n, 16 // g_size)
+    # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
+    ldg = y.strides[0] if y_is_g else _round_up(n, 16 // (y_size if saved else g_size))
+    keep = None
+    if saved:  # in inference g itself: a float16 g overflows, and there are no statistics to scale it by
+        wide = "float64" if dtype == "float64" else "float32"
+        keep = Keep(dtype if training else wide, not training or y_size == g_size)
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
     splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
@@ -177,11 +235,11 @@ def plan(
     tickets = _round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
     tickets_bytes = blocks * 4 if training and splits > 1 else 0
     g = _round_up(tickets + tickets_bytes, 256)
-    workspace = g + (0 if y_is_g else m * ldg * g_size)
+    workspace = g + (0 if y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
 
     kernel, grid, block, one = None, 0, 0, None
     if chosen == "tiled":
-        kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
+        kernel, grid, block = _tiled(p, "forward")
     if chosen == "sm90":
         one = _one_launch(p, "training" if training else "inference", precision, prepared)
     return Plan(
@@ -208,15 +266,108 @@ def plan(
         gemm_block=block,
         stats_kernel=Kernel("scale_stats", "scale_stats", (("G_TYPE", g_type),)),
         affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
-        normalize_kernel=Kernel("normalize", "normalize", (("G_TYPE", g_type), ("Y_TYPE", y_type))),
+        normalize_kernel=normalize(dtype, keeps=saved and training),
         one=one,
+        keep=keep,
     )
 
 
-def gemm_for(p: Matmul, *, precision: str, gemm: str, capturing: bool) -> tuple[str, str]:
+def normalize(dtype: str, *, keeps: bool) -> Kernel:
+    """The variant of normalize for a y of this dtype, and for keeping g - m in the same."""
+    t = C_TYPE[dtype]
+    defines = (("G_TYPE", "double" if t == "double" else "float"), ("Y_TYPE", t))
+    return Kernel("normalize", "normalize", (*defines, ("D_TYPE", t)) if keeps else defines)
+
+
+def backward_plan(
+    p: Matmul,
+    *,
+    ldd: int,
+    training: bool,
+    needs: tuple[str, ...],
+    precision: str = "highest",
+    gemm: str = "auto",
+    capturing: bool = False,
+) -> BackwardPlan:
+    """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y, `ldd` the deviations' pitch.
+
+    Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
+    """
+    m, n, k, dtype, device, x, w, dy = p
+    size = ITEMSIZE[dtype]
+    dg = "x" in needs or "weight" in needs
+    sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
+    copy_dy = dy.strides[1] not in (0, 1)
+    if copy_dy:
+        dy = Matrix((n, 1), True)
+
+    blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
+    splits, sums_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
+    pitch = _round_up(n, 16 // size)
+    coefficients = 0
+    partials = _round_up(4 * ldd * max(size, 4), 256)
+    tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
+    tickets_bytes = blocks * 4 if splits > 1 else 0
+    dg_at = _round_up(tickets + tickets_bytes, 256)
+
+    # m, n, k of the two products; dg lies in rows of `pitch`
+    rows = Matrix((pitch, 1), True)
+    of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True))
+    of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True))
+    sums_kernel, dg_kernel = backward_kernels(dtype, training=training)
+    return BackwardPlan(
+        sums=sums,
+        dg=dg,
+        reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
+        copy_dy=copy_dy,
+        dy=dy,
+        vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
+        pitch=pitch,
+        sums_grid=blocks * splits,
+        sums_rows=sums_rows,
+        splits=splits,
+        dg_grid=blocks * row_blocks,
+        dg_rows=dg_rows,
+        coefficients=coefficients,
+        partials=partials,
+        tickets=tickets,
+        tickets_bytes=tickets_bytes,
+        dg_at=dg_at,
+        workspace=dg_at + (m * pitch * size if dg else 0),
+        sums_kernel=sums_kernel,
+        dg_kernel=dg_kernel,
+        x=_product("dx", of_x, precision, gemm, capturing) if "x" in needs else None,
+        weight=_product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None,
+    )
+
+
+def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
+    """Which GEMM makes dx or dw: the place to choose another one for a dtype and precision."""
+    obstacle = _cublas_obstacle(p, capturing)
+    if gemm == "cublas" and obstacle is not None:
+        raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
+    if gemm != "tiled" and obstacle is None:
+        copy = not _takes(None, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
+        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
+    copy = p.w.strides[0] != 1
+    if copy:
+        p = p._replace(w=Matrix((1, p.n), True))
+    return Product(p, "tiled", copy, *_tiled(p, name))
+
+
+def backward_kernels(dtype: str, *, training: bool) -> tuple[Kernel, Kernel]:
+    """The variants of backward_sums and backward_dg for a dy of this dtype and what the forward kept."""
+    t = C_TYPE[dtype]
+    g = "double" if t == "double" else "float"
+    defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
+    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", defines)
+
+
+def gemm_for(p: Matmul, *, precision: str, gemm: str, capturing: bool, saved: bool = False) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(p, precision),
+        "sm90": _sm90_obstacle(p, precision, saved),
         "cublas": _cublas_obstacle(p, capturing),
         "tiled": None,
     }
@@ -258,7 +409,7 @@ def element_for(dtype: str, precision: str) -> str:
     return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
 
 
-def _sm90_obstacle(p: Matmul, precision: str) -> str | None:
+def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y = p
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
@@ -271,6 +422,8 @@ def _sm90_obstacle(p: Matmul, precision: str) -> str | None:
         return "rows of y must start on 16 bytes"
     if n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
         return "rows of y must be multiples of 16 bytes"
+    if saved:
+        return "it keeps no deviations for a backward (return_saved=True)"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     return None
@@ -367,16 +520,25 @@ def _takes(one: OneLaunch | None, gemm: str, operand: Matrix, rows: int, k: int,
     return (col == 1 and row >= k) or (row == 1 and col >= rows)
 
 
-def _tiled(m: int, n: int, t: str, g: str, device: Device) -> tuple[Kernel, int, int]:
+def _tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
     """The largest tile that still gives every SM one; failing that, the smallest."""
-    for tile in TILES[g]:
+    for tile in TILES["double" if p.dtype == "float64" else "float"]:
         block_m, block_n, thread_m, thread_n = tile
-        grid = _ceil(m, block_m) * _ceil(n, block_n)
-        if grid >= device.sms:
+        grid = _ceil(p.m, block_m) * _ceil(p.n, block_n)
+        if grid >= p.device.sms:
             break
+    return gemm_tiled(p.dtype, tile, product), grid, (block_m // thread_m) * (block_n // thread_n)
+
+
+def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str) -> Kernel:
+    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x)."""
+    t = C_TYPE[dtype]
     names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
-    defines = (("X_TYPE", t), ("G_TYPE", g), *zip(names, map(str, tile), strict=True))
-    return Kernel("gemm_tiled", "gemm_tiled", defines), grid, (block_m // thread_m) * (block_n // thread_n)
+    defines = [("X_TYPE", t), ("G_TYPE", "double" if t == "double" else "float")]
+    defines += zip(names, map(str, tile), strict=True)
+    if product != "forward":
+        defines += [("C_TYPE", t), ("X_ACROSS", str(product == "dw").lower()), ("W_ACROSS", "true")]
+    return Kernel("gemm_tiled", "gemm_tiled", tuple(defines))
 
 
 def _split(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import _capture, _check, _kernels, _plan
-from ._forward import is_capturing, on_device
+from ._device import is_capturing, on_device
 from ._interop import Prepared, kinds_of
 
 __all__ = ["prepare"]

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from strategies import sides
 
 from gsbn import _kernels
-from gsbn._plan import INT32_MAX, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch, Plan, plan
+from gsbn._plan import (
+    INT32_MAX,
+    ITEMSIZE,
+    SM90_BLOCK_N,
+    Device,
+    Matmul,
+    Matrix,
+    OneLaunch,
+    Plan,
+    backward_plan,
+    plan,
+)
 
 H200 = Device((9, 0), 132)
 DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
@@ -130,6 +141,79 @@ def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, capturing: bool,
         decided = plan(p, training=training, capturing=capturing, gemm=gemm)
         assert decided.gemm == gemm
         assert_fits(p, decided, training=training)
+
+
+# ---- what a forward keeps, and the backward
+
+FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
+
+
+@given(p=problems(), training=st.booleans(), capturing=st.booleans())
+def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
+    decided = plan(p, training=training, capturing=capturing, saved=True)
+    assert decided.gemm != "sm90"
+    assert_fits(p, decided._replace(workspace=2**62), training=training)
+    assert decided.keep is not None
+    assert decided.normalize_kernel in set(_kernels.all_kernels())
+    assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
+    assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
+    assert decided.keep.dtype == p.dtype or not training
+    if not decided.keep.is_g:
+        assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
+
+
+@given(
+    p=problems(),
+    training=st.booleans(),
+    capturing=st.booleans(),
+    needs=st.sets(st.sampled_from(FIELDS)),
+    gemm=st.sampled_from(["auto", "cublas", "tiled"]),
+)
+def test_a_backward_fits(p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str) -> None:
+    ldd = plan(p, training=training, saved=True).ldg
+    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "ldd": ldd, "capturing": capturing}
+    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
+    if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            backward_plan(p, gemm=gemm, **options)
+        return
+    decided, size = backward_plan(p, gemm=gemm, **options), ITEMSIZE[p.dtype]
+
+    # no work that nobody needs
+    assert decided.dg == bool(needs & {"x", "weight"})
+    assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
+    alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
+    assert decided.sums != alone
+    if not needs & {"scale", "gamma"}:
+        assert decided.reads_d == (decided.dg and training)
+
+    # grids and workspace
+    assert 1 <= decided.sums_grid <= LARGEST_GRID and 1 <= decided.dg_grid <= LARGEST_GRID
+    assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
+    assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
+    assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials
+    if decided.splits > 1:
+        assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
+    assert decided.tickets + decided.tickets_bytes <= decided.dg_at
+    assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.workspace
+    assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
+    if decided.vector_dy:
+        assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
+
+    # the products: shapes that chain, and strides that the GEMM takes
+    for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
+        if product is None:
+            continue
+        q = product.p
+        assert (q.m, q.n, q.k) == shape
+        assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
+        if product.kernel is not None:
+            assert product.kernel in set(_kernels.all_kernels())
+            assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
+        else:
+            for matrix, rows in ((q.x, q.m), (q.w, q.n)):
+                row, column = matrix.strides
+                assert (column == 1 and row >= q.k) or (row == 1 and column >= rows)
 
 
 def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:
