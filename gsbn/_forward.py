@@ -12,7 +12,7 @@ import numpy as np
 from . import _capture, _check, _kernels, _plan, _tma, reference
 from ._interop import Kind, kind_of, kinds_of
 
-__all__ = ["fold", "forward"]
+__all__ = ["fold", "forward", "map_arguments"]
 
 ARRAYS = (
     "x",
@@ -275,8 +275,11 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     call.affine_grid = -(-n // _plan.THREADS)
     with _on_device(device):
         if plan.one is not None:
-            call.launch_one = _kernels.launcher(plan.one.kernel, device)
-            call.maps = _map_arguments(plan.one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            one = plan.one
+            one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))  # MPS may leave fewer
+            call.plan = plan._replace(one=one)
+            call.launch_one = _kernels.launcher(one.kernel, device)
+            call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             return call
         if plan.gemm_kernel is not None:
             call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
@@ -290,7 +293,7 @@ def _matrix(view: Any) -> _plan.Matrix:
     return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
 
-def _map_arguments(
+def map_arguments(
     one: _plan.OneLaunch,
     shape: tuple[int, int, int],
     dtype: str,

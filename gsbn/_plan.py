@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Device", "Kernel", "Matmul", "Matrix", "OneLaunch", "Plan", "forward_sm90", "gemm_for", "plan"]
+__all__ = [
+    "Device", "Kernel", "Matmul", "Matrix", "OneLaunch", "Plan", "forward_sm90", "gemm_for", "one_launch", "plan",
+]  # fmt: skip
 
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -15,9 +18,10 @@ THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
-MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
+MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan takes "gemm", the bench measures it
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
-SM90_BLOCK_N, SM90_CLUSTER = 128, 2
+CLUSTERS = (2, 1)  # CTAs that share an x tile
+SM90_BLOCK_N = 128
 # What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
 STEP_US = {256: 0.70, 128: 0.37, 64: 0.28, 32: 0.25}
 TILE_US = 3.3
@@ -84,6 +88,10 @@ class OneLaunch(NamedTuple):
     merged: int
     roll: int
     workspace: int
+
+    def at_most(self, clusters: int) -> OneLaunch:
+        """The same work by no more clusters than are resident at once: any grid serves any shape."""
+        return self._replace(clusters=min(self.clusters, clusters))
 
 
 class Plan(NamedTuple):
@@ -158,7 +166,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
     if chosen == "sm90":
-        one = _one_launch(p, "training" if training else "inference")
+        one = one_launch(p, "training" if training else "inference")
     return Plan(
         gemm=chosen,
         why=why,
@@ -244,46 +252,46 @@ def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool) -> str | 
     return None
 
 
-def _one_launch(p: Matmul, mode: str) -> OneLaunch:
+def one_launch(p: Matmul, mode: str) -> OneLaunch:
     """The tile whose waves are cheapest, by a model fitted to a sweep on an H200."""
     m, n, k, dtype, device, *_ = p
     steps = _ceil(k * ITEMSIZE[dtype], 128)
-    limit = device.sms // SM90_CLUSTER
-    best: tuple[float, int, int, int] | None = None
-    for block_m in BLOCKS_M:
-        tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * SM90_CLUSTER)
+    best: tuple[float, int, int, int, int] | None = None
+    for cluster, block_m in itertools.product(CLUSTERS, BLOCKS_M):
+        limit = device.sms // cluster
+        tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * cluster)
         waves = _ceil(tiles, limit)
         step = STEP_US[block_m] + (0.1 * min(tiles / limit, 1.0) if block_m == 32 else 0.0)  # the smallest crowd L2
         cost = waves * (steps * step + TILE_US) + (FINISH_US[block_m] if mode == "training" else 0.0)
         if best is None or cost < best[0]:
-            best = cost, block_m, tiles, waves
+            best = cost, block_m, cluster, tiles, waves
     assert best is not None
-    _, block_m, tiles, waves = best
+    _, block_m, cluster, tiles, waves = best
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
     # As few clusters as need no more waves: the power that the others would draw goes to these.
     clusters = _ceil(tiles, waves)
     merged = rows * blocks * SM90_BLOCK_N * 16
     roll = merged + blocks * SM90_BLOCK_N * 16
     return OneLaunch(
-        kernel=forward_sm90(dtype, mode, block_m),
+        kernel=forward_sm90(dtype, mode, block_m, cluster),
         block_m=block_m,
-        cluster=SM90_CLUSTER,
+        cluster=cluster,
         clusters=clusters,
         panel=2 if m > 8192 else 1,
         merged=merged,
         roll=roll,
-        workspace=roll + 8 * (1 + clusters * SM90_CLUSTER),
+        workspace=roll + 8 * (1 + clusters * cluster),
     )
 
 
-def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
-    """The variant of forward_sm90 for these operands, this mode and this many rows in a tile."""
+def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
+    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m]
     staging = 64 if element == "float32" else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
     shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
-    defines["CLUSTER"] = SM90_CLUSTER
+    defines["CLUSTER"] = cluster
     return Kernel(
         "forward_sm90",
         "forward_sm90",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sides
 
-from gsbn import _kernels
+from gsbn import _driver, _kernels
 from gsbn._plan import INT32_MAX, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch, Plan, plan
 
 H200 = Device((9, 0), 132)
@@ -118,6 +120,31 @@ def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, capturing: bool,
         decided = plan(p, training=training, capturing=capturing, gemm=gemm)
         assert decided.gemm == gemm
         assert_fits(p, decided, training=training)
+
+
+def test_a_grid_shrinks_to_what_is_resident() -> None:
+    p = contiguous(16384, 4096, 4096)
+    one = plan(p, training=True).one
+    assert one is not None
+    for resident in (1, 7, one.clusters - 1):
+        assert_one_launch_fits(p, one.at_most(resident))
+        assert one.at_most(resident).clusters == resident
+    assert one.at_most(one.clusters + 1) == one
+
+
+def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def occupancy(found: Any, function: Any, config: Any) -> int:
+        c = config._obj
+        assert ctypes.sizeof(c) == 56  # of CUlaunchConfig
+        asked.append((function.value, c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.shared, c.attributes, c.count))
+        found._obj.value = 61
+        return 0
+
+    monkeypatch.setattr(_driver, "driver", lambda: SimpleNamespace(cuOccupancyMaxActiveClusters=occupancy))
+    assert _driver.resident_clusters(2**40, threads=384, cluster=2, shared=1000) == 61
+    assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, None, 0)]
 
 
 def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:
