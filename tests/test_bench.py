@@ -248,7 +248,8 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
 def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
-    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), ["gsbn", "gsbn-torch", "pytorch"], QUICK)
+    names = ["gsbn", "gsbn-torch", "pytorch", "addmm"]
+    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), names, QUICK)
     report.save_json(tmp_path / "r.json")
     report.save_csv(tmp_path / "r.csv")
     saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -258,6 +259,7 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     assert set(saved["rates"]) == {"copy", "matrix"}
     timed = [row for row in saved["results"] if not row["failure"]]
     assert {"gsbn"} <= {row["candidate"] for row in timed}
+    assert [row["training"] for row in timed if row["candidate"] == "addmm"] in ([False], [])  # no torch, no addmm
     for row in timed:
         assert row["device_low_us"] <= row["device_us"] <= row["device_high_us"]
         assert row["error"] < 0.05
@@ -415,6 +417,19 @@ def test_each_path_is_timed_as_it_can_be(graph: bool) -> None:
     assert results["gsbn-cublas"].path == "cublas"
     assert results["gsbn-cublas"].extra_bytes >= 512 * 384 * 4  # g in float32
     assert results["pytorch"].extra_bytes >= 512 * 384 * 2  # z
+
+
+@pytest.mark.gpu
+def test_the_gemm_alone_and_addmm_are_peers() -> None:
+    cases = [bench.Case(300, 136, 520, dtype, "high", training=False) for dtype in ("float16", "bfloat16", "float32")]
+    report = bench.run(cases, ["gsbn", "gsbn-gemm", "gemm-torch", "addmm"], QUICK)
+    hopper = report.environment["gpus"][0]["capability"] == "9.0"
+    for row in report.rows():
+        if row["candidate"] != "gsbn-gemm" or hopper:
+            assert not row["failure"], row
+            assert row["method"] == "graph"
+            assert row["times addmm"] > 0
+            assert "times gsbn-gemm" not in row, "it is no peer"
 
 
 @pytest.mark.gpu
