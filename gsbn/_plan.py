@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,10 +23,21 @@ MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan take
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
-# What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
-STEP_US = {256: 0.70, 128: 0.37, 64: 0.28, 32: 0.25}
-TILE_US = 3.3
-FINISH_US = {256: 12.0, 128: 11.0, 64: 8.5, 32: 6.5}
+# What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
+# the choice is right rather than each time. See _one_launch_us and _cublas_us.
+MMA_US = 0.0018  # a row of x in a step of 128 bytes of k
+L2_RATE, MEMORY_RATE = 12.5, 9.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
+OFF_LINE, OFF_LINE_Y = 1.7, 4.0  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
+TILE_US = {"training": 5.6, "inference": 3.1, "gemm": 3.1}  # beginning and end of a tile
+Y_RATE, PARKED_RATE = {"training": 11.8, "inference": 10.8, "gemm": 10.8}, 6.0
+CALL_US = {"training": 4.1, "inference": 1.3, "gemm": 1.3}
+LAYING_US = 0.95  # inference: constants of 32 features, by one warp; of a later tile, twice that
+PARK_US, MERGE_US = 8.7, {1: 9.0, 2: 1.8, 3: 1.8, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
+TRIP_US = 1.9  # and of more rows
+CUBLAS_FLOPS = {2: 785e6, 4: 322e6}  # FLOP/us by the size of an element
+CUBLAS_CALL_US = {True: 14.2, False: 12.3}  # three launches, of training or not
+OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 20.0, (1.0, 3.0), (3.35, 2.73)  # g in L2, g in memory
+L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -138,8 +150,9 @@ def plan(
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
+    negative_momentum &= training
     chosen, why = gemm_for(
-        p, precision=precision, gemm=gemm, capturing=capturing, negative_momentum=training and negative_momentum
+        p, precision=precision, gemm=gemm, capturing=capturing, training=training, negative_momentum=negative_momentum
     )
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
@@ -166,7 +179,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
     if chosen == "sm90":
-        one = one_launch(p, "training" if training else "inference")
+        one = one_launch(p, _mode(training))
     return Plan(
         gemm=chosen,
         why=why,
@@ -197,7 +210,7 @@ def plan(
 
 
 def gemm_for(
-    p: Matmul, *, precision: str, gemm: str, capturing: bool, negative_momentum: bool = False
+    p: Matmul, *, precision: str, gemm: str, capturing: bool, training: bool = True, negative_momentum: bool = False
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
@@ -210,16 +223,11 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["cublas"] is None and _starves_tiles(p):
-        return "cublas", "faster for few rows over a large weight, or few features"
+    if obstacles["sm90"] is obstacles["cublas"] is None and _cublas_us(p, training) < _tile(p, _mode(training)).us:
+        return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
-
-
-def _starves_tiles(p: Matmul) -> bool:
-    """Where forward_sm90 loses to cuBLAS and two more launches: measured, and only where the device is the slower."""
-    return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
 
 
 def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
@@ -252,24 +260,74 @@ def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool) -> str | 
     return None
 
 
-def one_launch(p: Matmul, mode: str) -> OneLaunch:
-    """The tile whose waves are cheapest, by a model fitted to a sweep on an H200."""
+def _mode(training: bool) -> str:
+    return "training" if training else "inference"
+
+
+class _Tile(NamedTuple):
+    us: float
+    block_m: int
+    cluster: int
+    clusters: int
+
+
+@lru_cache(maxsize=1024)
+def _tile(p: Matmul, mode: str) -> _Tile:
+    """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
+    found = []
+    for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
+        tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
+        waves = _ceil(tiles, p.device.sms // cluster)
+        # As few clusters as need no more waves: the power that the others would draw goes to these.
+        clusters = _ceil(tiles, waves)
+        found.append(_Tile(_one_launch_us(p, mode, block_m, cluster, waves, clusters), block_m, cluster, clusters))
+    return min(found)
+
+
+def _one_launch_us(p: Matmul, mode: str, block_m: int, cluster: int, waves: int, clusters: int) -> float:
+    """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
+
+    Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
+    wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
+    (inference) or for the others' statistics (training).
+    """
+    m, n, k, dtype, *_ = p
+    size, rows, ctas = ITEMSIZE[dtype], _ceil(m, block_m), clusters * cluster
+    loaded = ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
+    distinct = (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
+    feed = loaded / L2_RATE + (distinct / MEMORY_RATE if (m + n) * k * size > 1e6 * L2_MB else 0.0)
+    if k * size % 128:
+        feed *= OFF_LINE
+    step = math.hypot((MMA_US * block_m) ** 3, feed**3) ** (1 / 3)  # the larger of the two, smoothly
+    y = ctas * block_m * SM90_BLOCK_N * size * 1e-6 * (OFF_LINE_Y if n * size % 128 else 1.0)
+    tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
+    warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
+    if mode == "training":
+        merge = MERGE_US.get(rows, TRIP_US)
+        around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
+        later = max(tile + y / PARKED_RATE, PARK_US)
+    else:
+        around = LAYING_US * warps if mode == "inference" else 0.0
+        later = max(tile, 2 * around)
+    us: float = CALL_US[mode] + tile + (waves - 1) * later + around
+    return us
+
+
+def _cublas_us(p: Matmul, training: bool) -> float:
+    """A forward by cuBLAS and two launches more."""
     m, n, k, dtype, device, *_ = p
-    steps = _ceil(k * ITEMSIZE[dtype], 128)
-    best: tuple[float, int, int, int, int] | None = None
-    for cluster, block_m in itertools.product(CLUSTERS, BLOCKS_M):
-        limit = device.sms // cluster
-        tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * cluster)
-        waves = _ceil(tiles, limit)
-        step = STEP_US[block_m] + (0.1 * min(tiles / limit, 1.0) if block_m == 32 else 0.0)  # the smallest crowd L2
-        cost = waves * (steps * step + TILE_US) + (FINISH_US[block_m] if mode == "training" else 0.0)
-        if best is None or cost < best[0]:
-            best = cost, block_m, cluster, tiles, waves
-    assert best is not None
-    _, block_m, cluster, tiles, waves = best
+    size, g = ITEMSIZE[dtype], 4e-6 * m * n
+    cold = g > 0.8 * L2_MB
+    us = CUBLAS_CALL_US[training] + 2 * m * n * k / (CUBLAS_FLOPS[size] * device.sms / 132)
+    us += (m + n) * k * size * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
+    return us + (g / G_RATE[cold] if training else 0.0)
+
+
+def one_launch(p: Matmul, mode: str) -> OneLaunch:
+    """The launch of forward_sm90 in this mode, with the tile of least cost."""
+    m, n, dtype = p.m, p.n, p.dtype
+    _, block_m, cluster, clusters = _tile(p, mode)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
-    # As few clusters as need no more waves: the power that the others would draw goes to these.
-    clusters = _ceil(tiles, waves)
     merged = rows * blocks * SM90_BLOCK_N * 16
     roll = merged + blocks * SM90_BLOCK_N * 16
     return OneLaunch(

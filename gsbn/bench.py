@@ -98,8 +98,8 @@ class Settings:
     rounds that do not count until the card's clocks have settled, for ``settle`` seconds at most. A trial is ``calls``
     calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing."""
 
-    rounds: int = 40
-    seconds: float = 10.0
+    rounds: int = 120
+    seconds: float = 5.0
     settle: float = 2.0
     trial_ms: float = 4.0
     calls: int | None = None

@@ -1,7 +1,7 @@
 """The planner's choices beside one another, over shapes of all sizes: what it loses by its own.
 
-python tools/sweep.py measure [seconds]   on a Hopper GPU with PyTorch: a line of JSON a problem, on standard output
-python tools/sweep.py judge FILE          anywhere: the regret of this version's planner on those times
+python tools/sweep.py measure [seconds [skip]]   on a Hopper GPU with PyTorch: a line of JSON a problem
+python tools/sweep.py judge FILE                 anywhere: the regret of this version's planner on those times
 
 A problem is a shape, a dtype and a mode; its choices are forward_sm90's tiles, named BLOCK_MxCLUSTER, the portable path
 on cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it
@@ -73,7 +73,7 @@ def compile_all():
         list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
 
 
-def measure(limit):
+def measure(limit, skip):
     began = time.monotonic()
     import torch
 
@@ -116,7 +116,7 @@ def measure(limit):
         run()
         return run
 
-    for shape, dtype, mode in product(shapes(), DTYPES, MODES):
+    for shape, dtype, mode in product(shapes(64 + skip)[skip:], DTYPES, MODES):
         if time.monotonic() - began > limit:
             print("out of time", file=sys.stderr)
             break
@@ -163,15 +163,22 @@ def measure(limit):
         print(json.dumps(line, separators=(",", ":")), flush=True)
 
 
-def judge(file, most=15):
+def judged(file):
+    """The problems of a file with what the planner takes and what that loses."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
-    print(f"{len(lines)} problems over {len({tuple(line['shape']) for line in lines})} shapes")
     for line in lines:
         us, own = line["us"], planned(line["shape"], line["dtype"], line["mode"])
         choices = {name: t for name, t in us.items() if name != "eager"}
         line["best"] = min(choices, key=choices.get)
         line["own"], line["regret"] = own, us[own] / us[line["best"]] - 1
         line["of eager"], line["of cublas"] = us[own] / us["eager"], us[own] / us["cublas"]
+    return lines
+
+
+def judge(file, most=15):
+    lines = judged(file)
+    print(f"{len(lines)} problems over {len({tuple(line['shape']) for line in lines})} shapes")
+    for line in lines:
         if "wrong" in line:
             print("wrong:", line)
     for key, limit in (("regret", 0.05), ("of eager", 1.0), ("of cublas", 1.0)):
@@ -185,7 +192,7 @@ def judge(file, most=15):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        measure(float(sys.argv[2]) if sys.argv[2:] else 110)
+        measure(float(sys.argv[2]) if sys.argv[2:] else 110, int(sys.argv[3]) if sys.argv[3:] else 0)
     elif sys.argv[1:2] == ["judge"]:
         judge(sys.argv[2])
     else:
