@@ -271,7 +271,6 @@ class _Tile(NamedTuple):
     clusters: int
 
 
-@lru_cache(maxsize=1024)
 def _tile(p: Matmul, mode: str) -> _Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
     found = []
