@@ -3,9 +3,9 @@
 python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON a problem
 python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
 
-A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's tiles, named BLOCK_MxCLUSTER, the portable path
-on cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it
-busy while the host enqueues; each choice's result is held to the portable path's.
+A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
+tiles, named BLOCK_MxCLUSTER, the portable path on cuBLAS, and PyTorch eager beside them. Times are of the device, calls
+back to back behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
