@@ -246,7 +246,7 @@ def _launch(
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
     x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
     vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
-    scale, bias, gamma, running_mean, running_var, eps = vectors
+    scale, bias, gamma, running_mean, running_var, eps, _ = vectors
     found = reference.backward(
         kind.numpy(dy), x, weight, scale, bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var,
         training=saved.training, eps=float(eps[0]), needs=needs,

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from . import _peers, _publish, _selfcheck, _system, bench
 from ._accuracy import FAMILIES
+from ._gradients import DIRECTIONS
 from .bench import DTYPES, PRESETS, Case, Report, Result
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 Kind = Enum("Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 Family = Enum("Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
 Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+Direction = Enum("Direction", {name: name for name in DIRECTIONS}, type=str)  # type: ignore[misc]
 Mode = Enum("Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
 
 
@@ -109,6 +111,7 @@ def bench_command(
     preset: Annotated[Preset | None, typer.Option(help="Shapes; kernelbench, or small without a GPU.")] = None,
     dtype: Annotated[list[Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[Mode, typer.Option()] = "training",  # type: ignore[assignment]
+    direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(_peers.NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 40,
@@ -144,7 +147,8 @@ def bench_command(
     chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
     settings = bench.Settings(rounds, seconds, calls=calls, graph=graph)
     with _bar("case") as step:
-        report = bench.run(bench.cases(shapes, kinds, modes), chosen, settings, step)
+        cases = bench.cases(shapes, kinds, modes, [d.value for d in direction or [Direction.forward]])
+        report = bench.run(cases, chosen, settings, step)
     if report.interrupted:
         err.print("Interrupted: this is what was done.", style="yellow")
     _print_report(report)

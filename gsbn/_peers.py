@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import gsbn
 
+from . import _gradients
 from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
 from ._system import has_gpu, path
 
@@ -49,14 +50,15 @@ class Candidate:
     """One way to compute a case.
 
     ``call`` runs it once and returns its result. ``outputs`` runs it once from fresh running statistics and returns
-    ``(y, running_mean, running_var)`` as arrays of the clock's own kind, or ``(g, None, None)`` for a bare GEMM.
+    ``(y, running_mean, running_var)`` as arrays of the clock's own kind, or ``(g, None, None)`` for a bare GEMM; of a
+    backward or a step, the gradients.
     ``capturable`` says that a CUDA graph of it would run the same kernels; ``wait`` blocks until a result is there.
     """
 
     name: str
     library: str  # cupy, numpy, torch or jax: whose streams and allocator it uses
     call: Callable[[], Any]
-    outputs: Callable[[], tuple[Any, Any, Any]]
+    outputs: Callable[[], tuple[Any, ...]]
     capturable: bool = True
     path: str = ""  # the GEMM that gsbn takes
     wait: Callable[[Any], None] = lambda result: None
@@ -86,6 +88,8 @@ def load(names: list[str]) -> dict[str, Any]:
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
+    if case.direction != "forward":
+        return _gradients.make(name, case, operands, xp)
     if name.startswith("gsbn"):
         return _gsbn(name, case, operands, xp)
     if name.startswith("gemm"):
@@ -171,9 +175,8 @@ def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     return Candidate(name, library.name, run, lambda: (library.give(run()), None, None), capturable=not native)
 
 
-def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """KernelBench's module: ``BatchNorm1d(Linear(x) * scale)``, eager or compiled."""
-    library = _Torch(xp)
+def _scale_batch_norm(library: _Torch, case: Case, operands: Operands) -> Any:
+    """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands."""
     torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
@@ -191,16 +194,25 @@ def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     def parameter(a: Any) -> Any:
         return torch.nn.Parameter(library.take(a), requires_grad=False)
 
+    return GemmScaleBatchNorm().train(case.training)
+
+
+def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """KernelBench's module, eager or compiled."""
+    library = _Torch(xp)
+    module, x = _scale_batch_norm(library, case, operands), library.take(operands.x)
+
     def outputs() -> tuple[Any, Any, Any]:
         for key, a in operands.fresh_statistics(xp).items():
             buffer = getattr(module.bn, key)
             buffer.copy_(library.take(a).reshape(buffer.shape))
         return library.give(run(x)), library.give(module.bn.running_mean), library.give(module.bn.running_var)
 
-    module, x = GemmScaleBatchNorm().train(case.training), library.take(operands.x)
     run = module
     if name != "pytorch":
-        run = torch.compile(module, dynamic=False, mode={"autotune": "max-autotune-no-cudagraphs"}.get(name, "default"))
+        run = library.torch.compile(
+            module, dynamic=False, mode={"autotune": "max-autotune-no-cudagraphs"}.get(name, "default")
+        )
     return Candidate(name, "torch", lambda: run(x), outputs)
 
 

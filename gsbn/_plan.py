@@ -21,12 +21,12 @@ __all__ = [
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
-SAVED_ROWS = 6  # O-vectors that a forward keeps for its backward
+SAVED_ROWS = 7  # O-vectors that a forward keeps for its backward
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
-DG_CTAS = 2
+SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 4  # backward_sums, backward_dg
 ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
 MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -292,7 +292,7 @@ def backward_plan(
         dy = Matrix((n, 1), True)
 
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
     row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
     pitch = _round_up(n, 16 // size)
     coefficients = 0
