@@ -168,6 +168,9 @@ def _autograd(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     if name != "pytorch":
         mode = {"autotune": "max-autotune-no-cudagraphs"}.get(name, "default")
         run = torch.compile(module, dynamic=False, mode=mode)
+    for key, a in operands.fresh_statistics(xp).items():
+        buffer = getattr(module.bn, key)
+        buffer.copy_(library.take(a).reshape(buffer.shape))
     x, dy = library.take(operands.x).requires_grad_(), library.take(draw_dy(xp, operands))
     leaves = [x, module.gemm.weight, module.gemm.bias, module.scale, module.bn.weight, module.bn.bias]
     for parameter in module.parameters():

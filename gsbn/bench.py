@@ -407,8 +407,9 @@ class _CaseRun:
             progress(self.entries.index(entry) / len(self.entries), entry.name)
             operands, truth = data
             entry.candidate = _peers.make(entry.name, case, operands, xp)
-            keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
-            keys = keys if forward else _gradients.FIELDS
+            keys: tuple[str, ...] = _gradients.FIELDS
+            if forward:
+                keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
             got = dict(zip(keys, entry.candidate.outputs(), strict=True))
             judged = {key: truth[key].judge(value, xp) for key, value in got.items() if key in truth}
             # Autograd's gradient of the scale is noise in float32: the matrices tell whether a peer is right.
