@@ -162,6 +162,7 @@ class BackwardPlan(NamedTuple):
     dy: Matrix
     vector_dy: bool
     pitch: int  # of dg
+    across: int  # the pitch of its transpose, which the GEMM of dw then reads; 0 for none
     sums_grid: int
     sums_rows: int
     splits: int
@@ -172,6 +173,7 @@ class BackwardPlan(NamedTuple):
     tickets: int
     tickets_bytes: int
     dg_at: int
+    across_at: int
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -305,7 +307,15 @@ def backward_plan(
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True))
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True))
-    sums_kernel, dg_kernel = backward_kernels(dtype, training=training)
+    dx = _product("dx", of_x, precision, gemm, capturing) if "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None
+    across = 0
+    if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
+        across = _round_up(m, 16 // size)
+        dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
+    across_at = _round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    sums_kernel, dg_kernel = backward_kernels(dtype, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
         dg=dg,
@@ -314,6 +324,7 @@ def backward_plan(
         dy=dy,
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
         pitch=pitch,
+        across=across,
         sums_grid=blocks * splits,
         sums_rows=sums_rows,
         splits=splits,
@@ -324,11 +335,12 @@ def backward_plan(
         tickets=tickets,
         tickets_bytes=tickets_bytes,
         dg_at=dg_at,
-        workspace=dg_at + (m * pitch * size if dg else 0),
+        across_at=across_at,
+        workspace=across_at + n * across * size,
         sums_kernel=sums_kernel,
         dg_kernel=dg_kernel,
-        x=_product("dx", of_x, precision, gemm, capturing) if "x" in needs else None,
-        weight=_product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None,
+        x=dx,
+        weight=dw,
     )
 
 
@@ -346,12 +358,13 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     return Product(p, "tiled", copy, *_tiled(p, name))
 
 
-def backward_kernels(dtype: str, *, training: bool) -> tuple[Kernel, Kernel]:
+def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel]:
     """The variants of backward_sums and backward_dg for a dy of this dtype and what the forward kept."""
     t = C_TYPE[dtype]
     g = "double" if t == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", defines)
+    dg_defines = (*defines, ("ACROSS", "true")) if across else defines
+    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", dg_defines)
 
 
 def gemm_for(

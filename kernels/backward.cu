@@ -21,7 +21,7 @@
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
-// Moves, the minimum for two passes: dy and d twice, dg once; at (16384, 4096) bfloat16 268 MB and 403 MB.
+// Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) bfloat16 268 MB and 403 MB.
 #include "common.cuh"
 
 #ifndef T_TYPE
@@ -39,6 +39,9 @@ using G = G_TYPE;
 
 #ifndef TRAINING
 #define TRAINING true
+#endif
+#ifndef ACROSS
+#define ACROSS false
 #endif
 
 constexpr int VEC = 16 / sizeof(T);
@@ -211,15 +214,21 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 }
 
 // dg (m, n) of T, row pitch ldx, rows on 16 bytes. In inference it needs neither d nor any sum.
+// With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: what cuBLAS wants of TF32.
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
-    backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg) {
+    backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg,
+                T* across) {
+    constexpr int TILE = DG_FLIGHT * WARPS;  // rows of the CTA at once
+    static_assert(!ACROSS || TILE == LANES, "a warp writes a run of the transpose");
+    __shared__ T tile[ACROSS ? COLUMNS : 1][TILE + 1];
+
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
     const long long at = gridDim.x - 1 - static_cast<long long>(blockIdx.x);
-    const long long col = at % blocks * COLUMNS + lane * VEC;
+    const long long col0 = at % blocks * COLUMNS, col = col0 + lane * VEC;
     const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
-    if (col >= p.n) return;
-    const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
+    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
     if (TRAINING) {
@@ -233,20 +242,21 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
         for (int j = 0; j < VEC; ++j)
             if (j < inside) a.at[j] = static_cast<G>(saved[SAVED_A * p.n + col + j]);
     }
-    const auto apply = [&](const Vector<T, VEC>& dy_in, const Vector<D, VEC>& d_in) {
+    const auto apply = [&](const Vector<T, VEC>& dy_in, const Vector<D, VEC>& d_in, int i) {
         Vector<T, VEC> out;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const G u = to_float(dy_in.at[j]);
             const G centred = TRAINING ? fma(-rate.at[j], to_float(d_in.at[j]), (u - mean.at[j]) - mean_low.at[j]) : u;
             from_float(a.at[j] * centred, out.at[j]);
+            if constexpr (ACROSS) tile[slot(lane * VEC + j)][i * WARPS + warp] = out.at[j];
         }
         return out;
     };
 
-    long long row = begin + warp;
-    if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
-        for (; row + (DG_FLIGHT - 1) * WARPS < end; row += DG_FLIGHT * WARPS) {
+    for (long long row0 = begin; row0 < end; row0 += TILE) {
+        const long long row = row0 + warp;
+        if (whole && row0 + TILE <= end) {
             Vector<T, VEC> dy_in[DG_FLIGHT];
             Vector<D, VEC> d_in[DG_FLIGHT] = {};
 #pragma unroll
@@ -256,15 +266,24 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
             }
 #pragma unroll
             for (int i = 0; i < DG_FLIGHT; ++i)
-                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = apply(dy_in[i], d_in[i]);
-        }
-    }
-    for (; row < end; row += WARPS) {
-        Vector<D, VEC> d_in = {};
-        if (TRAINING) d_in = load<D, VEC>(d + row * p.ldg + col, inside);
-        const Vector<T, VEC> out = apply(load_dy<false>(dy + row * p.y_row + col * p.y_col, p.y_col, inside), d_in);
+                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = apply(dy_in[i], d_in[i], i);
+        } else {
+            for (int i = 0; i < DG_FLIGHT && row + i * WARPS < end; ++i) {
+                const long long r = row + i * WARPS;
+                Vector<D, VEC> d_in = {};
+                if (TRAINING) d_in = load<D, VEC>(d + r * p.ldg + col, inside);
+                const Vector<T, VEC> out =
+                    apply(load_dy<false>(dy + r * p.y_row + col * p.y_col, p.y_col, inside), d_in, i);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if (j < inside) dg[row * p.ldx + col + j] = out.at[j];
+                for (int j = 0; j < VEC; ++j)
+                    if (j < inside) dg[r * p.ldx + col + j] = out.at[j];
+            }
+        }
+        if constexpr (ACROSS) {
+            __syncthreads();
+            for (int c = warp; c < COLUMNS && col0 + c < p.n; c += WARPS)
+                if (row0 + lane < end) across[(col0 + c) * p.ldw + row0 + lane] = tile[slot(c)][lane];
+            __syncthreads();
+        }
     }
 }

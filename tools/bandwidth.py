@@ -34,7 +34,7 @@ def median_us(run, before=lambda: None, rounds=30):
 
 
 def kernels(rows, features, dtype):
-    """The launches of one training step but for its GEMMs: (name, run, bytes, what resets its tickets); what they use."""
+    """The launches of a step but for its GEMMs, (name, run, bytes, what resets its tickets), and what they use."""
     x, weight = cp.random.standard_normal((rows, 8)).astype(dtype), cp.ones((features, 8), dtype)
     vectors = {name: cp.ones(features, "f4") for name in ("bias", "gamma", "beta", "running_mean", "running_var")}
     scale, dy = cp.ones(features, "f4"), cp.random.standard_normal((rows, features), dtype="f4").astype(dtype)
