@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["View", "backward_arguments", "fold_arguments", "forward_arguments", "needs", "overlaps", "span"]
+__all__ = [
+    "View",
+    "backward_arguments",
+    "fold_arguments",
+    "forward_arguments",
+    "needs",
+    "overlaps",
+    "prepare_arguments",
+    "span",
+]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS = ("highest", "high")
@@ -96,6 +105,13 @@ def fold_arguments(views: Mapping[str, View | None], *, eps: Any) -> None:
     _matrix("weight", weight)
     _vectors(views, weight.shape[0], weight.dtype, like="weight")
     _eps(eps, positive=False)
+
+
+def prepare_arguments(weight: View, *, precision: Any) -> None:
+    """Raise what `gsbn.prepare` promises to raise."""
+    _floating("weight", weight)
+    _matrix("weight", weight)
+    _name("precision", precision, PRECISIONS)
 
 
 def backward_arguments(dy: View, x: View, features: int) -> None:

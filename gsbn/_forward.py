@@ -8,9 +8,9 @@ import numpy as np
 
 from . import _capture, _check, _kernels, _plan, _tma, reference
 from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_device
-from ._interop import Kind, kind_of, kinds_of
+from ._interop import Kind, Prepared, kind_of, kinds_of
 
-__all__ = ["Saved", "fold", "forward"]
+__all__ = ["Saved", "fold", "forward", "matrix_of"]
 
 ARRAYS = (
     "x",
@@ -99,8 +99,8 @@ def forward(
     x : (B, I) array
         float32, float16, bfloat16 or float64; any strides. CuPy, torch or NumPy arrays, or any DLPack producer; all
         array arguments are of one kind and on one device.
-    weight : (O, I) array
-        x's dtype.
+    weight : (O, I) array or Prepared
+        x's dtype; or what `prepare` made of such an array.
     scale : (O,) array
         x's dtype or float32 (float64 with float64), as every per-feature vector, each independently.
     bias, gamma, beta : (O,) array, optional
@@ -116,12 +116,14 @@ def forward(
     eps : float
         Added to the variance; > 0 in training, >= 0 in inference.
     precision : {"highest", "high"}
-        For float32: "highest" is IEEE float32 products, "high" is TF32 where the GPU and the GEMM have it.
+        For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
+        GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
+        an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
-        "sm90" is the whole forward in one launch on Hopper (float16, bfloat16, TF32; rows of x, weight and y that are
-        multiples of 16 bytes), "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the
-        fastest one that serves. All but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of
-        the same kind.
+        "sm90" is the whole forward in one launch on Hopper, after one that splits float32 operands into limbs. It takes
+        all but float64, and rows of y and, where there are no limbs, of x and weight that are multiples of 16 bytes.
+        "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
+        but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
     out : (B, O) array, optional
         Where y is written: x's dtype and kind, any strides, memory of its own.
     return_saved : bool
@@ -150,25 +152,36 @@ def forward(
     that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
     With `return_saved` the deviations are one B x O array more, in x's dtype; float32 and float64 compute g in it.
-    "sm90" allocates 16 bytes a feature for every tile of rows instead; in training it may hold a tile's deviations from
+    "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
+    prepared, the weight's; in training it may hold a tile's deviations from
     its own means in y, in y's dtype, until the batch's are known. On the CPU all arithmetic is NumPy's in float64, and
     y is rounded once.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
     """
+    prepared = None
+    if isinstance(weight, Prepared):
+        if weight.precision != precision:
+            raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
+        prepared, weight = weight, weight.weight
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved)
     kind = kind_of(x)
     if kind is None:  # a foreign DLPack producer, or no array at all
-        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"))
+        own = ("out",) if prepared is None else ("out", "weight")
+        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
         arrays = tuple(imported.values())
-        return _forward(kind, arrays, options, read_only)
-    return _forward(kind, arrays, options)
+        return _forward(kind, arrays, options, prepared, read_only)
+    return _forward(kind, arrays, options, prepared)
 
 
 def _forward(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str] = frozenset()
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    prepared: Prepared | None,
+    read_only: frozenset[str] = frozenset(),
 ) -> Any:
     if not kind.on_gpu:
         return _forward_cpu(kind, arrays, options, read_only)
@@ -181,8 +194,9 @@ def _forward(
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
+        limbs = prepared is not None and prepared.limbs is not None
         types = (type(options[0]), type(options[2]), type(options[5]))
-        key = (signature, options, types, aligned, capturing, read_only)
+        key = (signature, options, types, aligned, capturing, limbs, read_only)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
@@ -191,7 +205,7 @@ def _forward(
         if views["x"].shape[0] == 0:
             with on_device(device):
                 return _nothing(kind, arrays, options, views["weight"].shape[0])
-        call = _prepare_call(views, options, device, capturing)
+        call = _prepare_call(views, options, device, capturing, prepared)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -199,9 +213,9 @@ def _forward(
     elif call.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
     if cuda().runtime.getDevice() == device:
-        return _launch(call, kind, arrays, pointers, stream, capturing)
+        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
     with on_device(device):
-        return _launch(call, kind, arrays, pointers, stream, capturing)
+        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -251,6 +265,7 @@ class _Call:
         self.spans: list[tuple[int, int, int]] = []
         self.written: list[int] = []
         self.launch_one: Any = None
+        self.launch_split: Any = None
         self.maps: list[tuple[Any, ...]] = []
         self.launch_gemm: Any = None
         self.launch_affine: Any = None
@@ -272,7 +287,9 @@ class _Call:
 _calls: dict[Any, _Call] = {}
 
 
-def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool) -> _Call:
+def _prepare_call(
+    views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool, prepared: Prepared | None
+) -> _Call:
     training, momentum, eps, precision, gemm, return_saved = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
@@ -283,7 +300,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         precision=precision,
         gemm=gemm,
         capturing=capturing,
-        negative_momentum=momentum is not None and momentum < 0,
+        prepared=prepared is not None and prepared.limbs is not None,
         saved=bool(return_saved),
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
@@ -325,6 +342,8 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     with on_device(device):
         if plan.one is not None:
             call.launch_one = _kernels.launcher(plan.one.kernel, device)
+            if plan.one.limbs is not None:
+                call.launch_split = _kernels.launcher(plan.one.limbs.kernel, device)
             call.maps = _map_arguments(plan.one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             return call
         if plan.gemm_kernel is not None:
@@ -350,12 +369,19 @@ def _map_arguments(
 ) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows of a transfer."""
     (m, n, k), width = shape, 128 // itemsize
-    operand = "tf32" if dtype == "float32" else dtype
     store_rows = 32 if itemsize == 4 else min(one.block_m, 64)
+    of_y = (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE)
+    if one.limbs is not None:
+        pitch, rows = one.limbs.pitch, _plan.SM90_BLOCK_N
+        return [
+            (m, k, pitch, "float16", one.block_m, 64, _tma.L2_256B, 3 - one.cluster),
+            (n, k, pitch, "float16", rows, 64, _tma.L2_256B, 2),
+            of_y,
+        ]
     return [
-        (m, k, x.strides[0] * itemsize, operand, one.block_m // one.cluster, width, _tma.L2_256B),
-        (n, k, w.strides[0] * itemsize, operand, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
-        (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE),
+        (m, k, x.strides[0] * itemsize, one.element, one.block_m // one.cluster, width, _tma.L2_256B),
+        (n, k, w.strides[0] * itemsize, one.element, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
+        of_y,
     ]
 
 
@@ -366,7 +392,15 @@ def _vector_code(view: Any) -> int:
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool) -> Any:
+def _launch(
+    call: _Call,
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    pointers: list[int],
+    stream: int,
+    capturing: bool,
+    prepared: Prepared | None,
+) -> Any:
     plan, values = call.plan, call.values
     x, w, y = arrays[0], arrays[1], arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
@@ -389,16 +423,27 @@ def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int
         deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
         g = deviations_at if plan.keep.is_g else g
     if capturing:
-        _capture.keep_alive(stream, (x, w, y, scratch, deviations, vectors))
+        _capture.keep_alive(stream, (x, w, y, scratch, prepared, deviations, vectors))
 
     if plan.one is not None:
         one = plan.one
+        x_exponents = w_exponents = 0
+        if one.limbs is not None:
+            limbs = one.limbs
+            of_x, x_exponents = workspace + limbs.x, workspace + limbs.x_exponents
+            if prepared is None:
+                of_w, w_exponents = workspace + limbs.w, workspace + limbs.w_exponents
+                words: tuple[int, ...] = (x_at, of_x, x_exponents, w_at, of_w, w_exponents)
+            else:
+                _, of_w, w_exponents = prepared.limbs  # type: ignore[misc]
+                words = (x_at, of_x, x_exponents, 0, 0, 0)
+            call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
+            x_at, w_at = of_x, of_w
         maps = [_tma.tensor_map(at, *rest) for at, rest in zip((x_at, w_at, y_at), call.maps, strict=True)]
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
+        words += (count if call.counts else 0, x_exponents, w_exponents)
         values += tuple(at for _, at in maps)
-        call.launch_one(
-            one.clusters * one.cluster, _plan.SM90_THREADS, values, (*words, count if call.counts else 0), stream
-        )
+        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
         return _written(call, kind, arrays, y)
     if call.gemm is None:
         call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
@@ -502,6 +547,8 @@ def fold(
     TypeError, ValueError, RuntimeError
         As `forward`.
     """
+    if isinstance(weight, Prepared):
+        raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")
     given = (weight, scale, running_mean, running_var, bias, gamma, beta)
     kind, arrays, _ = kinds_of(dict(zip(FOLD_ARRAYS, given, strict=True)), FOLD_ARRAYS[:4])
     views = {name: None if array is None else kind.view(array) for name, array in arrays.items()}

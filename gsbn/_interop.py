@@ -14,7 +14,29 @@ import numpy as np
 
 from ._check import View
 
-__all__ = ["Kind", "kind_of", "kinds_of"]
+__all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
+
+
+class Prepared:
+    """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
+
+    `precision` is what it was made for; shape and dtype are the weight's.
+    """
+
+    def __init__(self, weight: Any, precision: str) -> None:
+        self.weight, self.precision = weight, precision  # a copy that nobody else writes
+        self.limbs: tuple[Any, int, int] | None = None  # who owns them, address of the limbs, of the exponents
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.weight.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    def __repr__(self) -> str:
+        return f"gsbn.Prepared(shape={self.shape}, dtype={self.dtype}, precision={self.precision!r})"
 
 
 class Kind:
@@ -70,6 +92,10 @@ class Kind:
     def contiguous(self, array: Any) -> Any:
         raise NotImplementedError
 
+    def copy(self, array: Any) -> Any:
+        """A C-contiguous array of its own memory."""
+        raise NotImplementedError
+
     def written(self, array: Any) -> None:
         """Tell the library that its array was changed in place."""
 
@@ -94,6 +120,9 @@ class _Numpy(Kind):
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
         return array
+
+    def copy(self, array: Any) -> Any:
+        return array.copy(order="C")
 
 
 class _Cupy(Kind):
@@ -144,6 +173,9 @@ class _Cupy(Kind):
 
     def contiguous(self, array: Any) -> Any:
         return self._contiguous(array)
+
+    def copy(self, array: Any) -> Any:
+        return array.copy(order="C")
 
 
 class _Torch(Kind):
@@ -202,6 +234,9 @@ class _Torch(Kind):
         if array.dtype.name == "bfloat16":
             return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_numpy(array)
+
+    def copy(self, array: Any) -> Any:
+        return array.detach().clone(memory_format=self._torch.contiguous_format)
 
     def written(self, array: Any) -> None:
         if not array.is_inference():  # such a tensor has no version counter
@@ -275,12 +310,15 @@ def _learn(type_: type) -> Kind | None:
     return _kinds.get(type_)
 
 
-def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+def kinds_of(
+    arrays: dict[str, Any], required: tuple[str, ...], own: tuple[str, ...] = ("out",)
+) -> tuple[Kind, dict[str, Any], frozenset[str]]:
     """The one kind of all arrays, the arrays themselves, and the names of those that DLPack marks as read-only.
 
-    Foreign DLPack producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is
-    no array or of another kind than the first of `required`, ValueError for one on another device, RuntimeError for a
-    torch tensor that requires grad while grad mode is on.
+    `own` names those that may be of a known kind where the others are foreign: they came from gsbn. Foreign DLPack
+    producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no array or of
+    another kind than the first of `required`, ValueError for one on another device, RuntimeError for a torch tensor
+    that requires grad while grad mode is on.
     """
     like = required[0]
     owner = arrays[like]
@@ -289,7 +327,7 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
             raise TypeError(f"{name}: expected an array, got None")
     kind = kind_of(owner)
     if kind is None:
-        return _import_dlpack(arrays, like)
+        return _import_dlpack(arrays, like, own)
     for name, array in arrays.items():
         if array is None:
             continue
@@ -305,12 +343,14 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
     return kind, arrays, frozenset()
 
 
-def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+def _import_dlpack(
+    arrays: dict[str, Any], like: str, own: tuple[str, ...]
+) -> tuple[Kind, dict[str, Any], frozenset[str]]:
     _reject_device(like, arrays[like])
     imported: dict[str, Any] = {}
     read_only = set()
     for name, array in arrays.items():
-        known = array is None or (name == "out" and kind_of(array) is not None)  # out: of the result's kind
+        known = array is None or (name in own and kind_of(array) is not None)
         if not known and not hasattr(array, "__dlpack__"):
             raise TypeError(
                 f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {_type_name(array)}"

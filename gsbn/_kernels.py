@@ -70,7 +70,9 @@ def _variants() -> Iterator[Kernel]:
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
     for element, mode, block_m in itertools.product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M):
-        yield _plan.forward_sm90(element, mode, block_m)
+        if (element, block_m) != ("limbs", 256):
+            yield _plan.forward_sm90(element, mode, block_m)
+    yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
 
 
 def fold_kernel(t: str) -> Kernel:

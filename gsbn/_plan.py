@@ -15,7 +15,9 @@ __all__ = [
     "backward_plan",
     "forward_sm90",
     "gemm_for",
+    "limbs",
     "plan",
+    "takes_limbs",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -27,10 +29,11 @@ THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 4  # backward_sums, backward_dg
-ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
+ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 SM90_BLOCK_N, SM90_CLUSTER = 128, 2
+SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
 # What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
 STEP_US = {256: 0.70, 128: 0.37, 64: 0.28, 32: 0.25}
 TILE_US = 3.3
@@ -90,10 +93,24 @@ class Kernel(NamedTuple):
     cooperative: bool = False
 
 
+class Limbs(NamedTuple):
+    """float32 operands as two float16 limbs, by split_limbs; offsets into the workspace in bytes."""
+
+    kernel: Kernel
+    grid: int
+    pitch: int  # bytes from row to row
+    x: int
+    w: int
+    x_exponents: int
+    w_exponents: int
+
+
 class OneLaunch(NamedTuple):
     """The whole forward by forward_sm90; offsets and sizes in bytes."""
 
     kernel: Kernel
+    element: str
+    limbs: Limbs | None
     block_m: int
     cluster: int
     clusters: int
@@ -189,21 +206,14 @@ def plan(
     precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
-    negative_momentum: bool = False,
+    prepared: bool = False,
     saved: bool = False,
 ) -> Plan:
-    """Decide a forward call, all sizes at least 1.
+    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(
-        p,
-        precision=precision,
-        gemm=gemm,
-        capturing=capturing,
-        negative_momentum=training and negative_momentum,
-        saved=saved,
-    )
+    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, saved=saved)
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -233,12 +243,12 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
     if chosen == "sm90":
-        one = _one_launch(p, "training" if training else "inference")
+        one = _one_launch(p, "training" if training else "inference", precision, prepared)
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=not _takes(chosen, x, m, k, y_size),
-        copy_w=not _takes(chosen, w, n, k, y_size),
+        copy_x=not _takes(one, chosen, x, m, k, y_size),
+        copy_w=not _takes(one, chosen, w, n, k, y_size),
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -350,7 +360,7 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
     if gemm != "tiled" and obstacle is None:
-        copy = not _takes("cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
+        copy = not _takes(None, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
         return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
     copy = p.w.strides[0] != 1
     if copy:
@@ -367,12 +377,10 @@ def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tup
     return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", dg_defines)
 
 
-def gemm_for(
-    p: Matmul, *, precision: str, gemm: str, capturing: bool, negative_momentum: bool = False, saved: bool = False
-) -> tuple[str, str]:
+def gemm_for(p: Matmul, *, precision: str, gemm: str, capturing: bool, saved: bool = False) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(p, precision, negative_momentum, saved),
+        "sm90": _sm90_obstacle(p, precision, saved),
         "cublas": _cublas_obstacle(p, capturing),
         "tiled": None,
     }
@@ -381,8 +389,11 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["cublas"] is None and _starves_tiles(p):
-        return "cublas", "faster for few rows over a large weight, or few features"
+    if obstacles["cublas"] is None and obstacles["sm90"] is None:
+        if _starves_tiles(p):
+            return "cublas", "faster for few rows over a large weight, or few features"
+        if p.k < 64 and element_for(p.dtype, precision) == "limbs":
+            return "cublas", "more accurate for few input features"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
@@ -401,16 +412,24 @@ def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
     return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
 
 
-def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool, saved: bool) -> str | None:
+def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
+    """Whether forward_sm90 takes operands of this dtype as limbs."""
+    return element_for(dtype, precision) == "limbs" and device.capability == (9, 0) and device.sm90a
+
+
+def element_for(dtype: str, precision: str) -> str:
+    """What forward_sm90 makes of operands of a dtype: one of ELEMENTS."""
+    return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
+
+
+def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y = p
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
         return "it has no float64"
-    if dtype == "float32" and precision == "highest":
-        return 'it has no float32 better than TF32 (precision="high")'
     size = ITEMSIZE[dtype]
-    if k * size % 16:  # what is copied has rows of k elements
+    if k * size % 16 and element_for(dtype, precision) != "limbs":  # what is copied has rows of k elements
         return "rows of x and weight must be multiples of 16 bytes"
     if not y.aligned or y.strides[1] != 1 or y.strides[0] < n or y.strides[0] * size % 16:
         return "rows of y must start on 16 bytes"
@@ -418,20 +437,21 @@ def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool, saved: bo
         return "rows of y must be multiples of 16 bytes"
     if saved:
         return "it keeps no deviations for a backward (return_saved=True)"
-    if negative_momentum:  # the kernel's own sign for the cumulative average
-        return "it takes no negative momentum"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     return None
 
 
-def _one_launch(p: Matmul, mode: str) -> OneLaunch:
+def _one_launch(p: Matmul, mode: str, precision: str, prepared: bool) -> OneLaunch:
     """The tile whose waves are cheapest, by a model fitted to a sweep on an H200."""
     m, n, k, dtype, device, *_ = p
-    steps = _ceil(k * ITEMSIZE[dtype], 128)
+    element = element_for(dtype, precision)
+    steps = _ceil(k, 64) * 3 if element == "limbs" else _ceil(k * ITEMSIZE[dtype], 128)
     limit = device.sms // SM90_CLUSTER
     best: tuple[float, int, int, int] | None = None
     for block_m in BLOCKS_M:
+        if element == "limbs" and block_m == 256:
+            continue  # no room for sums beside its accumulators
         tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * SM90_CLUSTER)
         waves = _ceil(tiles, limit)
         step = STEP_US[block_m] + (0.1 * min(tiles / limit, 1.0) if block_m == 32 else 0.0)  # the smallest crowd L2
@@ -445,24 +465,52 @@ def _one_launch(p: Matmul, mode: str) -> OneLaunch:
     clusters = _ceil(tiles, waves)
     merged = rows * blocks * SM90_BLOCK_N * 16
     roll = merged + blocks * SM90_BLOCK_N * 16
+    workspace = roll + _round_up(8 * (1 + clusters * SM90_CLUSTER), 256)
+    split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
+    if split is not None:
+        workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(dtype, mode, block_m),
+        kernel=forward_sm90(element, mode, block_m),
+        element=element,
+        limbs=split,
         block_m=block_m,
         cluster=SM90_CLUSTER,
         clusters=clusters,
         panel=2 if m > 8192 else 1,
         merged=merged,
         roll=roll,
-        workspace=roll + 8 * (1 + clusters * SM90_CLUSTER),
+        workspace=workspace,
     )
+
+
+def limbs(m: int, n: int, k: int, start: int) -> Limbs:
+    """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
+    pitch = 2 * _round_up(k, 8)
+    w = start + _round_up(2 * m * pitch, 256)
+    x_exponents = w + _round_up(2 * n * pitch, 256)
+    return Limbs(
+        kernel=split_limbs(k),
+        grid=_ceil(m + n, 1 if k > SPLIT_WIDTH else THREADS // 32),
+        pitch=pitch,
+        x=start,
+        w=w,
+        x_exponents=x_exponents,
+        w_exponents=x_exponents + _round_up(4 * m, 256),
+    )
+
+
+def split_limbs(k: int) -> Kernel:
+    """The variant of split_limbs for rows of k elements."""
+    return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
 
 
 def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode and this many rows in a tile."""
-    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m]
-    staging = 64 if element == "float32" else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
+    limbs = 2 if element == "limbs" else 1
+    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
+    staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
-    shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
+    shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines["CLUSTER"] = SM90_CLUSTER
     return Kernel(
@@ -475,10 +523,10 @@ def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
     )
 
 
-def _takes(gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
+def _takes(one: OneLaunch | None, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
     """Whether the GEMM reads these strides as they are."""
     row, col = operand.strides
-    if gemm == "tiled":
+    if gemm == "tiled" or (one is not None and one.limbs is not None):
         return col == 1
     if gemm == "sm90":
         return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0
