@@ -64,7 +64,7 @@ def _(x, weight, scale, bias, gamma, beta, mean, var, count, training, momentum,
     pad = 16 // x.dtype.itemsize
     shape = (0, features) if x.device.type == "cpu" else (rows, (features + pad - 1) // pad * pad)
     y, deviations = x.new_empty(rows, features), x.new_empty(shape, dtype=kept)
-    return y, deviations, x.new_empty(6, features, dtype=torch.float64)
+    return y, deviations, x.new_empty(7, features, dtype=torch.float64)
 
 
 @torch.library.custom_op("gsbn::backward", mutates_args=())

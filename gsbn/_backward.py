@@ -62,9 +62,10 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
     Notes
     -----
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
-    did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype, O(O) scratch, and
-    copies of operands whose strides the kernels cannot take. S and D are float32 sums of 16 rows, merged in float64 in
-    a fixed order. On the CPU all arithmetic is NumPy's in float64, g included, and each gradient is rounded once.
+    did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
+    as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
+    in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
+    fixed order. On the CPU all arithmetic is NumPy's in float64, g included, and each gradient is rounded once.
     """
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
     kind = kind_of(dy)
@@ -156,7 +157,9 @@ def _prepare_call(
         gemm=saved.gemm,
         capturing=capturing,
     )
-    fields = dict(ldx=plan.pitch, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits)
+    fields = dict(
+        ldx=plan.pitch, ldw=plan.across, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits
+    )
     fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows, affine=plan.coefficients)
     fields |= dict(partials=plan.partials, tickets=plan.tickets, flags=_kernels.FLAGS["vector_y"] * plan.vector_dy)
     fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
@@ -228,15 +231,17 @@ def _launch(
     elif at[2]:  # in training, and nothing but zeros is wanted
         cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
     if plan.dg:
-        words = (dy_at, d_at, saved_at, workspace, dg_at)
+        words = (dy_at, d_at, saved_at, workspace, dg_at, workspace + plan.across_at)
         call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
     for product, how in call.products:
-        other, result = (w_at, at[0]) if product is plan.x else (x_at, at[1])
+        operands = (dg_at, w_at, at[0])
+        if product is plan.weight:
+            operands = (workspace + plan.across_at if plan.across else dg_at, x_at, at[1])
         if product.kernel is None:
-            gemm_ex(how, stream, dg_at, other, result)
+            gemm_ex(how, stream, *operands)
         else:
             launch, problem = how
-            launch(product.grid, product.block, (problem.ctypes.data,), (dg_at, other, result), stream)
+            launch(product.grid, product.block, (problem.ctypes.data,), operands, stream)
     return Gradients(*made)
 
 
@@ -246,7 +251,7 @@ def _launch(
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
     x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
     vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
-    scale, bias, gamma, running_mean, running_var, eps = vectors
+    scale, bias, gamma, running_mean, running_var, eps, _ = vectors
     found = reference.backward(
         kind.numpy(dy), x, weight, scale, bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var,
         training=saved.training, eps=float(eps[0]), needs=needs,

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from . import _peers, _publish, _selfcheck, _system, bench
 from ._accuracy import FAMILIES
+from ._gradients import DIRECTIONS
 from .bench import DTYPES, PRESETS, Case, Report, Result
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 Kind = Enum("Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 Family = Enum("Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
 Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+Direction = Enum("Direction", {name: name for name in DIRECTIONS}, type=str)  # type: ignore[misc]
 Mode = Enum("Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
 
 
@@ -93,6 +95,7 @@ def check(
         print(json.dumps(content | {"checks": [_finite(c.row()) for c in checks]}, indent=1))
     else:
         out.print(_check_table(checks))
+        out.print(_gradient_table(checks))
         out.print(_selfcheck.DERIVATION, style="dim", highlight=False, markup=False)
         for c in failed:
             what = f"{c.share:.3g} of the bound" if math.isfinite(c.share) else c.failure
@@ -109,6 +112,7 @@ def bench_command(
     preset: Annotated[Preset | None, typer.Option(help="Shapes; kernelbench, or small without a GPU.")] = None,
     dtype: Annotated[list[Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[Mode, typer.Option()] = "training",  # type: ignore[assignment]
+    direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(_peers.NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 120,
@@ -145,7 +149,8 @@ def bench_command(
     chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
     settings = bench.Settings(rounds, seconds, settle, calls=calls, graph=graph)
     with _bar("case") as step:
-        report = bench.run(bench.cases(shapes, kinds, modes), chosen, settings, step)
+        cases = bench.cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
+        report = bench.run(cases, chosen, settings, step)
     if report.interrupted:
         err.print("Interrupted: this is what was done.", style="yellow")
     _print_report(report)
@@ -234,6 +239,28 @@ def _check_table(checks: list[_selfcheck.Check]) -> Table:
         cells += [_error(ours, "running_mean"), _error(ours, "running_var")]
         cells += [_error(found.get((name, True))) for name in ("pytorch", "sgemm")]
         table.add_row(family, *cells, verdict)
+    return table
+
+
+def _gradient_table(checks: list[_selfcheck.Check]) -> Table:
+    """Of every gradient but the bias', which is exactly zero, and autograd's where the two differ."""
+    names = ("x", "weight", "scale", "gamma", "beta")
+    columns = ("", *(f"d{name}" for name in names), "PyTorch dx", "dscale")
+    table = _table(*columns, title="Gradients in training: norm-wise errors", gap=0)
+    found = {(c.kind, c.family, c.candidate): c for c in checks if c.training}
+    heading = ""
+    for kind, family in dict.fromkeys((c.kind, c.family) for c in checks):
+        if kind != heading:
+            table.add_row(f"[bold]{kind}", *[""] * (len(columns) - 1))
+            heading = kind
+
+        def cell(candidate: str, name: str, kind: str = kind, family: str = family) -> str:
+            check = found.get((kind, family, candidate))
+            judged = check.gradients.get(name) if check else None
+            return "–" if judged is None else f"{judged.norm_error:.1e}" if judged.norm_error else "0"
+
+        ours, theirs = [cell("gsbn", name) for name in names], [cell("pytorch", name) for name in ("x", "scale")]
+        table.add_row(family, *ours, *theirs)
     return table
 
 

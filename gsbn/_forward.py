@@ -42,7 +42,7 @@ class Saved(NamedTuple):
         In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
         deviation, so that none overflows or vanishes; in inference g in float32 (float64 for float64). Rows are padded
         to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
-    vectors : (6, O) array
+    vectors : (7, O) array
         Per-feature constants in float64.
     training : bool
     precision, gemm : str

@@ -63,6 +63,8 @@ def _variants() -> Iterator[Kernel]:
         yield fold_kernel(t)
     for dtype, training in itertools.product(_plan.C_TYPE, (True, False)):
         yield from _plan.backward_kernels(dtype, training=training)
+        if dtype == "float32":
+            yield _plan.backward_kernels(dtype, training=training, across=True)[1]
     for dtype, keeps in itertools.product(_plan.C_TYPE, (False, True)):
         yield _plan.normalize(dtype, keeps=keeps)
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):

@@ -18,7 +18,7 @@ import numpy as np
 
 import gsbn
 
-from . import _forward, _kernels, _plan, _tma
+from . import _forward, _gradients, _kernels, _plan, _tma
 from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
 from ._system import has_gpu, path
 
@@ -65,14 +65,15 @@ class Candidate:
     """One way to compute a case.
 
     ``call`` runs it once and returns its result. ``outputs`` runs it once from fresh running statistics and returns
-    ``(y, running_mean, running_var)`` as arrays of the clock's own kind, or ``(g, None, None)`` for a bare GEMM.
+    ``(y, running_mean, running_var)`` as arrays of the clock's own kind, or ``(g, None, None)`` for a bare GEMM; of a
+    backward or a step, the gradients.
     ``capturable`` says that a CUDA graph of it would run the same kernels; ``wait`` blocks until a result is there.
     """
 
     name: str
     library: str  # cupy, numpy, torch or jax: whose streams and allocator it uses
     call: Callable[[], Any]
-    outputs: Callable[[], tuple[Any, Any, Any]]
+    outputs: Callable[[], tuple[Any, ...]]
     capturable: bool = True
     path: str = ""  # the GEMM that gsbn takes
     wait: Callable[[Any], None] = lambda result: None
@@ -107,6 +108,8 @@ def load(names: list[str]) -> dict[str, Any]:
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
+    if case.direction != "forward":
+        return _gradients.make(name, case, operands, xp)
     if name == "gsbn-gemm":
         return _own_gemm(case, operands, xp)
     if name == "addmm":
@@ -224,7 +227,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     boxes = _forward.map_arguments(one, shape, case.dtype, itemsize, *at)
     maps = [_tma.tensor_map(a.data.ptr, *box) for a, box in zip((x, weight, g), boxes, strict=True)]
     values = (problem.ctypes.data, *(address for _, address in maps))
-    words = (g.data.ptr, *[0] * 10)  # neither workspace nor vectors
+    words = (g.data.ptr, *[0] * 12)  # neither workspace nor vectors
 
     def call() -> Any:
         grid, stream = one.clusters * one.cluster, xp.cuda.get_current_stream().ptr
@@ -249,9 +252,8 @@ def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
     return Candidate("addmm", "torch", call, lambda: (library.give(call()), None, None))
 
 
-def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """KernelBench's module: ``BatchNorm1d(Linear(x) * scale)``, eager or compiled."""
-    library = _Torch(xp)
+def _scale_batch_norm(library: _Torch, case: Case, operands: Operands) -> Any:
+    """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands."""
     torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
@@ -269,16 +271,25 @@ def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     def parameter(a: Any) -> Any:
         return torch.nn.Parameter(library.take(a), requires_grad=False)
 
+    return GemmScaleBatchNorm().train(case.training)
+
+
+def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """KernelBench's module, eager or compiled."""
+    library = _Torch(xp)
+    module, x = _scale_batch_norm(library, case, operands), library.take(operands.x)
+
     def outputs() -> tuple[Any, Any, Any]:
         for key, a in operands.fresh_statistics(xp).items():
             buffer = getattr(module.bn, key)
             buffer.copy_(library.take(a).reshape(buffer.shape))
         return library.give(run(x)), library.give(module.bn.running_mean), library.give(module.bn.running_var)
 
-    module, x = GemmScaleBatchNorm().train(case.training), library.take(operands.x)
     run = module
     if name != "pytorch":
-        run = torch.compile(module, dynamic=False, mode={"autotune": "max-autotune-no-cudagraphs"}.get(name, "default"))
+        run = library.torch.compile(
+            module, dynamic=False, mode={"autotune": "max-autotune-no-cudagraphs"}.get(name, "default")
+        )
     return Candidate(name, "torch", lambda: run(x), outputs)
 
 

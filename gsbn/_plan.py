@@ -26,12 +26,12 @@ __all__ = [
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
-SAVED_ROWS = 6  # O-vectors that a forward keeps for its backward
+SAVED_ROWS = 7  # O-vectors that a forward keeps for its backward
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
-DG_CTAS = 2
+SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 4  # backward_sums, backward_dg
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan takes "gemm", the bench measures it
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -199,6 +199,7 @@ class BackwardPlan(NamedTuple):
     dy: Matrix
     vector_dy: bool
     pitch: int  # of dg
+    across: int  # the pitch of its transpose, which the GEMM of dw then reads; 0 for none
     sums_grid: int
     sums_rows: int
     splits: int
@@ -209,6 +210,7 @@ class BackwardPlan(NamedTuple):
     tickets: int
     tickets_bytes: int
     dg_at: int
+    across_at: int
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -324,7 +326,7 @@ def backward_plan(
         dy = Matrix((n, 1), True)
 
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
     row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
     pitch = _round_up(n, 16 // size)
     coefficients = 0
@@ -337,7 +339,15 @@ def backward_plan(
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True))
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True))
-    sums_kernel, dg_kernel = backward_kernels(dtype, training=training)
+    dx = _product("dx", of_x, precision, gemm, capturing) if "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None
+    across = 0
+    if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
+        across = _round_up(m, 16 // size)
+        dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
+    across_at = _round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    sums_kernel, dg_kernel = backward_kernels(dtype, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
         dg=dg,
@@ -346,6 +356,7 @@ def backward_plan(
         dy=dy,
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
         pitch=pitch,
+        across=across,
         sums_grid=blocks * splits,
         sums_rows=sums_rows,
         splits=splits,
@@ -356,11 +367,12 @@ def backward_plan(
         tickets=tickets,
         tickets_bytes=tickets_bytes,
         dg_at=dg_at,
-        workspace=dg_at + (m * pitch * size if dg else 0),
+        across_at=across_at,
+        workspace=across_at + n * across * size,
         sums_kernel=sums_kernel,
         dg_kernel=dg_kernel,
-        x=_product("dx", of_x, precision, gemm, capturing) if "x" in needs else None,
-        weight=_product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None,
+        x=dx,
+        weight=dw,
     )
 
 
@@ -378,12 +390,13 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     return Product(p, "tiled", copy, *_tiled(p, name))
 
 
-def backward_kernels(dtype: str, *, training: bool) -> tuple[Kernel, Kernel]:
+def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel]:
     """The variants of backward_sums and backward_dg for a dy of this dtype and what the forward kept."""
     t = C_TYPE[dtype]
     g = "double" if t == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", defines)
+    dg_defines = (*defines, ("ACROSS", "true")) if across else defines
+    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", dg_defines)
 
 
 def gemm_for(

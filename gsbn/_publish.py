@@ -70,7 +70,9 @@ def markdown(report: Report) -> str:
         compiled = min(
             (r for n in ("compile", "autotune") if (r := results.get(n)) and r.device), key=_seconds, default=None
         )
-        cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + ("" if case.training else ", inference")]
+        direction = "" if case.direction == "forward" else f", {case.direction}"
+        mode = "" if case.training else ", inference"
+        cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode + direction]
         cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(compiled), _ms(results.get("jax"))]
         cells += [f"**{_ms(gsbn)}**"]
         timed = gsbn is not None and gsbn.device is not None

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from . import _peers
+from . import _gradients, _peers
 from ._accuracy import FAMILIES, Judgement, Operands, expected, make_operands
 from ._system import has_gpu
 from ._timing import no_grad
 from .bench import DTYPES, Case
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
+NO_BACKWARD = ("gsbn-sm90",)
 DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
     "rounding of the result. It holds for any order of summation; step by step in the docstring of gsbn._accuracy. "
+    "The gradients' bounds go on from there, in gsbn._gradients. "
     "infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the float32 GEMM rounded. "
     "bound: the largest share of it that any element of gsbn's results uses."
 )
@@ -37,12 +39,14 @@ class Check:
     y: Judgement | None = None  # y and the statistics against truth and bound
     running_mean: Judgement | None = None
     running_var: Judgement | None = None
+    gradients: dict[str, Judgement] = field(default_factory=dict)  # by the fields of gsbn.Gradients
     failure: str = ""
 
     @property
     def share(self) -> float:
         """The largest part of its bound that any element of any result uses."""
-        return max((j.share for j in (self.y, self.running_mean, self.running_var) if j), default=float("inf"))
+        judged = (self.y, self.running_mean, self.running_var, *self.gradients.values())
+        return max((j.share for j in judged if j), default=float("inf"))
 
     @property
     def passed(self) -> bool:
@@ -87,6 +91,9 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     except ImportError as error:
         return [Check(case.kind, family, case.training, "gsbn", failure=str(error))]
     truth = expected(np, truth_of, case.precision, case.training)
+    dy = _gradients.draw_dy(xp, _on(xp, truth_of))
+    true_gradients = _gradients.expected(np, truth_of, _host(dy), case.precision, case.training)
+    backward = dataclasses.replace(case, direction="backward")
     operands = _on(xp, truth_of)
     checks = []
     with _peers.float32_precision(case.precision), no_grad():
@@ -96,7 +103,12 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
                 keys = ("y", "running_mean", "running_var")
                 got = {key: _host(a) for key, a in zip(keys, outputs, strict=True)}
                 y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
-                checks.append(Check(case.kind, family, case.training, name, y, mean, var))
+                judged = {}
+                if name not in NO_BACKWARD:
+                    gradients = _peers.make(name, backward, operands, xp).outputs()
+                    for key, a in zip(_gradients.FIELDS, gradients, strict=True):
+                        judged[key] = true_gradients[key].judge(_host(a), np)
+                checks.append(Check(case.kind, family, case.training, name, y, mean, var, judged))
             except _peers.Unavailable:
                 continue
             except Exception as error:  # one candidate's failure is a row of the table

@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import _peers
+from . import _gradients, _peers
 from ._accuracy import expected, make_operands
 from ._peers import Candidate, Unavailable
 from ._system import environment, has_gpu
@@ -59,7 +59,10 @@ PRESETS: dict[str, list[tuple[int, int, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One forward: x (batch, in_features), weight (out_features, in_features), every vector and statistic given."""
+    """One forward: x (batch, in_features), weight (out_features, in_features), every vector and statistic given.
+
+    ``direction`` "backward" is that of such a forward, all six gradients; "step" is both.
+    """
 
     batch: int
     in_features: int
@@ -67,6 +70,7 @@ class Case:
     dtype: str = "float32"
     precision: str = "highest"
     training: bool = True
+    direction: str = "forward"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -79,16 +83,24 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"{self.shape} {self.kind} {'training' if self.training else 'inference'}"
+        direction = "" if self.direction == "forward" else f", {self.direction}"
+        return f"{self.shape} {self.kind} {'training' if self.training else 'inference'}{direction}"
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * self.in_features * self.out_features
+        gemms = {"forward": 1, "backward": 2, "step": 3}[self.direction]
+        return gemms * 2 * self.batch * self.in_features * self.out_features
 
     @property
     def least_bytes(self) -> int:
-        """x, weight, vectors and running statistics read once; y, and in training the statistics, written once."""
+        """x, weight, vectors and running statistics read once; y, and in training the statistics, written once.
+
+        In a backward x, weight, dy and what the forward kept are read, and the gradients written; in a step y is
+        written besides and nothing need be kept.
+        """
         b, i, o = self.shape
+        if self.direction != "forward":
+            return (2 * (b * i + o * i) + 2 * b * o + 12 * o) * ITEMSIZE[self.dtype]
         return (b * i + o * i + b * o + (8 if self.training else 6) * o) * ITEMSIZE[self.dtype]
 
 
@@ -218,11 +230,13 @@ def cases(
     shapes: str | Iterable[tuple[int, int, int]] = "kernelbench",
     dtypes: Iterable[str] = ("float32", "tf32", "bfloat16", "float16"),
     training: Iterable[bool] = (True,),
+    directions: Iterable[str] = ("forward",),
 ) -> list[Case]:
-    """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``) and modes."""
+    """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``), modes and
+    directions (among "forward", "backward" and "step")."""
     chosen = PRESETS[shapes] if isinstance(shapes, str) else list(shapes)
-    modes = list(training)
-    return [Case(*shape, *DTYPES[name], mode) for shape in chosen for name in dtypes for mode in modes]
+    rest = list(itertools.product(dtypes, training, directions))
+    return [Case(*shape, *DTYPES[name], mode, way) for shape in chosen for name, mode, way in rest]
 
 
 def run(
@@ -391,22 +405,29 @@ class _CaseRun:
 
     def _check(self, progress: Callable[[float, str], None]) -> None:
         """Make every candidate and hold its first result to float64: gsbn to its bound, a peer to its tolerance."""
-        case, xp = self.case, self.clock.xp
+        case, xp, forward = self.case, self.clock.xp, self.case.direction == "forward"
         data: list[Any] = []
 
         def draw(entry: _Entry) -> None:
             if not data:
                 operands = make_operands(xp, *case.shape, case.dtype, seed=self.settings.seed)
-                data.extend((operands, expected(xp, operands, case.precision, case.training)))
+                if forward:
+                    data.extend((operands, expected(xp, operands, case.precision, case.training)))
+                else:
+                    dy = _gradients.draw_dy(xp, operands)
+                    data.extend((operands, _gradients.expected(xp, operands, dy, case.precision, case.training)))
 
         def check(entry: _Entry) -> None:
             progress(self.entries.index(entry) / len(self.entries), entry.name)
             operands, truth = data
             entry.candidate = _peers.make(entry.name, case, operands, xp)
-            keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
+            keys: tuple[str, ...] = _gradients.FIELDS
+            if forward:
+                keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
             got = dict(zip(keys, entry.candidate.outputs(), strict=True))
             judged = {key: truth[key].judge(value, xp) for key, value in got.items() if key in truth}
-            entry.error = judged[keys[0]].norm_error
+            # Autograd's gradient of the scale is noise in float32: the matrices tell whether a peer is right.
+            entry.error = max(judged[key].norm_error for key in keys[: 1 if forward else 2])
             if entry.name.startswith("gsbn") and (bad := [key for key, j in judged.items() if not j.passed]):
                 raise ValueError(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
             if not entry.error <= PEER_TOLERANCE[case.kind]:
@@ -422,7 +443,8 @@ class _CaseRun:
         entry.once = min(trial(), trial())
 
     def _prepare(self, entry: _Entry) -> None:
-        result = self.case.batch * self.case.out_features * ITEMSIZE[self.case.dtype]
+        b, i, o = self.case.shape
+        result = (b * o if self.case.direction == "forward" else b * i + o * i) * ITEMSIZE[self.case.dtype]
         peak = self.clock.extra_memory(entry.candidate)
         entry.extra_bytes = None if peak is None else max(0, peak - result)
         entry.trial, entry.method = self.clock.trial(entry.candidate, self.calls)

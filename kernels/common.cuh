@@ -110,16 +110,17 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
 // the rounding of m alone would be the largest error in y.
 enum : int { AFFINE_SLOPE = 0, AFFINE_M = 1, AFFINE_M_LOW = 2, AFFINE_A = 3, AFFINE_BETA = 4, AFFINE_ROWS = 5 };
 
-// What a forward keeps for its backward, O-vectors in float64; SAVED_RATE on are of either mode. See backward.cu.
+// What a forward keeps for its backward, O-vectors in float64; SAVED_RATE on are of one mode. See backward.cu.
 enum : int {
-    SAVED_A = 0,        // gamma s r
-    SAVED_SCALE_E = 1,  // what E is multiplied by to make dscale
-    SAVED_GAMMA_E = 2,  // and dgamma
-    SAVED_RATE = 3,     // training: s^2 r^2 unit^2
-    SAVED_UNIT = 4,     // training: what the deviations are in units of
-    SAVED_SCALE_S = 3,  // inference: what S is multiplied by to make dscale
-    SAVED_GAMMA_S = 4,  // and dgamma
-    SAVED_CENTRE = 5,   // inference: what is subtracted from g
+    SAVED_A = 0,       // gamma s r
+    SAVED_SCALE = 1,   // training: gamma eps r^3 unit; inference: gamma r
+    SAVED_GAMMA = 2,   // training: s r unit; inference: r
+    SAVED_RATE = 3,    // training: s^2 r^2 unit^2
+    SAVED_UNIT = 4,    // training: what the deviations are in units of
+    SAVED_CENTRE = 3,  // inference: what is subtracted from g
+    SAVED_BIASED = 4,  // inference: centre + b
+    SAVED_Z = 5,       // inference: s (centre + b) - running_mean
+    SAVED_S = 6,       // inference: s
 };
 
 template <typename G>

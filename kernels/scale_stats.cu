@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     if (saved != nullptr) {
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
         saved[SAVED_A * p.n + c] = a;
-        saved[SAVED_SCALE_E * p.n + c] = gamma_of * p.eps * r * r * r * unit;
-        saved[SAVED_GAMMA_E * p.n + c] = s * r * unit;
+        saved[SAVED_SCALE * p.n + c] = gamma_of * p.eps * r * r * r * unit;
+        saved[SAVED_GAMMA * p.n + c] = s * r * unit;
         saved[SAVED_RATE * p.n + c] = s * r * unit * (s * r * unit);
         saved[SAVED_UNIT * p.n + c] = unit;
     }
@@ -168,6 +168,15 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
         store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
     }
+}
+
+// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean, if
+// that lies among the first rows; else the first of them, which is no further from the others than they are.
+__device__ inline double centre_near(double middle, const G* g, const Problem& p) {
+    const double first = isfinite(*g) ? *g : 0.0;
+    double spread = 0.0;
+    for (long long i = 1; i < min(p.m, 8LL); ++i) spread = fmax(spread, fabs(g[i * p.ldg] - first));
+    return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
 }
 
 // running_affine: the same constants from the running statistics, for inference; a thread has one column.
@@ -185,13 +194,13 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
     store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r, beta_at.or_else(0.0));
     if (saved != nullptr) {
-        const double centre =
-            isfinite(g[c]) ? g[c] : 0.0;  // of the first row: no further from the others than they are
+        const double centre = centre_near(mean / s - b, g + c, p);
         saved[SAVED_A * p.n + c] = gamma_r * s;
-        saved[SAVED_SCALE_E * p.n + c] = gamma_r;
-        saved[SAVED_GAMMA_E * p.n + c] = r * s;
-        saved[SAVED_SCALE_S * p.n + c] = gamma_r * (centre + b);
-        saved[SAVED_GAMMA_S * p.n + c] = r * (s * (centre + b) - mean);
+        saved[SAVED_SCALE * p.n + c] = gamma_r;
+        saved[SAVED_GAMMA * p.n + c] = r;
         saved[SAVED_CENTRE * p.n + c] = centre;
+        saved[SAVED_BIASED * p.n + c] = centre + b;
+        saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
+        saved[SAVED_S * p.n + c] = s;
     }
 }

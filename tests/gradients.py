@@ -10,9 +10,10 @@ smallest step counts), so that the backward reads a deviation within δ = D + ū
 - dg = a (dy − S/B − q d) with q = s² r² D/B: Δq ≤ s² (ř² ΔD + (ř² − r̬²) |D|) / B; what is in brackets errs by
   κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|),
   then by its own rounding.
-- In inference d is g less a first row that cancels out again, δ = 2 E + 2 u |d|, and r is exact:
-  |Δdγ| ≤ r |s| ΔD + |r s (g₀ + b) − r running_mean| ΔS, |Δds| ≤ |γ r| (ΔD + |g₀ + b| ΔS), |Δdb| ≤ |a| ΔS,
-  |Δdg| ≤ (4 u + ū) |dg|. The two terms of the sums are added in float64: 8 · 2⁻⁵³ |S| times what S is multiplied by.
+- In inference d is g less a centre c that cancels out again, at most 4 w from the first row g₀, where w = max |gᵢ − g₀|
+  over the first eight: |d| ≤ |g − g₀| + 4 w, δ = 2 E + 2 u |d|, and r is exact:
+  |Δdγ| ≤ r (|s| ΔD + (|s (g₀ + b) − running_mean| + 4 |s| w) ΔS), |Δds| ≤ |γ r| (ΔD + (|g₀ + b| + 4 w) ΔS),
+  |Δdb| ≤ |a| ΔS, |Δdg| ≤ (4 u + ū) |dg|. Both terms are added in float64: 8 · 2⁻⁵³ of their sizes.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
 """
 
@@ -139,16 +140,17 @@ def gradient_bounds(
         }
     else:
         mean, r = vector("running_mean", 0), 1 / np.sqrt(vector("running_var", 1) + eps)
-        d = g - g[0]
-        delta = 2 * E.max(0) + 2 * u * np.abs(d)
+        reach = 4 * np.abs(g[:8] - g[0]).max(0) + 8 * E[:8].max(0)
+        d = np.abs(g - g[0]) + reach
+        delta = 2 * E.max(0) + 2 * u * d
         dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
-        a, first = np.abs(gamma * s * r), np.abs(g[0] + b) + E[0]
-        merge = 8 * 2.0**-53 * np.abs(sums)
+        a, first = np.abs(gamma * s * r), np.abs(g[0] + b) + E[0] + reach
+        merge = 8 * 2.0**-53 * np.abs(dy).sum(0)
         dg, of_dg = gamma * s * r * dy, 4 * u * np.abs(gamma * s * r * dy)
         errors = {
             "bias": a * dS,
             "scale": abs_gamma * r * (dD + first * dS + first * merge),
-            "gamma": r * (abs_s * dD + (np.abs(s * (g[0] + b) - mean) + abs_s * E[0]) * dS),
+            "gamma": r * (abs_s * dD + (np.abs(s * (g[0] + b) - mean) + abs_s * (E[0] + reach)) * dS),
         }
         errors["gamma"] += r * (abs_s * first + np.abs(mean)) * merge
     of_dg = of_dg + (short if dtype.itemsize == 2 else u) * (np.abs(dg) + of_dg) + tiny

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import _accuracy, _peers, _publish, _system, bench, reference
+from gsbn import _accuracy, _gradients, _peers, _publish, _system, bench, reference
 from gsbn._timing import Clock, GpuClock, balanced_order, median_interval, settle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,6 +242,35 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
     assert not truth.judge(y, np).passed
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", _accuracy.FAMILIES)
+def test_the_true_gradients_are_the_reference(family: str, training: bool) -> None:
+    """As closely as float64 agrees with float64: to 1e-9 of the largest, and within the bound for float64 operands."""
+    o = _accuracy.make_operands(np, 33, 40, 21, "float64", family)
+    dy = _gradients.draw_dy(np, o)
+    got = _gradients.expected(np, o, dy, "highest", training)
+    vectors = {"bias": o.affine["bias"], "gamma": o.affine["gamma"]}
+    statistics = {"running_mean": o.running_mean, "running_var": o.running_var}
+    want = reference.backward(dy, o.x, o.weight, o.scale, **vectors, **statistics, training=training)._asdict()
+    for name, gradient in want.items():
+        assert got[name].judge(gradient, np).passed, name
+        if family == "normal":
+            np.testing.assert_allclose(
+                gradient, got[name].value.astype(float), rtol=0, atol=1e-9 * np.abs(gradient).max()
+            )
+
+
+@pytest.mark.parametrize("field", _gradients.FIELDS)
+def test_one_wrong_gradient_is_seen(field: str) -> None:
+    o = _accuracy.make_operands(np, 64, 48, 20, "float32")
+    dy = _gradients.draw_dy(np, o)
+    truth = _gradients.expected(np, o, dy, "highest", True)[field]
+    gradient = truth.value.astype(np.float32)
+    assert truth.judge(gradient, np).passed
+    gradient.flat[7] = gradient.flat[7] * np.float32(1.01) + np.float32(1e-3)
+    assert not truth.judge(gradient, np).passed
+
+
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +295,27 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     with (tmp_path / "r.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["candidate"] for row in rows] == [row["candidate"] for row in saved["results"]]
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("direction", ["backward", "step"])
+def test_a_run_of_gradients_on_the_cpu(direction: str) -> None:
+    pytest.importorskip("torch")
+    cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], [True, False], [direction])
+    assert all(case.flops == {"backward": 2, "step": 3}[direction] * TINY.flops for case in cases)
+    assert all(direction in case.title for case in cases)
+    report = bench.run(cases, ["gsbn", "gsbn-torch", "pytorch", "gemm-numpy"], QUICK)
+    for results in report.by_case().values():
+        assert {name for name, r in results.items() if r.device} == {"gsbn", "gsbn-torch", "pytorch"}
+        assert "backward" in results["gemm-numpy"].failure
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = gsbn.backward
+    monkeypatch.setattr(gsbn, "backward", lambda *args: (g := honest(*args))._replace(scale=g.scale * np.float32(1.01)))
+    (result,) = bench.run([dataclasses.replace(TINY, direction="backward")], ["gsbn"], QUICK).results
+    assert "wrong result: scale uses" in result.failure
 
 
 @pytest.mark.usefixtures("cpu")

@@ -87,6 +87,7 @@ def test_check_passes_here_and_shows_the_bound() -> None:
     assert told["passed"]
     assert {(c["kind"], c["family"]) for c in told["checks"]} == {("float16", "mean 1e4")}
     assert {"max_error", "norm_error", "share"} == set(told["checks"][0]["y"])
+    assert {"x", "weight", "bias", "scale", "gamma", "beta"} == set(told["checks"][0]["gradients"])
 
 
 def test_check_fails_where_gsbn_is_out_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,10 +174,14 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool)
     capturing=st.booleans(),
     needs=st.sets(st.sampled_from(FIELDS)),
     gemm=st.sampled_from(["auto", "cublas", "tiled"]),
+    precision=st.sampled_from(["highest", "high"]),
 )
-def test_a_backward_fits(p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str) -> None:
+def test_a_backward_fits(
+    p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str, precision: str
+) -> None:
     ldd = plan(p, training=training, saved=True).ldg
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "ldd": ldd, "capturing": capturing}
+    options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
     if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
@@ -201,7 +205,10 @@ def test_a_backward_fits(p: Matmul, training: bool, capturing: bool, needs: set[
     if decided.splits > 1:
         assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
     assert decided.tickets + decided.tickets_bytes <= decided.dg_at
-    assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.workspace
+    assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
+    assert decided.across_at + p.n * decided.across * size <= decided.workspace
+    if decided.across:
+        assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
     assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
     if decided.vector_dy:
         assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
