@@ -48,8 +48,9 @@ CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
 LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 32 features, by one warp; of a later tile
 PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
 TRIP_US = 2.2  # and of more rows
-SPLIT_US, SPLIT_RATE = 4.5, 3.6  # float32 to limbs
-CUBLAS_FLOPS = {"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 51e6}  # FLOP/us; for limbs, IEEE float32
+SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
+CUBLAS_FLOPS = {"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 53e6}  # FLOP/us; for limbs, IEEE float32
+IEEE_CALL_US = 6.1  # more than a GEMM on tensor cores
 CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
@@ -421,8 +422,8 @@ def gemm_for(
         return gemm, "asked for"
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
-        if element == "limbs" and p.k < 64:
-            return "cublas", "more accurate for few input features"
+        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
+            return "cublas", "more accurate, or faster, for few features"
         ours = _tile(p, _mode(training), element).us + _split_us(p, element, prepared=prepared)
         few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
         if few_rows or _cublas_us(p, element, training) < ours:
@@ -541,7 +542,8 @@ def _cublas_us(p: Matmul, element: str, training: bool) -> float:
     m, n, k, dtype, device, *_ = p
     size, g = ITEMSIZE[dtype], 4e-6 * m * n
     cold = g > 0.8 * L2_MB
-    us = CUBLAS_CALL_US[training] + 2 * m * n * k / (CUBLAS_FLOPS[element] * device.sms / 132)
+    us = CUBLAS_CALL_US[training] + (IEEE_CALL_US if element == "limbs" else 0.0)
+    us += 2 * m * n * k / (CUBLAS_FLOPS[element] * device.sms / 132)
     us += (m + n) * k * size * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
     return us + (g / G_RATE[cold] if training else 0.0)
 
