@@ -11,6 +11,7 @@ from . import _capture, _check, _kernels, _plan, reference
 from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, on_device
 from ._forward import Saved, matrix_of
 from ._interop import Kind, kind_of, kinds_of
+from ._limbs import Multiply
 from .reference import Gradients
 
 __all__ = ["Gradients", "backward"]
@@ -180,6 +181,8 @@ def _prepare_call(
 def _product(product: _plan.Product, dtype: str, precision: str, device: int) -> Any:
     """What a launch of this GEMM wants beside its addresses."""
     p = product.p
+    if product.through is not None:
+        return Multiply(p, product.through, device)
     if product.kernel is None:
         return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False)
     problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
@@ -237,7 +240,9 @@ def _launch(
         operands = (dg_at, w_at, at[0])
         if product is plan.weight:
             operands = (workspace + plan.across_at if plan.across else dg_at, x_at, at[1])
-        if product.kernel is None:
+        if product.through is not None:
+            how(*operands, workspace + plan.limbs_at, stream)
+        elif product.kernel is None:
             gemm_ex(how, stream, *operands)
         else:
             launch, problem = how

@@ -9,6 +9,7 @@ import numpy as np
 from . import _capture, _check, _kernels, _plan, _tma, reference
 from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_device
 from ._interop import Kind, Prepared, kind_of, kinds_of
+from ._limbs import Multiply
 
 __all__ = ["Saved", "fold", "forward", "map_arguments", "matrix_of"]
 
@@ -268,6 +269,7 @@ class _Call:
         self.launch_split: Any = None
         self.maps: list[tuple[Any, ...]] = []
         self.launch_gemm: Any = None
+        self.multiply: Multiply | None = None
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
         self.affine_grid = 0
@@ -349,6 +351,9 @@ def _prepare_call(
                 call.launch_split = _kernels.launcher(one.limbs.kernel, device)
             call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             return call
+        if plan.through is not None:
+            p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), x_at, w_at, _plan.Matrix((plan.ldg, 1), True))
+            call.multiply = Multiply(p, plan.through, device)
         if plan.gemm_kernel is not None:
             call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
         call.launch_affine = _kernels.launcher(plan.stats_kernel if call.training else plan.affine_kernel, device)
@@ -371,20 +376,14 @@ def map_arguments(
     y: _plan.Matrix,
 ) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows of a transfer."""
+    if one.limbs is not None:
+        return _tma.limb_maps(one, shape, y.strides[0])
     (m, n, k), width = shape, 128 // itemsize
     store_rows = 32 if itemsize == 4 else min(one.block_m, 64)
-    of_y = (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE)
-    if one.limbs is not None:
-        pitch, rows = one.limbs.pitch, _plan.SM90_BLOCK_N
-        return [
-            (m, k, pitch, "float16", one.block_m, 64, _tma.L2_256B, 3 - one.cluster),
-            (n, k, pitch, "float16", rows, 64, _tma.L2_256B, 2),
-            of_y,
-        ]
     return [
         (m, k, x.strides[0] * itemsize, one.element, one.block_m // one.cluster, width, _tma.L2_256B),
         (n, k, w.strides[0] * itemsize, one.element, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
-        of_y,
+        (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE),
     ]
 
 
@@ -448,7 +447,9 @@ def _launch(
         values += tuple(at for _, at in maps)
         call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
         return _written(call, kind, arrays, y)
-    if call.gemm is None:
+    if call.multiply is not None:
+        call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
+    elif call.gemm is None:
         call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
     else:
         gemm_ex(call.gemm, stream, x_at, w_at, g)

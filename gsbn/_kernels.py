@@ -74,6 +74,7 @@ def _variants() -> Iterator[Kernel]:
         if (element, block_m) != ("limbs", 256):
             yield _plan.forward_sm90(element, mode, block_m, cluster)
     yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
+    yield from _plan.column_kernels()
 
 
 def fold_kernel(t: str) -> Kernel:

@@ -140,6 +140,16 @@ class OneLaunch(NamedTuple):
         return self._replace(clusters=min(self.clusters, clusters))
 
 
+class LimbGemm(NamedTuple):
+    """A float32 GEMM c = a bᵀ through limbs; offsets and sizes in bytes."""
+
+    one: OneLaunch
+    split_grid: int  # of what lies in rows
+    a_maxima: int | None  # where those of its columns lie, if it lies across what is summed over
+    b_maxima: int | None
+    workspace: int
+
+
 class Keep(NamedTuple):
     """The B x O array that a forward keeps for its backward."""
 
@@ -175,6 +185,8 @@ class Plan(NamedTuple):
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
+    through: LimbGemm | None  # g, where one launch does not serve
+    limbs_at: int
     keep: Keep | None
 
 
@@ -187,6 +199,7 @@ class Product(NamedTuple):
     kernel: Kernel | None
     grid: int
     block: int
+    through: LimbGemm | None = None
 
 
 class BackwardPlan(NamedTuple):
@@ -211,6 +224,7 @@ class BackwardPlan(NamedTuple):
     tickets_bytes: int
     dg_at: int
     across_at: int
+    limbs_at: int  # one product's after the other's
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -264,13 +278,19 @@ def plan(
     kernel, grid, block, one = None, 0, 0, None
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
-    if chosen == "sm90":
+    through, limbs_at = None, _round_up(workspace, 256)
+    if chosen == "sm90" and saved:
+        a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
+        through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
+        workspace = limbs_at + through.workspace
+    elif chosen == "sm90":
         one = one_launch(p, _mode(training), precision, prepared=prepared)
+    limbs = one is not None and one.limbs is not None
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=not _takes(one, chosen, x, m, k, y_size),
-        copy_w=not _takes(one, chosen, w, n, k, y_size),
+        copy_x=1 not in x.strides if through else not _takes(limbs, chosen, x, m, k, y_size),
+        copy_w=1 not in w.strides if through else not _takes(limbs, chosen, w, n, k, y_size),
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -292,6 +312,8 @@ def plan(
         affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
         normalize_kernel=normalize(dtype, keeps=saved and training),
         one=one,
+        through=through,
+        limbs_at=limbs_at,
         keep=keep,
     )
 
@@ -347,6 +369,10 @@ def backward_plan(
         across = _round_up(m, 16 // size)
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
     across_at = _round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    limbs_at = _round_up(across_at + n * across * size, 256)
+    limbs_bytes = max(
+        (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
+    )
     sums_kernel, dg_kernel = backward_kernels(dtype, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
@@ -368,7 +394,8 @@ def backward_plan(
         tickets_bytes=tickets_bytes,
         dg_at=dg_at,
         across_at=across_at,
-        workspace=across_at + n * across * size,
+        limbs_at=limbs_at,
+        workspace=limbs_at + limbs_bytes,
         sums_kernel=sums_kernel,
         dg_kernel=dg_kernel,
         x=dx,
@@ -381,13 +408,59 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     obstacle = _cublas_obstacle(p, capturing)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
+    if _wants_limbs(p, precision, gemm, obstacle):
+        copy = 1 not in p.w.strides
+        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
+        return Product(p, "sm90", copy, None, 0, 0, limb_gemm(p))
     if gemm != "tiled" and obstacle is None:
-        copy = not _takes(None, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
+        copy = not _takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
         return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
     copy = p.w.strides[0] != 1
     if copy:
         p = p._replace(w=Matrix((1, p.n), True))
     return Product(p, "tiled", copy, *_tiled(p, name))
+
+
+def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
+    """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    if not takes_limbs(p.dtype, precision, p.device) or p.n % 4 or max(p.m, p.n, p.k) > INT32_MAX // 2:
+        return False
+    if gemm != "auto":
+        return gemm == "sm90"
+    columns = 8e-6 * p.k * (p.m * (p.x.strides[1] != 1) + p.n * (p.w.strides[1] != 1))
+    ours = (
+        _tile(p, "gemm", "limbs").us + _split_us(p, "limbs", prepared=False) + 2 * SPLIT_US + columns / 2 / SPLIT_RATE
+    )
+    ieee = 2 * p.m * p.n * p.k / (CUBLAS_FLOPS["limbs"] * p.device.sms / 132) + IEEE_CALL_US
+    return obstacle is not None or (p.k >= 64 and ours < ieee)
+
+
+def limb_gemm(p: Matmul) -> LimbGemm:
+    """A float32 GEMM through limbs; operands lie along what is summed over, or across it, rows of y on 16 bytes."""
+    one = one_launch(p, "gemm", "highest")
+    a, b = (at.strides[1] != 1 for at in (p.x, p.w))
+    a_maxima = _round_up(one.workspace, 256)
+    b_maxima = _round_up(a_maxima + 4 * p.m * a, 256)
+    return LimbGemm(
+        one=one,
+        split_grid=_split_grid((0 if a else p.m) + (0 if b else p.n), p.k),
+        a_maxima=a_maxima if a else None,
+        b_maxima=b_maxima if b else None,
+        workspace=b_maxima + 4 * p.n * b,
+    )
+
+
+def column_kernels() -> tuple[Kernel, Kernel]:
+    """What makes limbs of an operand that lies across what is summed over."""
+    maxima, columns = (Kernel(name, *split_limbs(SPLIT_WIDTH)[1:]) for name in ("column_maxima", "split_columns"))
+    return maxima, columns
+
+
+def column_grids(k: int, count: int) -> tuple[int, int, int]:
+    """For k rows of `count` columns: column_maxima's grid and rows of a CTA, split_columns' grid."""
+    blocks = _ceil(count, 128)
+    rows = _round_up(_ceil(k, max(1, 1024 // blocks)), 64)
+    return blocks * _ceil(k, rows), rows, _ceil(count, 64) * _ceil(k, 64)
 
 
 def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel]:
@@ -411,7 +484,7 @@ def gemm_for(
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(p, precision, saved),
+        "sm90": _sm90_obstacle(p, precision, training, saved),
         "cublas": _cublas_obstacle(p, capturing),
         "tiled": None,
     }
@@ -451,12 +524,17 @@ def element_for(dtype: str, precision: str) -> str:
     return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
 
 
-def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
+def _sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y = p
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
         return "it has no float64"
+    if saved:
+        if element_for(dtype, precision) == "limbs" and training:
+            return None
+        # In inference the sums over g see all of its error that has one sign: what tensor cores cut off.
+        return "it keeps nothing for a backward (return_saved=True), but for float32 in training"
     size = ITEMSIZE[dtype]
     if k * size % 16 and element_for(dtype, precision) != "limbs":  # what is copied has rows of k elements
         return "rows of x and weight must be multiples of 16 bytes"
@@ -464,8 +542,6 @@ def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
         return "rows of y must start on 16 bytes"
     if n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
         return "rows of y must be multiples of 16 bytes"
-    if saved:
-        return "it keeps no deviations for a backward (return_saved=True)"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     return None
@@ -581,13 +657,17 @@ def limbs(m: int, n: int, k: int, start: int) -> Limbs:
     x_exponents = w + _round_up(2 * n * pitch, 256)
     return Limbs(
         kernel=split_limbs(k),
-        grid=_ceil(m + n, 1 if k > SPLIT_WIDTH else THREADS // 32),
+        grid=_split_grid(m + n, k),
         pitch=pitch,
         x=start,
         w=w,
         x_exponents=x_exponents,
         w_exponents=x_exponents + _round_up(4 * m, 256),
     )
+
+
+def _split_grid(rows: int, k: int) -> int:
+    return _ceil(rows, 1 if k > SPLIT_WIDTH else THREADS // 32)
 
 
 def split_limbs(k: int) -> Kernel:
@@ -614,10 +694,10 @@ def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
     )
 
 
-def _takes(one: OneLaunch | None, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
+def _takes(limbs: bool, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
     """Whether the GEMM reads these strides as they are."""
     row, col = operand.strides
-    if gemm == "tiled" or (one is not None and one.limbs is not None):
+    if gemm == "tiled" or limbs:
         return col == 1
     if gemm == "sm90":
         return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0

@@ -6,9 +6,10 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
+from . import _plan
 from ._driver import check, driver
 
-__all__ = ["tensor_map"]
+__all__ = ["limb_maps", "tensor_map"]
 
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
 _INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
@@ -52,3 +53,14 @@ def tensor_map(
     )
     check(result, f"encoding the tensor map of {(rows, cols)} {dtype} with a pitch of {pitch} bytes")
     return owner, at
+
+
+def limb_maps(one: _plan.OneLaunch, shape: tuple[int, int, int], y_row: int) -> list[tuple[Any, ...]]:
+    """What `tensor_map` wants beside a pointer, for the limbs of x and weight, and for y in float32."""
+    (m, n, k), limbs = shape, one.limbs
+    assert limbs is not None
+    return [
+        (m, k, limbs.pitch, "float16", one.block_m, 64, L2_256B, 3 - one.cluster),
+        (n, k, limbs.pitch, "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
+        (m, n, 4 * y_row, "float32", 32, 32, L2_NONE),
+    ]

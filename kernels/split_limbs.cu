@@ -46,6 +46,25 @@ __device__ __forceinline__ float times(float a, float b) {
     return c;
 }
 
+// What 2^-exponent makes of an element: in two steps, since up to 2^163 it is no float.
+struct Scale {
+    int exponent;
+    float once, again;
+
+    __device__ void split(float v, __half& high, __half& low) const {
+        const float scaled = times(times(v, once), again);
+        high = __float2half_rn(scaled);
+        low = __float2half_rn(isfinite(v) ? scaled - __half2float(high) : 0.f);
+    }
+};
+
+// Of the bits of the largest magnitude, 2^e f with 1 <= f < 2.
+__device__ __forceinline__ Scale scale_of(unsigned top) {
+    const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
+    return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
+            __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
+}
+
 __device__ __forceinline__ void read(const Operand& o, const float* row, long long j, long long k, float (&v)[8]) {
     if (o.vector && j + 8 <= k) {
         const float4 low = *reinterpret_cast<const float4*>(row + j),
@@ -93,23 +112,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         top = __reduce_max_sync(0xFFFFFFFFu, largest[lane % WARPS]);
     }
 
-    // top = 2^e f with 1 <= f < 2
-    const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
-    if (first == 0) o.exponents[i] = exponent;
-    // 2^-exponent, up to 2^163, is no float: two steps.
-    const float once = __uint_as_float((127 + (-exponent >> 1)) << 23),
-                again = __uint_as_float((127 + ((1 - exponent) >> 1)) << 23);
+    const Scale scale = scale_of(top);
+    if (first == 0) o.exponents[i] = scale.exponent;
 
     auto split = [&](const float (&from)[8], long long j) {
         if (j >= k) return;
         Vector<__half, 8> high, low;
 #pragma unroll
-        for (int c = 0; c < 8; c++) {
-            const float scaled = times(times(from[c], once), again);
-            high.at[c] = __float2half_rn(scaled);
-            const float rest = scaled - __half2float(high.at[c]);
-            low.at[c] = __float2half_rn(isfinite(from[c]) ? rest : 0.f);
-        }
+        for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
         __half* to = o.limbs + i * pitch + j;
         *reinterpret_cast<Vector<__half, 8>*>(to) = high;
         *reinterpret_cast<Vector<__half, 8>*>(to + o.rows * pitch) = low;
@@ -120,5 +130,97 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         float beyond[8];
         read(o, row, j, k, beyond);
         split(beyond, j);
+    }
+}
+
+// ---- across: the limbs of a matrix's transpose ---------------------------------------------------------------------
+//
+// The backward sums over rows, not along them. a (m, n), row pitch ldx, gives the limbs (2, n, pitch) of its transpose,
+// pitch = m rounded up to 8, and an exponent for every column. column_maxima first: 4 bytes read an element, by CTAs of
+// 128 columns and `stats_rows` rows, merged by integer maxima, whose order does not matter. maxima start at zero, set by
+// the caller. Then split_columns, 8 bytes: a CTA turns a tile of 64 x 64 in shared memory.
+
+constexpr int BLOCK_COLUMNS = 128, TILE = 64;
+
+__device__ __forceinline__ float4 read_four(const Problem& p, const float* a, long long i, long long j) {
+    if (i >= p.m) return make_float4(0.f, 0.f, 0.f, 0.f);
+    const float* from = a + i * p.ldx + j;
+    if ((p.flags & FLAG_VECTOR_X) && j + 4 <= p.n) return *reinterpret_cast<const float4*>(from);
+    return make_float4(j < p.n ? from[0] : 0.f, j + 1 < p.n ? from[1] : 0.f, j + 2 < p.n ? from[2] : 0.f,
+                       j + 3 < p.n ? from[3] : 0.f);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    column_maxima(const __grid_constant__ Problem p, const float* a, unsigned* maxima) {
+    constexpr int FLIGHT = 8;
+    __shared__ uint4 of_warp[WARPS][32];
+    const long long blocks = (p.n + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long j = blockIdx.x % blocks * BLOCK_COLUMNS + 4 * lane;
+    const long long first = blockIdx.x / blocks * p.stats_rows, end = min(first + p.stats_rows, p.m);
+    uint4 top = make_uint4(0, 0, 0, 0);
+    for (long long i = first + warp; i < end; i += FLIGHT * WARPS) {
+        float4 v[FLIGHT];
+#pragma unroll
+        for (int f = 0; f < FLIGHT; f++) v[f] = read_four(p, a, i + f * WARPS < end ? i + f * WARPS : p.m, j);
+#pragma unroll
+        for (int f = 0; f < FLIGHT; f++) {
+            top.x = max(top.x, magnitude(v[f].x)), top.y = max(top.y, magnitude(v[f].y));
+            top.z = max(top.z, magnitude(v[f].z)), top.w = max(top.w, magnitude(v[f].w));
+        }
+    }
+    of_warp[warp][lane] = top;
+    __syncthreads();
+    if (warp > 0) return;
+    for (int other = 1; other < WARPS; other++) {
+        const uint4 its = of_warp[other][lane];
+        top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
+    }
+    const unsigned four[4] = {top.x, top.y, top.z, top.w};
+    for (int c = 0; c < 4; c++)
+        if (j + c < p.n) atomicMax(maxima + j + c, four[c]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    split_columns(const __grid_constant__ Problem p, const float* a, const unsigned* maxima, __half* limbs,
+                  int* exponents) {
+    __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
+    const long long pitch = (p.m + 7) / 8 * 8, across = (p.n + TILE - 1) / TILE;
+    const long long column = blockIdx.x % across * TILE, row = blockIdx.x / across * TILE;
+    const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const long long j = column + 4 * group;
+
+    Scale scale[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) scale[c] = scale_of(j + c < p.n ? maxima[j + c] : 0);
+    if (row == 0 && threadIdx.x < 16)
+        for (int c = 0; c < 4; c++)
+            if (j + c < p.n) exponents[j + c] = scale[c].exponent;
+
+    float4 v[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) v[half][r] = read_four(p, a, row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int pair = threadIdx.x / 16 + 16 * half;
+        const float first[4] = {v[half][0].x, v[half][0].y, v[half][0].z, v[half][0].w};
+        const float second[4] = {v[half][1].x, v[half][1].y, v[half][1].z, v[half][1].w};
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            __half high[2], low[2];
+            scale[c].split(first[c], high[0], low[0]), scale[c].split(second[c], high[1], low[1]);
+            turned[0][4 * group + c][pair] = __halves2half2(high[0], high[1]);
+            turned[1][4 * group + c][pair] = __halves2half2(low[0], low[1]);
+        }
+    }
+    __syncthreads();
+    if (row + 2 * lane >= pitch) return;
+    for (int line = warp; line < 2 * TILE; line += WARPS) {
+        const int limb = line / TILE, c = line % TILE;
+        if (column + c < p.n)
+            *reinterpret_cast<__half2*>(limbs + (limb * p.n + column + c) * pitch + row + 2 * lane) =
+                turned[limb][c][lane];
     }
 }

@@ -273,3 +273,33 @@ def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
             want = gsbn.forward(x, w, one, training=True, gemm="sm90")
             assert bool((out == want).all())
             del junk
+
+
+# ---- the backward's products
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["C", "F", "strided", "unaligned"])
+@pytest.mark.parametrize("shape", [(300, 76, 132), (64, 1028, 8), (1030, 520, 1100), (5, 4, 300), (2000, 64, 2)])
+def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
+    """dx and dw sum over rows: limbs of transposes. No further off than IEEE float32, in any layout."""
+    kind = kind_of("cupy")
+    arrays = without_out(Case(shape, "float32", True).arrays())
+    B, _, O = shape
+    dy = np.random.default_rng(1).standard_normal((B, O)).astype(np.float32)
+    scale, bias, gamma = (arrays[name] for name in ("scale", "bias", "gamma"))
+    truth = reference.backward(dy, arrays["x"], arrays["weight"], scale, bias=bias, gamma=gamma, training=True)
+    errors: dict[str, list[float]] = {}
+    for gemm in ("sm90", "cublas"):
+        placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
+        _, saved = gsbn.forward(**placed, training=True, gemm=gemm, return_saved=True)
+        got = gsbn.backward(hopper.asarray(dy), saved)
+        again = gsbn.backward(hopper.asarray(dy), saved)
+        for a, b in zip(got, again, strict=True):
+            assert bool((a == b).all())
+        errors[gemm] = [
+            norm_error(kind.get(a), b)
+            for a, b in ((got.x, truth.x), (got.weight, truth.weight), (got.gamma, truth.gamma))
+        ]
+    for ours, ieee in zip(errors["sm90"], errors["cublas"], strict=True):
+        assert ours <= max(1.05 * ieee, 4 * U), errors

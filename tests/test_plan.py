@@ -21,11 +21,14 @@ from gsbn._plan import (
     ITEMSIZE,
     SM90_BLOCK_N,
     Device,
+    LimbGemm,
     Matmul,
     Matrix,
     OneLaunch,
     Plan,
     backward_plan,
+    column_grids,
+    column_kernels,
     plan,
 )
 
@@ -128,6 +131,22 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.limbs is not None or p.k * ITEMSIZE[p.dtype] % 16 == 0
 
 
+def assert_limb_gemm_fits(p: Matmul, through: LimbGemm) -> None:
+    one, limbs = through.one, through.one.limbs
+    assert limbs is not None
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0))
+    assert {one.kernel, limbs.kernel, *column_kernels()} <= set(_kernels.all_kernels("sm_90a"))
+    assert p.y.strides[0] % 4 == 0
+    for at, maxima, rows in ((p.x, through.a_maxima, p.m), (p.w, through.b_maxima, p.n)):
+        assert at.strides[1] == 1 or (at.strides[0] == 1 and maxima is not None)
+        assert maxima is None or one.workspace <= maxima <= through.workspace - 4 * rows
+    assert limbs.x + 4 * p.m * p.k <= limbs.w
+    assert limbs.w + 4 * p.n * p.k <= limbs.x_exponents
+    maxima_grid, rows, grid = column_grids(p.k, p.m)
+    assert 1 <= maxima_grid <= LARGEST_GRID and 1 <= grid <= LARGEST_GRID
+    assert rows * maxima_grid >= p.k * -(-p.m // 128)
+
+
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_auto_serves_every_call(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing)
@@ -157,7 +176,8 @@ FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing, saved=True)
-    assert decided.gemm != "sm90"
+    assert (decided.gemm == "sm90") == (decided.through is not None)
+    assert decided.one is None
     assert_fits(p, decided._replace(workspace=2**62), training=training)
     assert decided.keep is not None
     assert decided.normalize_kernel in set(_kernels.all_kernels())
@@ -219,6 +239,11 @@ def test_a_backward_fits(
             continue
         q = product.p
         assert (q.m, q.n, q.k) == shape
+        if product.through is not None:
+            assert product.gemm == "sm90"
+            assert_limb_gemm_fits(q, product.through)
+            assert decided.limbs_at + product.through.workspace <= decided.workspace
+            continue
         assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
         if product.kernel is not None:
             assert product.kernel in set(_kernels.all_kernels())
@@ -301,7 +326,7 @@ def test_few_features_take_clusters_of_one() -> None:
 
 
 def test_the_planner_loses_little_on_what_was_measured() -> None:
-    """docs/results/sweep.jsonl has the times of all choices on an H200, over 152 shapes, three dtypes and both modes."""
+    """docs/results/sweep.jsonl has the times of all choices on an H200: 152 shapes, three dtypes, both modes."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "tools" / "sweep.py")
     assert spec is not None and spec.loader is not None
     sweep = importlib.util.module_from_spec(spec)

@@ -1,0 +1,76 @@
+"""c = a bᵀ in float32 on tensor cores: operands to limbs, and forward_sm90's GEMM alone (docs/float32.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import _kernels, _plan, _tma
+from ._device import cuda
+
+__all__ = ["Multiply"]
+
+
+class Multiply:
+    """A product as `_plan.limb_gemm` decides it, ready but for its addresses."""
+
+    def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, device: int) -> None:
+        one = gemm.one
+        one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))
+        assert one.limbs is not None
+        self._one, self._limbs, self._gemm = one, one.limbs, gemm
+        self._problem = np.zeros(1, _kernels.PROBLEM)
+        fields = dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel)
+        fields |= dict(ldx=p.x.strides[0], ldw=p.w.strides[0])
+        flags = _kernels.FLAGS
+        fields["flags"] = flags["vector_x"] * _whole(p.x, 0) + flags["vector_w"] * _whole(p.w, 0)
+        for name, value in fields.items():
+            self._problem[name] = value
+        self._maps = _tma.limb_maps(one, (p.m, p.n, p.k), p.y.strides[0])
+        self._launch = _kernels.launcher(one.kernel, device)
+        self._split = _kernels.launcher(self._limbs.kernel, device)
+        self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
+        self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x)
+        self._of_b = None if gemm.b_maxima is None else _Columns(p.k, p.n, p.w)
+
+    def __call__(self, a: int, b: int, c: int, workspace: int, stream: int) -> None:
+        limbs, gemm = self._limbs, self._gemm
+        of_a, of_b = workspace + limbs.x, workspace + limbs.w
+        a_exponents, b_exponents = workspace + limbs.x_exponents, workspace + limbs.w_exponents
+        # The rows of both operands in one launch; the grid leaves out who is not there.
+        rows = [0, 0, 0] if self._of_a else [a, of_a, a_exponents]
+        rows += [0, 0, 0] if self._of_b else [b, of_b, b_exponents]
+        values: tuple[int, ...] = (self._problem.ctypes.data,)
+        if any(rows):
+            self._split(gemm.split_grid, _plan.THREADS, values, tuple(rows), stream)
+        for columns, at, to, exponents, maxima in (
+            (self._of_a, a, of_a, a_exponents, gemm.a_maxima),
+            (self._of_b, b, of_b, b_exponents, gemm.b_maxima),
+        ):
+            if columns is not None:
+                assert maxima is not None
+                address = (columns.problem.ctypes.data,)
+                cuda().runtime.memsetAsync(workspace + maxima, 0, 4 * columns.count, stream)
+                self._maxima(columns.maxima_grid, _plan.THREADS, address, (at, workspace + maxima), stream)
+                words = (at, workspace + maxima, to, exponents)
+                self._columns(columns.grid, _plan.THREADS, address, words, stream)
+        one = self._one
+        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((of_a, of_b, c), self._maps, strict=True)]
+        values += tuple(at for _, at in maps)
+        everything = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
+        self._launch(one.clusters * one.cluster, _plan.SM90_THREADS, values, everything, stream)
+
+
+class _Columns:
+    """An operand that lies across what is summed over: `count` columns of a matrix of k rows."""
+
+    def __init__(self, k: int, count: int, at: _plan.Matrix) -> None:
+        self.count = count
+        self.maxima_grid, stats_rows, self.grid = _plan.column_grids(k, count)
+        self.problem = np.zeros(1, _kernels.PROBLEM)
+        self.problem["m"], self.problem["n"], self.problem["ldx"] = k, count, at.strides[1]
+        self.problem["stats_rows"] = stats_rows
+        self.problem["flags"] = _kernels.FLAGS["vector_x"] * _whole(at, 1)
+
+
+def _whole(at: _plan.Matrix, axis: int) -> bool:
+    return at.aligned and at.strides[axis] % 4 == 0
