@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,18 +24,18 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
 # What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
 # the choice is right rather than each time. See _one_launch_us and _cublas_us.
-MMA_US = 0.0018  # a row of x in a step of 128 bytes of k
-L2_RATE, MEMORY_RATE = 12.5, 9.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
-OFF_LINE, OFF_LINE_Y = 1.7, 4.0  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
-TILE_US = {"training": 5.6, "inference": 3.1, "gemm": 3.1}  # beginning and end of a tile
-Y_RATE, PARKED_RATE = {"training": 11.8, "inference": 10.8, "gemm": 10.8}, 6.0
-CALL_US = {"training": 4.1, "inference": 1.3, "gemm": 1.3}
-LAYING_US = 0.95  # inference: constants of 32 features, by one warp; of a later tile, twice that
-PARK_US, MERGE_US = 8.7, {1: 9.0, 2: 1.8, 3: 1.8, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
-TRIP_US = 1.9  # and of more rows
-CUBLAS_FLOPS = {2: 785e6, 4: 322e6}  # FLOP/us by the size of an element
-CUBLAS_CALL_US = {True: 14.2, False: 12.3}  # three launches, of training or not
-OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 20.0, (1.0, 3.0), (3.35, 2.73)  # g in L2, g in memory
+MMA_US, STEP_US = 0.0018, 0.067  # a step, 128 bytes of k: a row of x in it, and whatever is in it
+L2_RATE, MEMORY_RATE = 10.2, 11.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
+OFF_LINE, OFF_LINE_Y = 1.4, 1.45  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
+TILE_US = {"training": 7.1, "inference": 1.65, "gemm": 1.65}  # beginning and end of a tile
+Y_RATE, PARKED_RATE = {"training": 4.1, "inference": 3.75, "gemm": 3.75}, 10.9
+CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
+LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 32 features, by one warp; of a later tile
+PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
+TRIP_US = 2.2  # and of more rows
+CUBLAS_FLOPS = {2: 915e6, 4: 368e6}  # FLOP/us by the size of an element
+CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
+OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -223,7 +222,7 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["sm90"] is obstacles["cublas"] is None and _cublas_us(p, training) < _tile(p, _mode(training)).us:
+    if obstacles["sm90"] is obstacles["cublas"] is None and _favours_cublas(p, training):
         return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
@@ -297,7 +296,7 @@ def _one_launch_us(p: Matmul, mode: str, block_m: int, cluster: int, waves: int,
     feed = loaded / L2_RATE + (distinct / MEMORY_RATE if (m + n) * k * size > 1e6 * L2_MB else 0.0)
     if k * size % 128:
         feed *= OFF_LINE
-    step = math.hypot((MMA_US * block_m) ** 3, feed**3) ** (1 / 3)  # the larger of the two, smoothly
+    step = sum(us**6 for us in (MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
     y = ctas * block_m * SM90_BLOCK_N * size * 1e-6 * (OFF_LINE_Y if n * size % 128 else 1.0)
     tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
     warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
@@ -306,10 +305,16 @@ def _one_launch_us(p: Matmul, mode: str, block_m: int, cluster: int, waves: int,
         around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
         later = max(tile + y / PARKED_RATE, PARK_US)
     else:
-        around = LAYING_US * warps if mode == "inference" else 0.0
-        later = max(tile, 2 * around)
+        laying = warps if mode == "inference" else 0
+        around, later = LAYING_US * laying, max(tile, RELAYING_US * laying)
     us: float = CALL_US[mode] + tile + (waves - 1) * later + around
     return us
+
+
+def _favours_cublas(p: Matmul, training: bool) -> bool:
+    """Where three launches are faster: by the model, and where it is known to miss, few rows over a large weight."""
+    few_rows = training and p.m <= 128 and p.n * p.k >= 2**24
+    return few_rows or _cublas_us(p, training) < _tile(p, _mode(training)).us
 
 
 def _cublas_us(p: Matmul, training: bool) -> float:
