@@ -127,7 +127,8 @@ def kernels(B, I, O, dtype):
     x, weight, y = (_plan.Matrix((columns, 1), True) for columns in (I, I, O))
     plan = _plan.plan(_plan.Matmul(B, O, I, dtype, gpu, x, weight, y), training=True)
     if plan.one is not None:
-        return f"{plan.one.kernel.name}, one launch ({plan.why})"
+        split = f"{plan.one.limbs.kernel.name}, " if plan.one.limbs else ""
+        return f"{split}{plan.one.kernel.name} ({plan.why})"
     gemm = plan.gemm_kernel.name if plan.gemm_kernel else plan.gemm
     return f"{gemm} ({plan.why}), {plan.stats_kernel.name}, {plan.normalize_kernel.name}"
 

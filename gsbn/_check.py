@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["View", "fold_arguments", "forward_arguments", "overlaps", "span"]
+__all__ = [
+    "View",
+    "backward_arguments",
+    "fold_arguments",
+    "forward_arguments",
+    "needs",
+    "overlaps",
+    "prepare_arguments",
+    "span",
+]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS = ("highest", "high")
@@ -38,14 +47,15 @@ def forward_arguments(
     eps: Any,
     precision: Any,
     gemm: Any,
+    return_saved: Any,
 ) -> None:
     """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None."""
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)
 
-    if not isinstance(training, (bool, np.bool_)):
-        raise TypeError(f"training: expected a bool, got {training!r}")
+    _bool("training", training)
+    _bool("return_saved", return_saved)
     _eps(eps, positive=bool(training))
     if momentum is not None:
         _number("momentum", momentum, "a finite number or None")
@@ -95,6 +105,34 @@ def fold_arguments(views: Mapping[str, View | None], *, eps: Any) -> None:
     _matrix("weight", weight)
     _vectors(views, weight.shape[0], weight.dtype, like="weight")
     _eps(eps, positive=False)
+
+
+def prepare_arguments(weight: View, *, precision: Any) -> None:
+    """Raise what `gsbn.prepare` promises to raise."""
+    _floating("weight", weight)
+    _matrix("weight", weight)
+    _name("precision", precision, PRECISIONS)
+
+
+def backward_arguments(dy: View, x: View, features: int) -> None:
+    """Raise what `gsbn.backward` promises to raise of dy."""
+    if dy.dtype != x.dtype:
+        raise TypeError(f"dy: expected x's dtype {x.dtype}, got {dy.dtype}")
+    if dy.shape != (x.shape[0], features):
+        raise ValueError(f"dy: expected shape {(x.shape[0], features)}, got {dy.shape}")
+    _device("dy", dy, x)
+
+
+def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """The names among `allowed` that are asked for, in that order; raises for what is no collection of them."""
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"needs: expected a collection of names among {allowed}, got {names!r}")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"needs: expected names among {allowed}, got {name!r}")
+        if name not in allowed:
+            raise ValueError(f"needs: expected names among {allowed}, got {name!r}")
+    return tuple(name for name in allowed if name in names)
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
@@ -211,6 +249,11 @@ def _writable(name: str, view: View) -> None:
                 f"{name}: expected elements apart in memory, got a stride of {stride} bytes; it is written"
             )
         reach += stride * (size - 1)
+
+
+def _bool(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
 def _number(name: str, value: Any, expected: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _capture, _check, _kernels, _plan, _tma, reference
-from ._interop import Kind, kind_of, kinds_of
+from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_device
+from ._interop import Kind, Prepared, kind_of, kinds_of
 
-__all__ = ["fold", "forward", "map_arguments"]
+__all__ = ["Saved", "fold", "forward", "map_arguments", "matrix_of"]
 
 ARRAYS = (
     "x",
@@ -26,8 +24,41 @@ ARRAYS = (
     "num_batches_tracked",
     "out",
 )
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm")
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved")
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
+
+
+class Saved(NamedTuple):
+    """What `forward(..., return_saved=True)` keeps for `gsbn.backward`: pass it on, once or several times.
+
+    x and weight are the arrays that were given, not copies. Whoever changes them, or any array here, in place before
+    the backward gets the gradients of something that never ran; nothing notices.
+
+    Attributes
+    ----------
+    x : (B, I) array
+    weight : (O, I) array
+    deviations : (B, P) array
+        In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
+        deviation, so that none overflows or vanishes; in inference g in float32 (float64 for float64). Rows are padded
+        to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
+    vectors : (6, O) array
+        Per-feature constants in float64.
+    training : bool
+    precision, gemm : str
+        As they were given; the backward's products follow them.
+    dtypes : tuple
+        The dtypes of bias, scale, gamma and beta by name; None for an absent one.
+    """
+
+    x: Any
+    weight: Any
+    deviations: Any
+    vectors: Any
+    training: bool
+    precision: str
+    gemm: str
+    dtypes: tuple[str | None, str | None, str | None, str | None]
 
 
 def forward(
@@ -47,6 +78,7 @@ def forward(
     precision: str = "highest",
     gemm: str = "auto",
     out: Any = None,
+    return_saved: bool = False,
 ) -> Any:
     """``BatchNorm1d(Linear(x) * scale)``, as PyTorch defines the three.
 
@@ -67,8 +99,8 @@ def forward(
     x : (B, I) array
         float32, float16, bfloat16 or float64; any strides. CuPy, torch or NumPy arrays, or any DLPack producer; all
         array arguments are of one kind and on one device.
-    weight : (O, I) array
-        x's dtype.
+    weight : (O, I) array or Prepared
+        x's dtype; or what `prepare` made of such an array.
     scale : (O,) array
         x's dtype or float32 (float64 with float64), as every per-feature vector, each independently.
     bias, gamma, beta : (O,) array, optional
@@ -84,19 +116,25 @@ def forward(
     eps : float
         Added to the variance; > 0 in training, >= 0 in inference.
     precision : {"highest", "high"}
-        For float32: "highest" is IEEE float32 products, "high" is TF32 where the GPU and the GEMM have it.
+        For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
+        GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
+        an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
-        "sm90" is the whole forward in one launch on Hopper (float16, bfloat16, TF32; rows of x, weight and y that are
-        multiples of 16 bytes), "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the
-        fastest one that serves. All but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of
-        the same kind.
+        "sm90" is the whole forward in one launch on Hopper, after one that splits float32 operands into limbs. It takes
+        all but float64, and rows of y and, where there are no limbs, of x and weight that are multiples of 16 bytes.
+        "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
+        but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
     out : (B, O) array, optional
         Where y is written: x's dtype and kind, any strides, memory of its own.
+    return_saved : bool
+        Also return what `gsbn.backward` needs.
 
     Returns
     -------
     y : (B, O) array
         x's dtype and kind (`out` itself if given; a CuPy or NumPy array for other DLPack producers).
+    saved : Saved
+        With `return_saved`: x and weight themselves, B x O deviations of g from its mean, O(O) constants.
 
     Raises
     ------
@@ -113,25 +151,37 @@ def forward(
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
     that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
-    "sm90" allocates 16 bytes a feature for every tile of rows instead; in training it may hold a tile's deviations from
+    With `return_saved` the deviations are one B x O array more, in x's dtype; float32 and float64 compute g in it.
+    "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
+    prepared, the weight's; in training it may hold a tile's deviations from
     its own means in y, in y's dtype, until the batch's are known. On the CPU all arithmetic is NumPy's in float64, and
     y is rounded once.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
     """
+    prepared = None
+    if isinstance(weight, Prepared):
+        if weight.precision != precision:
+            raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
+        prepared, weight = weight, weight.weight
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm)
+    options = (training, momentum, eps, precision, gemm, return_saved)
     kind = kind_of(x)
     if kind is None:  # a foreign DLPack producer, or no array at all
-        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"))
+        own = ("out",) if prepared is None else ("out", "weight")
+        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
         arrays = tuple(imported.values())
-        return _forward(kind, arrays, options, read_only)
-    return _forward(kind, arrays, options)
+        return _forward(kind, arrays, options, prepared, read_only)
+    return _forward(kind, arrays, options, prepared)
 
 
 def _forward(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str] = frozenset()
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    prepared: Prepared | None,
+    read_only: frozenset[str] = frozenset(),
 ) -> Any:
     if not kind.on_gpu:
         return _forward_cpu(kind, arrays, options, read_only)
@@ -140,30 +190,49 @@ def _forward(
     try:
         device = kind.device(arrays[0])
         stream = kind.stream(device)
-        capturing = _is_capturing(stream)
+        capturing = is_capturing(stream)
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        key = (signature, options, type(options[0]), type(options[2]), aligned, capturing, read_only)
+        limbs = prepared is not None and prepared.limbs is not None
+        types = (type(options[0]), type(options[2]), type(options[5]))
+        key = (signature, options, types, aligned, capturing, limbs, read_only)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if call is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
-            with _on_device(device):
-                return arrays[-1] if arrays[-1] is not None else kind.empty((0, views["weight"].shape[0]), arrays[0])
-        call = _prepare_call(views, options, device, capturing)
+            with on_device(device):
+                return _nothing(kind, arrays, options, views["weight"].shape[0])
+        call = _prepare_call(views, options, device, capturing, prepared)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
             _calls[key] = call
     elif call.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    if _cuda().runtime.getDevice() == device:
-        return _launch(call, kind, arrays, pointers, stream, capturing)
-    with _on_device(device):
-        return _launch(call, kind, arrays, pointers, stream, capturing)
+    if cuda().runtime.getDevice() == device:
+        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
+    with on_device(device):
+        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
+
+
+def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
+    """The result of an empty batch."""
+    x, y = arrays[0], arrays[-1]
+    y = kind.empty((0, features), x) if y is None else y
+    if not options[5]:
+        return y
+    vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
+    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, kind.dtype)
+
+
+def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtype: Any) -> Saved:
+    x, weight, scale, bias, gamma, beta = arrays[:6]
+    training, _, _, precision, gemm, _ = options
+    dtypes = tuple(None if a is None else dtype(a) for a in (bias, scale, gamma, beta))
+    return Saved(x, weight, deviations, vectors, bool(training), precision, gemm, dtypes)  # type: ignore[arg-type]
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -184,29 +253,19 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
 _MAX_CALLS = 1024
 
 
-class _Gemm(NamedTuple):
-    """cublasGemmEx's arguments in its column-major terms: gᵀ (n, m) = w (n, k) xᵀ (k, m)."""
-
-    trans_w: int
-    trans_x: int
-    ldw: int
-    ldx: int
-    element: int
-    accumulator: int
-    compute: int
-
-
 class _Call:
     """A forward call, ready but for its addresses."""
 
-    def __init__(self, plan: _plan.Plan, problem: Any, gemm: _Gemm | None) -> None:
+    def __init__(self, plan: _plan.Plan, problem: Any, gemm: Gemm | None) -> None:
         self.plan, self.problem, self.gemm = plan, problem, gemm
         self.values = (problem.ctypes.data,)
         self.shape, self.k = (int(problem["m"][0]), int(problem["n"][0])), int(problem["k"][0])
         self.training = self.counts = False
+        self.options: tuple[Any, ...] = ()
         self.spans: list[tuple[int, int, int]] = []
         self.written: list[int] = []
         self.launch_one: Any = None
+        self.launch_split: Any = None
         self.maps: list[tuple[Any, ...]] = []
         self.launch_gemm: Any = None
         self.launch_affine: Any = None
@@ -228,21 +287,24 @@ class _Call:
 _calls: dict[Any, _Call] = {}
 
 
-def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool) -> _Call:
-    training, momentum, eps, precision, gemm = options
+def _prepare_call(
+    views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool, prepared: Prepared | None
+) -> _Call:
+    training, momentum, eps, precision, gemm, return_saved = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
-    y_at = _plan.Matrix((n, 1), True) if out is None else _matrix(out)
+    y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     plan = _plan.plan(
-        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), _matrix(x), _matrix(weight), y_at),
+        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), y_at),
         training=bool(training),
         precision=precision,
         gemm=gemm,
         capturing=capturing,
-        negative_momentum=momentum is not None and momentum < 0,
+        prepared=prepared is not None and prepared.limbs is not None,
+        saved=bool(return_saved),
     )
-    x_at = _plan.Matrix((k, 1), True) if plan.copy_x else _matrix(x)
-    w_at = _plan.Matrix((k, 1), True) if plan.copy_w else _matrix(weight)
+    x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
+    w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
 
     flags = _kernels.FLAGS
     set_flags = (
@@ -250,6 +312,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         + flags["vector_w"] * (w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0)
         + flags["vector_y"] * plan.vector_y
         + flags["cumulative"] * (momentum is None)
+        + flags["units"] * (x.dtype == "float16")
     )
     problem = np.zeros(1, _kernels.PROBLEM)
     fields = dict(m=m, n=n, k=k, ldx=x_at.strides[0], ldw=w_at.strides[0], ldg=plan.ldg)
@@ -263,8 +326,11 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         problem[name] = _vector_code(views[name])
     problem["momentum"], problem["eps"] = 0.0 if momentum is None else momentum, eps
 
-    call = _Call(plan, problem, _gemm_arguments(x_at, w_at, x.dtype, precision) if plan.gemm == "cublas" else None)
-    call.training = bool(training)
+    product = None
+    if plan.gemm == "cublas":
+        product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True)
+    call = _Call(plan, problem, product)
+    call.training, call.options = bool(training), options
     call.counts = call.training and views["num_batches_tracked"] is not None
     call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
     call.spans = [
@@ -273,12 +339,14 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
         if views[name] is not None and 0 not in views[name].shape
     ]
     call.affine_grid = -(-n // _plan.THREADS)
-    with _on_device(device):
+    with on_device(device):
         if plan.one is not None:
             one = plan.one
             one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))  # MPS may leave fewer
             call.plan = plan._replace(one=one)
             call.launch_one = _kernels.launcher(one.kernel, device)
+            if one.limbs is not None:
+                call.launch_split = _kernels.launcher(one.limbs.kernel, device)
             call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             return call
         if plan.gemm_kernel is not None:
@@ -288,7 +356,7 @@ def _prepare_call(views: dict[str, Any], options: tuple[Any, ...], device: int, 
     return call
 
 
-def _matrix(view: Any) -> _plan.Matrix:
+def matrix_of(view: Any) -> _plan.Matrix:
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
@@ -304,12 +372,19 @@ def map_arguments(
 ) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows of a transfer."""
     (m, n, k), width = shape, 128 // itemsize
-    operand = "tf32" if dtype == "float32" else dtype
     store_rows = 32 if itemsize == 4 else min(one.block_m, 64)
+    of_y = (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE)
+    if one.limbs is not None:
+        pitch, rows = one.limbs.pitch, _plan.SM90_BLOCK_N
+        return [
+            (m, k, pitch, "float16", one.block_m, 64, _tma.L2_256B, 3 - one.cluster),
+            (n, k, pitch, "float16", rows, 64, _tma.L2_256B, 2),
+            of_y,
+        ]
     return [
-        (m, k, x.strides[0] * itemsize, operand, one.block_m // one.cluster, width, _tma.L2_256B),
-        (n, k, w.strides[0] * itemsize, operand, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
-        (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE),
+        (m, k, x.strides[0] * itemsize, one.element, one.block_m // one.cluster, width, _tma.L2_256B),
+        (n, k, w.strides[0] * itemsize, one.element, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
+        of_y,
     ]
 
 
@@ -317,38 +392,18 @@ def _vector_code(view: Any) -> int:
     return 0 if view is None else view.strides[0] // view.itemsize * 8 + _kernels.KINDS[view.dtype]
 
 
-def _gemm_arguments(x: _plan.Matrix, w: _plan.Matrix, dtype: str, precision: str) -> _Gemm:
-    runtime, cublas = _cuda().runtime, _cuda().cublas
-    element, accumulator, compute = {
-        # Pedantic: as fast on this path, and the one mode that NVIDIA_TF32_OVERRIDE=1 leaves alone.
-        "float32": (runtime.CUDA_R_32F, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F_PEDANTIC),
-        "float16": (runtime.CUDA_R_16F, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F),
-        "bfloat16": (runtime.CUDA_R_16BF, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F),
-        "float64": (runtime.CUDA_R_64F, runtime.CUDA_R_64F, cublas.CUBLAS_COMPUTE_64F),
-    }[dtype]
-    if dtype == "float32" and precision == "high":
-        compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
-
-    def orient(a: _plan.Matrix) -> tuple[bool, int]:
-        return (True, a.strides[0]) if a.strides[1] == 1 else (False, a.strides[1])
-
-    (w_rows, ldw), (x_rows, ldx) = orient(w), orient(x)
-    none, transpose = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
-    return _Gemm(
-        trans_w=transpose if w_rows else none,
-        trans_x=none if x_rows else transpose,
-        ldw=ldw,
-        ldx=ldx,
-        element=element,
-        accumulator=accumulator,
-        compute=compute,
-    )
-
-
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int], stream: int, capturing: bool) -> Any:
+def _launch(
+    call: _Call,
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    pointers: list[int],
+    stream: int,
+    capturing: bool,
+    prepared: Prepared | None,
+) -> Any:
     plan, values = call.plan, call.values
     x, w, y = arrays[0], arrays[1], arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
@@ -363,33 +418,52 @@ def _launch(call: _Call, kind: Kind, arrays: tuple[Any, ...], pointers: list[int
         y_at = kind.pointer(y)
     scratch, workspace = kind.scratch(plan.workspace if plan.one is None else plan.one.workspace, x)
     g = y_at if plan.y_is_g else workspace + plan.g
+    deviations = vectors = None
+    deviations_at = vectors_at = 0
+    if plan.keep is not None:
+        deviations = kind.empty((call.shape[0], plan.ldg), x, plan.keep.dtype)
+        vectors = kind.empty((_plan.SAVED_ROWS, call.shape[1]), x, "float64")
+        deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
+        g = deviations_at if plan.keep.is_g else g
     if capturing:
-        _capture.keep_alive(stream, (x, w, y, scratch))
+        _capture.keep_alive(stream, (x, w, y, scratch, prepared, deviations, vectors))
 
     if plan.one is not None:
         one = plan.one
+        x_exponents = w_exponents = 0
+        if one.limbs is not None:
+            limbs = one.limbs
+            of_x, x_exponents = workspace + limbs.x, workspace + limbs.x_exponents
+            if prepared is None:
+                of_w, w_exponents = workspace + limbs.w, workspace + limbs.w_exponents
+                words: tuple[int, ...] = (x_at, of_x, x_exponents, w_at, of_w, w_exponents)
+            else:
+                _, of_w, w_exponents = prepared.limbs  # type: ignore[misc]
+                words = (x_at, of_x, x_exponents, 0, 0, 0)
+            call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
+            x_at, w_at = of_x, of_w
         maps = [_tma.tensor_map(at, *rest) for at, rest in zip((x_at, w_at, y_at), call.maps, strict=True)]
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
+        words += (count if call.counts else 0, x_exponents, w_exponents)
         values += tuple(at for _, at in maps)
-        call.launch_one(
-            one.clusters * one.cluster, _plan.SM90_THREADS, values, (*words, count if call.counts else 0), stream
-        )
+        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
         return _written(call, kind, arrays, y)
     if call.gemm is None:
         call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
     else:
-        _cublas(call, stream, x_at, w_at, g)
+        gemm_ex(call.gemm, stream, x_at, w_at, g)
     if call.training:
         if plan.tickets_bytes:
-            _cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
-        addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count)
+            cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
+        addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count, vectors_at)
         call.launch_affine(plan.stats_grid, _plan.THREADS, values, addresses, stream)
     else:
-        call.launch_affine(call.affine_grid, _plan.THREADS, values, (workspace, b, s, gamma, beta, mean, var), stream)
-    call.launch_normalize(
-        plan.normalize_grid, _plan.THREADS, values, (g, y_at, workspace, count if call.counts else 0), stream
-    )
-    return _written(call, kind, arrays, y)
+        addresses = (workspace, b, s, gamma, beta, mean, var, g, vectors_at)
+        call.launch_affine(call.affine_grid, _plan.THREADS, values, addresses, stream)
+    addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
+    call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
+    _written(call, kind, arrays, y)
+    return y if plan.keep is None else (y, _saved(arrays, call.options, deviations, vectors, kind.dtype))
 
 
 def _written(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any) -> Any:
@@ -399,88 +473,17 @@ def _written(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any) -> Any:
     return y
 
 
-class _Stream:
-    """A raw stream, as CuPy takes one over."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
-
-
-def _cublas(call: _Call, stream: int, x: int, w: int, g: int) -> None:
-    cuda = _cuda()
-    if cuda.current_stream().ptr == stream:
-        _gemm_ex(call, cuda, x, w, g)
-    else:
-        with cuda.cupy.cuda.Stream.from_external(_Stream(stream)):  # CuPy's cuBLAS follows CuPy's current stream
-            _gemm_ex(call, cuda, x, w, g)
-
-
-def _gemm_ex(call: _Call, cuda: Any, x: int, w: int, g: int) -> None:
-    cublas, gemm, (m, n) = cuda.cublas, call.gemm, call.shape
-    assert gemm is not None
-    one, zero = cuda.coefficients[gemm.accumulator]
-    handle = cuda.cublas_handle()
-    mode = cublas.getMathMode(handle)
-    if mode != cublas.CUBLAS_DEFAULT_MATH:  # somebody else's TF32 must not reach our float32
-        cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
-    try:
-        cublas.gemmEx(
-            handle, gemm.trans_w, gemm.trans_x, n, m, call.k, one,
-            w, gemm.element, gemm.ldw, x, gemm.element, gemm.ldx, zero,
-            g, gemm.accumulator, call.plan.ldg, gemm.compute, cublas.CUBLAS_GEMM_DEFAULT,
-        )  # fmt: skip
-    finally:
-        if mode != cublas.CUBLAS_DEFAULT_MATH:
-            cublas.setMathMode(handle, mode)
-
-
-@cache
-def _cuda() -> Any:
-    """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
-    import cupy
-    from cupy.cuda import runtime
-    from cupy_backends.cuda.libs import cublas
-
-    numbers: dict[int, Any] = {
-        runtime.CUDA_R_32F: np.array([1, 0], np.float32),
-        runtime.CUDA_R_64F: np.array([1, 0], np.float64),
-    }
-    coefficients = {key: (a.ctypes.data, a.ctypes.data + a.itemsize) for key, a in numbers.items()}
-    return SimpleNamespace(
-        cupy=cupy,
-        runtime=runtime,
-        cublas=cublas,
-        numbers=numbers,
-        coefficients=coefficients,
-        current_stream=cupy.cuda.get_current_stream,
-        cublas_handle=cupy.cuda.device.get_cublas_handle,
-    )
-
-
-def _is_capturing(stream: int) -> bool:
-    # The legacy default stream cannot be captured, and may not be asked while another thread captures.
-    return stream not in (0, 1) and bool(_cuda().runtime.streamIsCapturing(stream))
-
-
-def _on_device(device: int) -> Any:
-    cuda = _cuda()
-    return contextlib.nullcontext() if cuda.runtime.getDevice() == device else cuda.cupy.cuda.Device(device)
-
-
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
 def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
     views = _views(kind, arrays, options, read_only)
-    training, momentum, eps, _, _ = options
+    training, momentum, eps, _, _, return_saved = options
     given = dict(zip(ARRAYS, arrays, strict=True))
     host = {name: None if array is None else kind.numpy(array) for name, array in given.items()}
     shape = (views["x"].shape[0], views["weight"].shape[0])
     if shape[0] == 0:
-        return given["out"] if given["out"] is not None else kind.from_numpy(np.empty(shape, host["x"].dtype))  # type: ignore[union-attr]
+        return _nothing(kind, arrays, options, shape[1])
     operands = {name: host[name] for name in ARRAYS[:-1]}
     result = reference.forward(**operands, training=bool(training), momentum=momentum, eps=float(eps))  # type: ignore[arg-type]
     y = reference.round_to(result.y, host["x"].dtype)  # type: ignore[union-attr]
@@ -493,7 +496,16 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         host["out"][...] = y
     for name in _check.written(views, training=bool(training)):
         kind.written(given[name])
-    return given["out"] if given["out"] is not None else kind.from_numpy(y)
+    result_y = given["out"] if given["out"] is not None else kind.from_numpy(y)
+    if not return_saved:
+        return result_y
+    # What `reference.backward` takes; in training it takes no notice of the running statistics.
+    neutral = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "running_mean": 0.0, "running_var": 1.0}  # eps after them
+    vectors = np.full((_plan.SAVED_ROWS, shape[1]), eps, np.float64)
+    for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
+        row[...] = absent if host[name] is None else host[name]
+    deviations = kind.empty((0, shape[1]), arrays[0])
+    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), kind.dtype)
 
 
 # ---- fold ------------------------------------------------------------------------------------------------------------
@@ -538,6 +550,8 @@ def fold(
     TypeError, ValueError, RuntimeError
         As `forward`.
     """
+    if isinstance(weight, Prepared):
+        raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")
     given = (weight, scale, running_mean, running_var, bias, gamma, beta)
     kind, arrays, _ = kinds_of(dict(zip(FOLD_ARRAYS, given, strict=True)), FOLD_ARRAYS[:4])
     views = {name: None if array is None else kind.view(array) for name, array in arrays.items()}
@@ -551,8 +565,8 @@ def fold(
     view = views["weight"]
     assert view is not None
     device = kind.device(arrays["weight"])
-    with _on_device(device):
-        at = _matrix(view)
+    with on_device(device):
+        at = matrix_of(view)
         source = arrays["weight"]
         if at.strides[1] != 1:
             source, at = kind.contiguous(source), _plan.Matrix((view.shape[1], 1), True)
@@ -563,7 +577,7 @@ def fold(
             problem[name] = _vector_code(views[name])
         w, b = kind.empty(view.shape, source), kind.empty(view.shape[:1], source)
         stream = kind.stream(device)
-        if _is_capturing(stream):
+        if is_capturing(stream):
             _capture.keep_alive(stream, (source, w, b))
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
         launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)

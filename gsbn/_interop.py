@@ -14,7 +14,29 @@ import numpy as np
 
 from ._check import View
 
-__all__ = ["Kind", "kind_of", "kinds_of"]
+__all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
+
+
+class Prepared:
+    """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
+
+    `precision` is what it was made for; shape and dtype are the weight's.
+    """
+
+    def __init__(self, weight: Any, precision: str) -> None:
+        self.weight, self.precision = weight, precision  # a copy that nobody else writes
+        self.limbs: tuple[Any, int, int] | None = None  # who owns them, address of the limbs, of the exponents
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self.weight.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    def __repr__(self) -> str:
+        return f"gsbn.Prepared(shape={self.shape}, dtype={self.dtype}, precision={self.precision!r})"
 
 
 class Kind:
@@ -37,6 +59,10 @@ class Kind:
     def view(self, array: Any) -> View:
         raise NotImplementedError
 
+    def dtype(self, array: Any) -> str:
+        """The dtype by name."""
+        return array.dtype.name  # type: ignore[no-any-return]
+
     def admit(self, name: str, array: Any) -> None:
         """Raise if the library forbids handing this array over."""
 
@@ -55,8 +81,8 @@ class Kind:
         """The library's current stream on the device, as a pointer."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """An uninitialised C-contiguous array of like's dtype on its device."""
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
         raise NotImplementedError
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
@@ -64,6 +90,10 @@ class Kind:
         raise NotImplementedError
 
     def contiguous(self, array: Any) -> Any:
+        raise NotImplementedError
+
+    def copy(self, array: Any) -> Any:
+        """A C-contiguous array of its own memory."""
         raise NotImplementedError
 
     def written(self, array: Any) -> None:
@@ -82,11 +112,17 @@ class _Numpy(Kind):
         pointer = array.__array_interface__["data"][0]
         return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
 
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return np.empty(shape, like.dtype if dtype is None else dtype)
+
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
         return array
+
+    def copy(self, array: Any) -> Any:
+        return array.copy(order="C")
 
 
 class _Cupy(Kind):
@@ -127,8 +163,9 @@ class _Cupy(Kind):
     def stream(self, device: int) -> int:
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return self._ndarray(shape, like.dtype)
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
+        return self._ndarray(shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
@@ -136,6 +173,9 @@ class _Cupy(Kind):
 
     def contiguous(self, array: Any) -> Any:
         return self._contiguous(array)
+
+    def copy(self, array: Any) -> Any:
+        return array.copy(order="C")
 
 
 class _Torch(Kind):
@@ -152,6 +192,7 @@ class _Torch(Kind):
             torch.float64: "float64",
             torch.int64: "int64",
         }
+        self._dtypes = {name: dtype for dtype, name in self._names.items()}
 
     def view(self, array: Any) -> View:
         size = array.element_size()
@@ -159,16 +200,22 @@ class _Torch(Kind):
         dtype = self._names.get(array.dtype, str(array.dtype))
         return View(array.data_ptr(), tuple(array.shape), strides, dtype, size, str(array.device), True)
 
+    def dtype(self, array: Any) -> str:
+        return self._names[array.dtype]
+
     def admit(self, name: str, array: Any) -> None:
         if array.requires_grad and self._torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
-                f"or pass {name}.detach()"
+                f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
             )
         if array.layout is not self._torch.strided:
             raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")
         if array.is_neg():
             raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+
+    def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return like.new_empty(shape, dtype=None if dtype is None else self._dtypes[dtype])
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
@@ -180,6 +227,9 @@ class _Torch(Kind):
         if array.dtype.name == "bfloat16":
             return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_numpy(array)
+
+    def copy(self, array: Any) -> Any:
+        return array.detach().clone(memory_format=self._torch.contiguous_format)
 
     def written(self, array: Any) -> None:
         if not array.is_inference():  # such a tensor has no version counter
@@ -220,9 +270,6 @@ class _TorchCuda(_Torch):
     def stream(self, device: int) -> int:
         return self._raw_stream(device)
 
-    def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        return like.new_empty(shape)
-
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)
         return memory, memory.data_ptr()
@@ -256,12 +303,15 @@ def _learn(type_: type) -> Kind | None:
     return _kinds.get(type_)
 
 
-def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+def kinds_of(
+    arrays: dict[str, Any], required: tuple[str, ...], own: tuple[str, ...] = ("out",)
+) -> tuple[Kind, dict[str, Any], frozenset[str]]:
     """The one kind of all arrays, the arrays themselves, and the names of those that DLPack marks as read-only.
 
-    Foreign DLPack producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is
-    no array or of another kind than the first of `required`, ValueError for one on another device, RuntimeError for a
-    torch tensor that requires grad while grad mode is on.
+    `own` names those that may be of a known kind where the others are foreign: they came from gsbn. Foreign DLPack
+    producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no array or of
+    another kind than the first of `required`, ValueError for one on another device, RuntimeError for a torch tensor
+    that requires grad while grad mode is on.
     """
     like = required[0]
     owner = arrays[like]
@@ -270,7 +320,7 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
             raise TypeError(f"{name}: expected an array, got None")
     kind = kind_of(owner)
     if kind is None:
-        return _import_dlpack(arrays, like)
+        return _import_dlpack(arrays, like, own)
     for name, array in arrays.items():
         if array is None:
             continue
@@ -286,12 +336,14 @@ def kinds_of(arrays: dict[str, Any], required: tuple[str, ...]) -> tuple[Kind, d
     return kind, arrays, frozenset()
 
 
-def _import_dlpack(arrays: dict[str, Any], like: str) -> tuple[Kind, dict[str, Any], frozenset[str]]:
+def _import_dlpack(
+    arrays: dict[str, Any], like: str, own: tuple[str, ...]
+) -> tuple[Kind, dict[str, Any], frozenset[str]]:
     _reject_device(like, arrays[like])
     imported: dict[str, Any] = {}
     read_only = set()
     for name, array in arrays.items():
-        known = array is None or (name == "out" and kind_of(array) is not None)  # out: of the result's kind
+        known = array is None or (name in own and kind_of(array) is not None)
         if not known and not hasattr(array, "__dlpack__"):
             raise TypeError(
                 f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {_type_name(array)}"

@@ -37,7 +37,7 @@ PROBLEM = np.dtype(
     + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
     + [(name, np.float64) for name in ("momentum", "eps")]
 )
-FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8}
+FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "units": 16}
 KINDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
 
 
@@ -56,19 +56,22 @@ def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
 
 
 def _variants() -> Iterator[Kernel]:
-    types = [("X_TYPE", t) for t in _plan.C_TYPE.values()]
-    for t in types:
-        g = "double" if t[1] == "double" else "float"
-        for tile in _plan.TILES[g]:
-            names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
-            yield Kernel("gemm_tiled", "gemm_tiled", (t, ("G_TYPE", g), *zip(names, map(str, tile), strict=True)))
-        yield Kernel("normalize", "normalize", (("G_TYPE", g), ("Y_TYPE", t[1])))
-        yield fold_kernel(t[1])
+    for dtype, product in itertools.product(_plan.C_TYPE, ("forward", "dx", "dw")):
+        for tile in _plan.TILES["double" if dtype == "float64" else "float"]:
+            yield _plan.gemm_tiled(dtype, tile, product)
+    for t in _plan.C_TYPE.values():
+        yield fold_kernel(t)
+    for dtype, training in itertools.product(_plan.C_TYPE, (True, False)):
+        yield from _plan.backward_kernels(dtype, training=training)
+    for dtype, keeps in itertools.product(_plan.C_TYPE, (False, True)):
+        yield _plan.normalize(dtype, keeps=keeps)
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
     choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
     for element, mode, block_m, cluster in itertools.product(*choices):
-        yield _plan.forward_sm90(element, mode, block_m, cluster)
+        if element != "limbs" or (_plan.takes_tile(element, block_m, cluster) and mode != "gemm"):
+            yield _plan.forward_sm90(element, mode, block_m, cluster)
+    yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
 
 
 def fold_kernel(t: str) -> Kernel:

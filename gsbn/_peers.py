@@ -199,7 +199,9 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
         _plan.gemm_for(p, precision=case.precision, gemm="sm90", capturing=False)
     except ValueError as error:
         raise Unavailable(str(error)) from None
-    one = _plan.one_launch(p, "gemm")
+    one = _plan.one_launch(p, "gemm", case.precision)
+    if one.limbs is not None:
+        raise Unavailable("it takes limbs, not float32")
     launch = _kernels.launcher(one.kernel, device)
     problem = np.zeros(1, _kernels.PROBLEM)
     problem["m"], problem["n"], problem["k"] = shape

@@ -7,21 +7,37 @@ from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = [
-    "Device", "Kernel", "Matmul", "Matrix", "OneLaunch", "Plan", "forward_sm90", "gemm_for", "one_launch", "plan",
-]  # fmt: skip
+    "Device",
+    "Kernel",
+    "Matmul",
+    "Matrix",
+    "OneLaunch",
+    "Plan",
+    "backward_plan",
+    "forward_sm90",
+    "gemm_for",
+    "limbs",
+    "one_launch",
+    "plan",
+    "takes_limbs",
+    "takes_tile",
+]
 
 INT32_MAX = 2**31 - 1
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
+SAVED_ROWS = 6  # O-vectors that a forward keeps for its backward
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
-ELEMENTS = {"bfloat16": 0, "float16": 1, "float32": 2}  # forward_sm90's ELEMENT; float32 is TF32
+DG_CTAS = 2
+ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan takes "gemm", the bench measures it
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
+SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
 # What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
 # the choice is right rather than each time. See _one_launch_us and _cublas_us.
 MMA_US, STEP_US = 0.0018, 0.067  # a step, 128 bytes of k: a row of x in it, and whatever is in it
@@ -63,6 +79,10 @@ class Matrix(NamedTuple):
         col = strides[1] if shape[1] > 1 else 1
         return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
 
+    @property
+    def T(self) -> Matrix:
+        return self._replace(strides=self.strides[::-1])
+
 
 class Matmul(NamedTuple):
     """g = x wᵀ and where its result goes, as far as a plan depends on it: x (m, k), w (n, k), y (m, n)."""
@@ -88,10 +108,24 @@ class Kernel(NamedTuple):
     cooperative: bool = False
 
 
+class Limbs(NamedTuple):
+    """float32 operands as two float16 limbs, by split_limbs; offsets into the workspace in bytes."""
+
+    kernel: Kernel
+    grid: int
+    pitch: int  # bytes from row to row
+    x: int
+    w: int
+    x_exponents: int
+    w_exponents: int
+
+
 class OneLaunch(NamedTuple):
     """The whole forward by forward_sm90; offsets and sizes in bytes."""
 
     kernel: Kernel
+    element: str
+    limbs: Limbs | None
     block_m: int
     cluster: int
     clusters: int
@@ -103,6 +137,13 @@ class OneLaunch(NamedTuple):
     def at_most(self, clusters: int) -> OneLaunch:
         """The same work by no more clusters than are resident at once: any grid serves any shape."""
         return self._replace(clusters=min(self.clusters, clusters))
+
+
+class Keep(NamedTuple):
+    """The B x O array that a forward keeps for its backward."""
+
+    dtype: str
+    is_g: bool  # g is computed in it
 
 
 class Plan(NamedTuple):
@@ -133,6 +174,45 @@ class Plan(NamedTuple):
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
+    keep: Keep | None
+
+
+class Product(NamedTuple):
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
+
+    p: Matmul
+    gemm: str
+    copy: bool  # the GEMM cannot take b's strides: p has those of a copy
+    kernel: Kernel | None
+    grid: int
+    block: int
+
+
+class BackwardPlan(NamedTuple):
+    """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
+
+    sums: bool  # whether backward_sums has anything to do, and backward_dg
+    dg: bool
+    reads_d: bool
+    copy_dy: bool  # the kernels would not take these strides at speed
+    dy: Matrix
+    vector_dy: bool
+    pitch: int  # of dg
+    sums_grid: int
+    sums_rows: int
+    splits: int
+    dg_grid: int
+    dg_rows: int
+    coefficients: int
+    partials: int
+    tickets: int
+    tickets_bytes: int
+    dg_at: int
+    workspace: int
+    sums_kernel: Kernel
+    dg_kernel: Kernel
+    x: Product | None  # dx = dg w
+    weight: Product | None  # dw = dgᵀ x
 
 
 @lru_cache(maxsize=1024)
@@ -143,25 +223,27 @@ def plan(
     precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
-    negative_momentum: bool = False,
+    prepared: bool = False,
+    saved: bool = False,
 ) -> Plan:
-    """Decide a forward call, all sizes at least 1.
+    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    negative_momentum &= training
-    chosen, why = gemm_for(
-        p, precision=precision, gemm=gemm, capturing=capturing, training=training, negative_momentum=negative_momentum
-    )
+    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, training=training, saved=saved)
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
-    y_type, y_size = C_TYPE[dtype], ITEMSIZE[dtype]
+    y_size = ITEMSIZE[dtype]
 
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
-    # float32 and float64: y itself can hold g, one B x O array less and half the footprint in L2.
-    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX
-    ldg = y.strides[0] if y_is_g else _round_up(n, 16 // g_size)
+    # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
+    ldg = y.strides[0] if y_is_g else _round_up(n, 16 // (y_size if saved else g_size))
+    keep = None
+    if saved:  # in inference g itself: a float16 g overflows, and there are no statistics to scale it by
+        wide = "float64" if dtype == "float64" else "float32"
+        keep = Keep(dtype if training else wide, not training or y_size == g_size)
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
     splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
@@ -172,18 +254,18 @@ def plan(
     tickets = _round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
     tickets_bytes = blocks * 4 if training and splits > 1 else 0
     g = _round_up(tickets + tickets_bytes, 256)
-    workspace = g + (0 if y_is_g else m * ldg * g_size)
+    workspace = g + (0 if y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
 
     kernel, grid, block, one = None, 0, 0, None
     if chosen == "tiled":
-        kernel, grid, block = _tiled(m, n, C_TYPE[dtype], g_type, device)
+        kernel, grid, block = _tiled(p, "forward")
     if chosen == "sm90":
-        one = one_launch(p, _mode(training))
+        one = one_launch(p, _mode(training), precision, prepared)
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=not _takes(chosen, x, m, k, y_size),
-        copy_w=not _takes(chosen, w, n, k, y_size),
+        copy_x=not _takes(one, chosen, x, m, k, y_size),
+        copy_w=not _takes(one, chosen, w, n, k, y_size),
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -203,17 +285,110 @@ def plan(
         gemm_block=block,
         stats_kernel=Kernel("scale_stats", "scale_stats", (("G_TYPE", g_type),)),
         affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
-        normalize_kernel=Kernel("normalize", "normalize", (("G_TYPE", g_type), ("Y_TYPE", y_type))),
+        normalize_kernel=normalize(dtype, keeps=saved and training),
         one=one,
+        keep=keep,
     )
 
 
+def normalize(dtype: str, *, keeps: bool) -> Kernel:
+    """The variant of normalize for a y of this dtype, and for keeping g - m in the same."""
+    t = C_TYPE[dtype]
+    defines = (("G_TYPE", "double" if t == "double" else "float"), ("Y_TYPE", t))
+    return Kernel("normalize", "normalize", (*defines, ("D_TYPE", t)) if keeps else defines)
+
+
+def backward_plan(
+    p: Matmul,
+    *,
+    ldd: int,
+    training: bool,
+    needs: tuple[str, ...],
+    precision: str = "highest",
+    gemm: str = "auto",
+    capturing: bool = False,
+) -> BackwardPlan:
+    """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y, `ldd` the deviations' pitch.
+
+    Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
+    """
+    m, n, k, dtype, device, x, w, dy = p
+    size = ITEMSIZE[dtype]
+    dg = "x" in needs or "weight" in needs
+    sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
+    copy_dy = dy.strides[1] not in (0, 1)
+    if copy_dy:
+        dy = Matrix((n, 1), True)
+
+    blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
+    splits, sums_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
+    pitch = _round_up(n, 16 // size)
+    coefficients = 0
+    partials = _round_up(4 * ldd * max(size, 4), 256)
+    tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
+    tickets_bytes = blocks * 4 if splits > 1 else 0
+    dg_at = _round_up(tickets + tickets_bytes, 256)
+
+    # m, n, k of the two products; dg lies in rows of `pitch`
+    rows = Matrix((pitch, 1), True)
+    of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True))
+    of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True))
+    sums_kernel, dg_kernel = backward_kernels(dtype, training=training)
+    return BackwardPlan(
+        sums=sums,
+        dg=dg,
+        reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
+        copy_dy=copy_dy,
+        dy=dy,
+        vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
+        pitch=pitch,
+        sums_grid=blocks * splits,
+        sums_rows=sums_rows,
+        splits=splits,
+        dg_grid=blocks * row_blocks,
+        dg_rows=dg_rows,
+        coefficients=coefficients,
+        partials=partials,
+        tickets=tickets,
+        tickets_bytes=tickets_bytes,
+        dg_at=dg_at,
+        workspace=dg_at + (m * pitch * size if dg else 0),
+        sums_kernel=sums_kernel,
+        dg_kernel=dg_kernel,
+        x=_product("dx", of_x, precision, gemm, capturing) if "x" in needs else None,
+        weight=_product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None,
+    )
+
+
+def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
+    """Which GEMM makes dx or dw: the place to choose another one for a dtype and precision."""
+    obstacle = _cublas_obstacle(p, capturing)
+    if gemm == "cublas" and obstacle is not None:
+        raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
+    if gemm != "tiled" and obstacle is None:
+        copy = not _takes(None, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
+        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
+    copy = p.w.strides[0] != 1
+    if copy:
+        p = p._replace(w=Matrix((1, p.n), True))
+    return Product(p, "tiled", copy, *_tiled(p, name))
+
+
+def backward_kernels(dtype: str, *, training: bool) -> tuple[Kernel, Kernel]:
+    """The variants of backward_sums and backward_dg for a dy of this dtype and what the forward kept."""
+    t = C_TYPE[dtype]
+    g = "double" if t == "double" else "float"
+    defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
+    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", defines)
+
+
 def gemm_for(
-    p: Matmul, *, precision: str, gemm: str, capturing: bool, training: bool = True, negative_momentum: bool = False
+    p: Matmul, *, precision: str, gemm: str, capturing: bool, training: bool = True, saved: bool = False
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
-        "sm90": _sm90_obstacle(p, precision, negative_momentum),
+        "sm90": _sm90_obstacle(p, precision, saved),
         "cublas": _cublas_obstacle(p, capturing),
         "tiled": None,
     }
@@ -222,8 +397,12 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["sm90"] is obstacles["cublas"] is None and _favours_cublas(p, training):
-        return "cublas", "its GEMM cuts this shape better than tiles of one launch"
+    if obstacles["cublas"] is None and obstacles["sm90"] is None:
+        element = element_for(p.dtype, precision)
+        if _favours_cublas(p, _mode(training), element):
+            return "cublas", "its GEMM cuts this shape better than tiles of one launch"
+        if p.k < 64 and element == "limbs":
+            return "cublas", "more accurate for few input features"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
@@ -237,23 +416,31 @@ def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
     return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
 
 
-def _sm90_obstacle(p: Matmul, precision: str, negative_momentum: bool) -> str | None:
+def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
+    """Whether forward_sm90 takes operands of this dtype as limbs."""
+    return element_for(dtype, precision) == "limbs" and device.capability == (9, 0) and device.sm90a
+
+
+def element_for(dtype: str, precision: str) -> str:
+    """What forward_sm90 makes of operands of a dtype: one of ELEMENTS."""
+    return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
+
+
+def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y = p
     if device.capability != (9, 0) or not device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
         return "it has no float64"
-    if dtype == "float32" and precision == "highest":
-        return 'it has no float32 better than TF32 (precision="high")'
     size = ITEMSIZE[dtype]
-    if k * size % 16:  # what is copied has rows of k elements
+    if k * size % 16 and element_for(dtype, precision) != "limbs":  # what is copied has rows of k elements
         return "rows of x and weight must be multiples of 16 bytes"
     if not y.aligned or y.strides[1] != 1 or y.strides[0] < n or y.strides[0] * size % 16:
         return "rows of y must start on 16 bytes"
     if n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
         return "rows of y must be multiples of 16 bytes"
-    if negative_momentum:  # the kernel's own sign for the cumulative average
-        return "it takes no negative momentum"
+    if saved:
+        return "it keeps no deviations for a backward (return_saved=True)"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     return None
@@ -270,35 +457,47 @@ class _Tile(NamedTuple):
     clusters: int
 
 
-def _tile(p: Matmul, mode: str) -> _Tile:
+def takes_tile(element: str, block_m: int, cluster: int) -> bool:
+    """Whether forward_sm90 has this tile: limbs leave 256 rows no room for sums beside the accumulators."""
+    return element != "limbs" or (block_m < 256 and cluster == 2)
+
+
+def _tile(p: Matmul, mode: str, element: str) -> _Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
     found = []
     for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
+        if not takes_tile(element, block_m, cluster):
+            continue
         tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
         waves = _ceil(tiles, p.device.sms // cluster)
         # As few clusters as need no more waves: the power that the others would draw goes to these.
         clusters = _ceil(tiles, waves)
-        found.append(_Tile(_one_launch_us(p, mode, block_m, cluster, waves, clusters), block_m, cluster, clusters))
+        found.append(
+            _Tile(_one_launch_us(p, mode, element, block_m, cluster, waves, clusters), block_m, cluster, clusters)
+        )
     return min(found)
 
 
-def _one_launch_us(p: Matmul, mode: str, block_m: int, cluster: int, waves: int, clusters: int) -> float:
+def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: int, waves: int, clusters: int) -> float:
     """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
-    (inference) or for the others' statistics (training).
+    (inference) or for the others' statistics (training). Limbs take three steps on what two steps load.
     """
     m, n, k, dtype, *_ = p
     size, rows, ctas = ITEMSIZE[dtype], _ceil(m, block_m), clusters * cluster
     loaded = ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
     distinct = (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
     feed = loaded / L2_RATE + (distinct / MEMORY_RATE if (m + n) * k * size > 1e6 * L2_MB else 0.0)
-    if k * size % 128:
+    steps = _ceil(k * size, 128)
+    if element == "limbs":
+        steps, feed = 3 * _ceil(k, 64), feed * 2 / 3
+    elif k * size % 128:
         feed *= OFF_LINE
     step = sum(us**6 for us in (MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
     y = ctas * block_m * SM90_BLOCK_N * size * 1e-6 * (OFF_LINE_Y if n * size % 128 else 1.0)
-    tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
+    tile = steps * step + TILE_US[mode] + y / Y_RATE[mode]
     warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
     if mode == "training":
         merge = MERGE_US.get(rows, TRIP_US)
@@ -311,10 +510,12 @@ def _one_launch_us(p: Matmul, mode: str, block_m: int, cluster: int, waves: int,
     return us
 
 
-def _favours_cublas(p: Matmul, training: bool) -> bool:
+def _favours_cublas(p: Matmul, mode: str, element: str) -> bool:
     """Where three launches are faster: by the model, and where it is known to miss, few rows over a large weight."""
-    few_rows = training and p.m <= 128 and p.n * p.k >= 2**24
-    return few_rows or _cublas_us(p, training) < _tile(p, _mode(training)).us
+    if element == "limbs":  # not in the sweep
+        return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
+    few_rows = mode == "training" and p.m <= 128 and p.n * p.k >= 2**24
+    return few_rows or _cublas_us(p, mode == "training") < _tile(p, mode, element).us
 
 
 def _cublas_us(p: Matmul, training: bool) -> float:
@@ -327,31 +528,60 @@ def _cublas_us(p: Matmul, training: bool) -> float:
     return us + (g / G_RATE[cold] if training else 0.0)
 
 
-def one_launch(p: Matmul, mode: str) -> OneLaunch:
+def one_launch(p: Matmul, mode: str, precision: str, prepared: bool = False) -> OneLaunch:
     """The launch of forward_sm90 in this mode, with the tile of least cost."""
-    m, n, dtype = p.m, p.n, p.dtype
-    _, block_m, cluster, clusters = _tile(p, mode)
+    m, n, k, dtype, *_ = p
+    element = element_for(dtype, precision)
+    _, block_m, cluster, clusters = _tile(p, mode, element)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
     merged = rows * blocks * SM90_BLOCK_N * 16
     roll = merged + blocks * SM90_BLOCK_N * 16
+    workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
+    split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
+    if split is not None:
+        workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(dtype, mode, block_m, cluster),
+        kernel=forward_sm90(element, mode, block_m, cluster),
+        element=element,
+        limbs=split,
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
         panel=2 if m > 8192 else 1,
         merged=merged,
         roll=roll,
-        workspace=roll + 8 * (1 + clusters * cluster),
+        workspace=workspace,
     )
+
+
+def limbs(m: int, n: int, k: int, start: int) -> Limbs:
+    """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
+    pitch = 2 * _round_up(k, 8)
+    w = start + _round_up(2 * m * pitch, 256)
+    x_exponents = w + _round_up(2 * n * pitch, 256)
+    return Limbs(
+        kernel=split_limbs(k),
+        grid=_ceil(m + n, 1 if k > SPLIT_WIDTH else THREADS // 32),
+        pitch=pitch,
+        x=start,
+        w=w,
+        x_exponents=x_exponents,
+        w_exponents=x_exponents + _round_up(4 * m, 256),
+    )
+
+
+def split_limbs(k: int) -> Kernel:
+    """The variant of split_limbs for rows of k elements."""
+    return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
 
 
 def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
-    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m]
-    staging = 64 if element == "float32" else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
+    limbs = 2 if element == "limbs" else 1
+    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
+    staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
-    shared = stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
+    shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines["CLUSTER"] = cluster
     return Kernel(
@@ -364,26 +594,35 @@ def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
     )
 
 
-def _takes(gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
+def _takes(one: OneLaunch | None, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
     """Whether the GEMM reads these strides as they are."""
     row, col = operand.strides
-    if gemm == "tiled":
+    if gemm == "tiled" or (one is not None and one.limbs is not None):
         return col == 1
     if gemm == "sm90":
         return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0
     return (col == 1 and row >= k) or (row == 1 and col >= rows)
 
 
-def _tiled(m: int, n: int, t: str, g: str, device: Device) -> tuple[Kernel, int, int]:
+def _tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
     """The largest tile that still gives every SM one; failing that, the smallest."""
-    for tile in TILES[g]:
+    for tile in TILES["double" if p.dtype == "float64" else "float"]:
         block_m, block_n, thread_m, thread_n = tile
-        grid = _ceil(m, block_m) * _ceil(n, block_n)
-        if grid >= device.sms:
+        grid = _ceil(p.m, block_m) * _ceil(p.n, block_n)
+        if grid >= p.device.sms:
             break
+    return gemm_tiled(p.dtype, tile, product), grid, (block_m // thread_m) * (block_n // thread_n)
+
+
+def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str) -> Kernel:
+    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x)."""
+    t = C_TYPE[dtype]
     names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
-    defines = (("X_TYPE", t), ("G_TYPE", g), *zip(names, map(str, tile), strict=True))
-    return Kernel("gemm_tiled", "gemm_tiled", defines), grid, (block_m // thread_m) * (block_n // thread_n)
+    defines = [("X_TYPE", t), ("G_TYPE", "double" if t == "double" else "float")]
+    defines += zip(names, map(str, tile), strict=True)
+    if product != "forward":
+        defines += [("C_TYPE", t), ("X_ACROSS", str(product == "dw").lower()), ("W_ACROSS", "true")]
+    return Kernel("gemm_tiled", "gemm_tiled", tuple(defines))
 
 
 def _split(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:

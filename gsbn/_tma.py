@@ -17,25 +17,34 @@ L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    pointer: int, rows: int, cols: int, pitch: int, dtype: str, box_rows: int, box_cols: int, promotion: int
+    pointer: int,
+    rows: int,
+    cols: int,
+    pitch: int,
+    dtype: str,
+    box_rows: int,
+    box_cols: int,
+    promotion: int,
+    box_limbs: int = 0,
 ) -> tuple[Any, int]:
     """The map of a row-major (rows, cols) matrix with `pitch` bytes from row to row: its owner and its address.
 
     Boxes of (box_rows, box_cols), box_cols being 128 bytes, swizzled by 128 bytes; what lies outside reads as zero and
-    is not written. "tf32" rounds float32 to nearest as it loads. Pointer and pitch are multiples of 16 bytes. The key
-    is all that a map encodes, addresses being unique across devices, so that a map never goes stale.
+    is not written. "tf32" rounds float32 to nearest as it loads. With `box_limbs`, two such matrices lie one after the
+    other, and a box takes so many of them. Pointer and pitch are multiples of 16 bytes. The key is all that a map
+    encodes, addresses being unique across devices, so that a map never goes stale.
     """
     owner = ctypes.create_string_buffer(128 + 63)
     at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled wants 64-byte alignment
     result = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _TYPES[dtype],
-        2,
+        3 if box_limbs else 2,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 2)(cols, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box_cols, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * 3)(cols, rows, 2),
+        (ctypes.c_uint64 * 2)(pitch, rows * pitch),
+        (ctypes.c_uint32 * 3)(box_cols, box_rows, box_limbs),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,
         promotion,

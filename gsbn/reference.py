@@ -31,6 +31,7 @@ per-feature scale, ``γ, β (O)`` the affine of batch normalisation::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,21 +173,21 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """What :func:`backward` computes: one new array per differentiable argument, in the ``dtype`` of the computation.
+    """One new array per differentiable argument of the forward; None where it was not asked for.
 
     Attributes
     ----------
-    x : (B, I) array
-    weight : (O, I) array
-    bias, scale, gamma, beta : (O,) arrays
+    x : (B, I) array or None
+    weight : (O, I) array or None
+    bias, scale, gamma, beta : (O,) array or None
     """
 
-    x: Array
-    weight: Array
-    bias: Array
-    scale: Array
-    gamma: Array
-    beta: Array
+    x: Any
+    weight: Any
+    bias: Any
+    scale: Any
+    gamma: Any
+    beta: Any
 
 
 @np.errstate(all="ignore")
@@ -202,6 +203,7 @@ def backward(
     running_var: ArrayLike | None = None,
     training: bool = False,
     eps: float = 1e-5,
+    needs: Collection[str] = Gradients._fields,
     dtype: DTypeLike = np.float64,
 ) -> Gradients:
     """The gradients of :func:`forward`'s ``y``, by the closed forms at the head of this module.
@@ -212,11 +214,13 @@ def backward(
         The gradient with respect to ``y``.
     x, weight, scale, bias, gamma, running_mean, running_var, training, eps, dtype
         As in :func:`forward`. ``beta`` does not enter, nor do the running statistics in training.
+    needs : collection of str
+        Which fields of the result are wanted; the others are None.
 
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``, all of them, absent arguments included (with respect to the neutral
+        ``(x, weight, bias, scale, gamma, beta)``, in ``dtype``, absent arguments included (with respect to the neutral
         value that stood in for them). Zeros for ``B = 0``.
 
     Raises
@@ -258,7 +262,14 @@ def backward(
         of_bias = gamma * s * r * dy_sum
         of_scale = gamma * r * np.einsum("ij,ij->j", dy, g + b)
         of_gamma = r * np.einsum("ij,ij->j", dy, s * (g + b) - old_mean)
-    return Gradients(dg @ weight, dg.T @ x, of_bias, of_scale, of_gamma, dy_sum)
+    return Gradients(
+        dg @ weight if "x" in needs else None,
+        dg.T @ x if "weight" in needs else None,
+        of_bias if "bias" in needs else None,
+        of_scale if "scale" in needs else None,
+        of_gamma if "gamma" in needs else None,
+        dy_sum if "beta" in needs else None,
+    )
 
 
 @np.errstate(all="ignore")

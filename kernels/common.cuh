@@ -25,6 +25,7 @@ enum : long long {
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
     FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes and its columns are adjacent
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
+    FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -108,6 +109,18 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
 // The mean is subtracted before anything is multiplied, and m_low carries what float32 drops of it: with |m| >> sigma
 // the rounding of m alone would be the largest error in y.
 enum : int { AFFINE_SLOPE = 0, AFFINE_M = 1, AFFINE_M_LOW = 2, AFFINE_A = 3, AFFINE_BETA = 4, AFFINE_ROWS = 5 };
+
+// What a forward keeps for its backward, O-vectors in float64; SAVED_RATE on are of either mode. See backward.cu.
+enum : int {
+    SAVED_A = 0,        // gamma s r
+    SAVED_SCALE_E = 1,  // what E is multiplied by to make dscale
+    SAVED_GAMMA_E = 2,  // and dgamma
+    SAVED_RATE = 3,     // training: s^2 r^2 unit^2
+    SAVED_UNIT = 4,     // training: what the deviations are in units of
+    SAVED_SCALE_S = 3,  // inference: what S is multiplied by to make dscale
+    SAVED_GAMMA_S = 4,  // and dgamma
+    SAVED_CENTRE = 5,   // inference: what is subtracted from g
+};
 
 template <typename G>
 __device__ inline void store_affine(G* affine, long long pitch, long long i, double slope, double m, double a,

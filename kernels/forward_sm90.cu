@@ -5,6 +5,10 @@
 //   MODE 1, inference:  y = a g + c             a = gamma r s, c = gamma r (s bias - running_mean) + beta
 //   MODE 2, training:   y = a (g - mean) + beta a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
 //
+// Limbs (ELEMENT 3). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
+// Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
+// beyond that in float32 registers; docs/float32.md derives the error.
+//
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
 //
@@ -43,7 +47,7 @@
 #include "common.cuh"
 
 #ifndef ELEMENT
-#define ELEMENT 0  // 0 bfloat16, 1 float16, 2 float32 as TF32
+#define ELEMENT 0  // 0 bfloat16, 1 float16, 2 float32 as TF32, 3 float32 as two limbs of float16
 #endif
 #ifndef MODE
 #define MODE 2  // 0 gemm, 1 inference, 2 training
@@ -60,28 +64,36 @@
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+#if ELEMENT == 3
+typedef double Wide;  // of the running statistics' update: with float32 that is more than float32, its roundings show
+#else
+typedef float Wide;
+#endif
 
 constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
-constexpr int HELPER_REGISTERS = ELEMENT == 2 ? 136 : 152;  // of warpgroup 0: neither side spills
+constexpr int HELPER_REGISTERS = ELEMENT >= 2 ? 136 : 152;  // of warpgroup 0: neither side spills
 constexpr int CONSUMER_REGISTERS =
-    (3 * 168 - HELPER_REGISTERS) / 2;     // 384 threads start with 168 each; to ask for more waits for ever
-constexpr int BLOCK_N = 64 * WARPGROUPS;  // features in a tile
-constexpr int ELEMENT_BYTES = ELEMENT == 2 ? 4 : 2;
-constexpr int BLOCK_K = 128 / ELEMENT_BYTES;  // one 128-byte swizzle atom
-constexpr int MMA_K = 32 / ELEMENT_BYTES;     // k of one wgmma
-constexpr int W_BYTES = BLOCK_N * 128;        // of one stage
-constexpr int X_BYTES = BLOCK_M * 128;
+    (3 * 168 - HELPER_REGISTERS) / 2;          // 384 threads start with 168 each; to ask for more waits for ever
+constexpr int BLOCK_N = 64 * WARPGROUPS;       // features in a tile
+constexpr int LIMBS = ELEMENT == 3 ? 2 : 1;    // matrices that make up an operand
+constexpr int PARTS = 2;                       // of a stage of limbs, each with a sum of its own
+constexpr int Y_BYTES = ELEMENT >= 2 ? 4 : 2;  // of an element of y
+constexpr int OPERAND_BYTES = ELEMENT == 2 ? 4 : 2;
+constexpr int BLOCK_K = 128 / OPERAND_BYTES;    // one 128-byte swizzle atom
+constexpr int MMA_K = 32 / OPERAND_BYTES;       // k of one wgmma
+constexpr int W_BYTES = LIMBS * BLOCK_N * 128;  // of one stage
+constexpr int X_BYTES = LIMBS * BLOCK_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
-constexpr int PASS_M = ELEMENT == 2   ? 32
+constexpr int PASS_M = Y_BYTES == 4   ? 32
                        : BLOCK_M < 64 ? BLOCK_M
                                       : 64;  // rows of a tile that a warpgroup stores at a time, 64 features each
 constexpr int PASSES = BLOCK_M / PASS_M;
-constexpr int BOXES = ELEMENT == 2 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
+constexpr int BOXES = Y_BYTES == 4 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
-constexpr int CHUNK = 16 / ELEMENT_BYTES;               // columns of y in a 16-byte access
+constexpr int CHUNK = 16 / Y_BYTES;                     // columns of y in a 16-byte access
 constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;       // rows that a finishing warp takes at a time
 [[maybe_unused]] constexpr int UNITS = BLOCK_M / UNIT;  // of a tile
 
@@ -97,7 +109,7 @@ struct Affine {  // of one feature
 };
 
 struct alignas(1024) Shared {
-    char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, both swizzled
+    char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {
@@ -106,7 +118,7 @@ struct alignas(1024) Shared {
     };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
     u64 launch;                  // training: the launch's number
-    float momentum;              // the weight of the new running statistics
+    Wide momentum;               // the weight of the new running statistics
     int ready;                   // warps that have published (training), laid out constants (inference)
     int stored;                  // warpgroups that have stored, over all tiles
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
@@ -179,12 +191,19 @@ __device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int k, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-        "[%2];" ::"r"(smem(to)),
-        "l"(map), "r"(smem(bar)), "r"(k), "r"(row)
-        : "memory");
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int k, int row, int limb) {
+    if (LIMBS == 1)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+            "[%2];" ::"r"(smem(to)),
+            "l"(map), "r"(smem(bar)), "r"(k), "r"(row)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+            "[%1, {%3, %4, %5}], [%2];" ::"r"(smem(to)),
+            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "r"(limb)
+            : "memory");
 }
 
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
@@ -192,12 +211,20 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 }
 
 // to the same place, and the same barrier, in every CTA of the cluster
-__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int k, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
-        "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "h"((short)((1 << CLUSTER) - 1))
-        : "memory");
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int k, int row, int limb) {
+    constexpr short ALL = (1 << CLUSTER) - 1;
+    if (LIMBS == 1)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
+            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "h"(ALL)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem(to)),
+            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "r"(limb), "h"(ALL)
+            : "memory");
 }
 
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
@@ -273,7 +300,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #if ELEMENT == 0
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #define MMA_TAIL ", p, 1, 1, 0, 0;\n}"
-#elif ELEMENT == 1
+#elif ELEMENT == 1 || ELEMENT == 3
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
 #define MMA_TAIL ", p, 1, 1, 0, 0;\n}"
 #else
@@ -317,6 +344,40 @@ __device__ __forceinline__ void wgmma(float (&d)[ACC], u64 a, u64 b, int accumul
 #endif
 }
 
+// ---- limbs -----------------------------------------------------------------------------------------------------------
+
+// 2^e for -126 <= e <= 127
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+
+// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and features `feature` + 8 h of d[4 j + 2 h + e]: exact,
+// but for what falls below float32's normal numbers.
+__device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
+                                        int row, const int* w_exponents, int n, int feature) {
+    int of_x[ACC / 2], of_w[2];
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) {
+        const int r = row + i / 2 * 8 + i % 2;
+        of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
+    // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
+    bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
+    if (__all_sync(0xFFFFFFFF, mild)) {
+        const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = sum[i] * power_of_two(of_x[i / 4 * 2 + i % 2]) * w[i / 2 % 2];
+    } else {
+#pragma unroll
+        for (int i = 0; i < ACC; i++) {
+            const int e = max(of_x[i / 4 * 2 + i % 2] + of_w[i / 2 % 2], -252);  // two steps: 2^e may not be a float
+            d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+        }
+    }
+}
+
 // ---- y's format ----------------------------------------------------------------------------------------------------
 
 // two floats to one 32-bit word, the first in the low half
@@ -355,7 +416,7 @@ __device__ __forceinline__ uint4 apply(uint4 d, const float2 (&ab)[CHUNK]) {
     u32 word[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-#if ELEMENT == 2
+#if ELEMENT >= 2
         word[i] = __float_as_uint(fmaf(ab[i].x, __uint_as_float(word[i]), ab[i].y));
 #else
         const float2 v = unpack(word[i]);
@@ -549,10 +610,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     Word* merged,   // [feature block][BLOCK_N]: mean and a
     u64* roll,      // [1 + gridDim.x]: agree_on_number's
     const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
-    long long* batches) {  // num_batches_tracked, or null; +1
+    long long* batches,      // num_batches_tracked, or null; +1
+    const int* x_exponents,  // limbs: row i of x is 2^x_exponents[i] times the sum of its limbs, and so on
+    const int* w_exponents) {
     const long long m = p.m, n = p.n, k = p.k, panel = p.panel;
-    [[maybe_unused]] const long long y_pitch = p.y_row * ELEMENT_BYTES;
-    [[maybe_unused]] const double momentum = p.flags & FLAG_CUMULATIVE ? -1.0 : p.momentum;
+    [[maybe_unused]] const long long y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     // the shuffle tells the compiler that a warp's index is the same in all its lanes
@@ -618,7 +680,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         constexpr int STEP = 32 / ACROSS, BATCH = 8;
         const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
         const int end = feature < n ? (int)m - first : 0;
-        char* at = y + (size_t)first * y_pitch + (size_t)feature * ELEMENT_BYTES;
+        char* at = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES;
         const size_t step = STEP * y_pitch;
         if (end >= UNIT) {
 #pragma unroll 1
@@ -659,19 +721,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 for (int i = cluster_id(); i < order.count(); i += clusters) {
                     int row, col;
                     order.at(i, row, col);
-                    const int x_row = row * BLOCK_M + rank * (BLOCK_M / CLUSTER),
-                              w_row = (col * CLUSTER + rank) * BLOCK_N;
+                    // a CTA of a pair loads half of the rows of x, or one limb of all
+                    const int x_limb = LIMBS == 2 ? rank : 0, w_row = (col * CLUSTER + rank) * BLOCK_N;
+                    const int x_row = row * BLOCK_M + (LIMBS == 1 ? rank * (BLOCK_M / CLUSTER) : 0);
 #pragma unroll 1
                     for (int step = 0; step < steps; step++) {
                         mbar_wait(&sh.empty[s], phase ^ 1);
                         mbar_expect(&sh.full[s], STAGE_BYTES);
                         char* w_tile = sh.stage[s];
                         char* x_part = w_tile + W_BYTES + rank * (X_BYTES / CLUSTER);
-                        tma_load(w_tile, &w_map, &sh.full[s], step * BLOCK_K, w_row);
+                        tma_load(w_tile, &w_map, &sh.full[s], step * BLOCK_K, w_row, 0);
                         if (CLUSTER == 1)
-                            tma_load(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
+                            tma_load(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row, 0);
                         else
-                            tma_load_multicast(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row);
+                            tma_load_multicast(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row, x_limb);
                         if (++s == STAGES) s = 0, phase ^= 1;
                     }
                 }
@@ -700,14 +763,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             const u64 number = agree_on_number(roll, lane);
             if (lane == 0) {
                 sh.launch = number;
-                sh.momentum = momentum < 0 ? 1.f / (float)count : (float)momentum;
+                sh.momentum = p.flags & FLAG_CUMULATIVE ? (Wide)1 / (Wide)count : (Wide)p.momentum;
                 mbar_arrive(&sh.agreed);
                 if (batches && blockIdx.x == 0) *batches = count;  // all CTAs have read it
             }
             __syncwarp();
             const u64 launch = sh.launch;
             const int share = share_of(order.rows), lanes = lanes_of(order.rows), member = lane % lanes;
-            const float unbiased = (float)m / (float)(m - 1);
+            const Wide unbiased = (Wide)m / (Wide)(m - 1);
             int nth = 0;
             for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
                 int row, block;
@@ -722,12 +785,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     const bool mine = speaks && feature < n, running = mine && (f.running_mean_code & 7) != KIND_ABSENT;
                     // the arguments travel while the partials are not there yet
                     Affine u = {1.f, 1.f, 0.f};
-                    float b = 0.f, rm = 0.f, rv = 0.f;
+                    Wide b = 0, rm = 0, rv = 0;
                     if (mine) u = f.affine(feature);
                     if (running) {
-                        b = fetch(f.bias, f.bias_code, feature).or_else(0.f);
-                        rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.f);
-                        rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.f);
+                        b = fetch(f.bias, f.bias_code, feature).or_else((Wide)0);
+                        rm = fetch(f.running_mean, f.running_mean_code, feature).or_else((Wide)0);
+                        rv = fetch(f.running_var, f.running_var_code, feature).or_else((Wide)0);
                     }
                     // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
                     const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
@@ -751,9 +814,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
                     if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
                     if (running) {
-                        const float weight = sh.momentum;
-                        rm = (1.f - weight) * rm + weight * (u.scale * (mean + b));
-                        rv = (1.f - weight) * rv + weight * (u.scale * u.scale * var * unbiased);
+                        const Wide weight = sh.momentum, s = u.scale;
+                        rm = (1 - weight) * rm + weight * (s * (mean + b));
+                        rv = (1 - weight) * rv + weight * (s * s * var * unbiased);
                         store_vector(f.running_mean, f.running_mean_code, feature, rm);
                         store_vector(f.running_var, f.running_var_code, feature, rv);
                     }
@@ -786,7 +849,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             order.at(i, row, block);
             block = block * CLUSTER + rank;
 
-            // ---- g: the main loop. One stage's wgmmas stay in flight while the next stage's are issued.
+            // ---- g: the main loop
+            auto release = [&](int stage) {
+                if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane);
+            };
+            auto after = [&](int step) {
+#if MODE == 2
+                // the last tile's store has long arrived: a wait for it costs nothing here
+                if (step == min(4, steps - 1) && storer && nth > 0) {
+                    tma_store_wait();
+                    count_up(&sh.stored);
+                }
+#endif
+                if (++s == STAGES) s = 0, phase ^= 1;
+            };
+#if ELEMENT != 3
+            // one stage's wgmmas stay in flight while the next stage's are issued
             int before = 0;  // the stage before s
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
@@ -798,26 +876,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 wgmma_commit();
                 if (step > 0) {
                     wgmma_wait<1>();
-                    if (lane < CLUSTER) mbar_arrive_at(&sh.empty[before], lane);
+                    release(before);
                 }
-#if MODE == 2
-                // the last tile's store has long arrived: a wait for it costs nothing here
-                if (step == min(4, steps - 1) && storer && nth > 0) {
-                    tma_store_wait();
-                    count_up(&sh.stored);
-                }
-#endif
                 before = s;
-                if (++s == STAGES) s = 0, phase ^= 1;
+                after(step);
             }
             wgmma_wait<0>();
-            if (lane < CLUSTER) mbar_arrive_at(&sh.empty[before], lane);
+            release(before);
+#else
+            // The tensor core truncates as it adds, and always towards zero: the sum of a part of a stage starts anew,
+            // takes the small products first, and is added to `sum`, which rounds. The other warpgroup's wgmmas run
+            // meanwhile.
+            float sum[ACC];
+#pragma unroll
+            for (int i = 0; i < ACC; i++) sum[i] = 0.f;
+#pragma unroll 1
+            for (int step = 0; step < steps; step++) {
+                mbar_wait(&sh.full[s], phase);
+                const u64 a = operand(sh.stage[s] + half * (64 * 128)), b = operand(sh.stage[s] + W_BYTES);
+                constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = BLOCK_M * 128 / 16;
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) {
+                    constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
+                    const u64 a_part = a + 2 * STEPS * part, b_part = b + 2 * STEPS * part;
+                    wgmma_fence();
+#pragma unroll
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + A_LOW + 2 * j, b_part + 2 * j, j);
+#pragma unroll
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + 2 * j, b_part + B_LOW + 2 * j, 1);
+#pragma unroll
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + 2 * j, b_part + 2 * j, 1);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    if (part == PARTS - 1) release(s);
+#pragma unroll
+                    for (int i = 0; i < ACC; i++) sum[i] += d[i];
+                }
+                after(step);
+            }
+#endif
 
             // d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the tile;
             // a thread has two features, h = 0, 1
             const int within = 64 * half + 16 * warp + lane / 4;
             [[maybe_unused]] const int feature = block * BLOCK_N + within;
             if (block < blocks) {
+#if ELEMENT == 3
+                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
+#endif
 #if MODE == 1
                 wait_count(&sh.ready, nth + 1, SHORT_NAP);
 #pragma unroll
@@ -911,7 +1017,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 const float* e = d + pass * (ACC / PASSES);
                 if (storer) tma_store_wait_read<1>();  // the last store but one
                 warpgroup_sync(half);
-#if ELEMENT == 2
+#if ELEMENT >= 2
 #pragma unroll
                 for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
                     const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;

@@ -1,8 +1,10 @@
 // gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU; the path for what cuBLAS cannot serve
 // (a CUDA graph capture, a dimension over 2^31) and the yardstick that owes nothing to a vendor library.
 //
-//   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of G, row pitch ldg
-//   T: float, __half, __nv_bfloat16 with G = float;  double with G = double
+//   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of C, row pitch ldg, g on 16 bytes
+//   T: float, __half, __nv_bfloat16 with G = float;  double with G = double;  C is G or T
+//   With X_ACROSS x lies transposed, (k, m) with pitch ldx, with W_ACROSS w as (k, n): so the backward makes
+//   dx = dg w (w across) and dw = dg^T x (both across) of the same kernel.
 //
 // A CTA makes one BLOCK_M x BLOCK_N tile of g, a thread THREAD_M x THREAD_N of it in registers. Both operands pass
 // through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next BLOCK_K columns
@@ -30,6 +32,17 @@ using G = G_TYPE;
 #define THREAD_N 8
 #endif
 
+#ifndef C_TYPE
+#define C_TYPE G_TYPE
+#endif
+using C = C_TYPE;
+#ifndef X_ACROSS
+#define X_ACROSS false
+#endif
+#ifndef W_ACROSS
+#define W_ACROSS false
+#endif
+
 constexpr int BLOCK_K = 16;
 constexpr int PROMOTE = sizeof(G) == 8 ? 16 : 64;
 constexpr int THREADS_N = BLOCK_N / THREAD_N;
@@ -42,9 +55,10 @@ constexpr int FRAG_N = smaller(THREAD_N, 16 / static_cast<int>(sizeof(G)));
 constexpr int PAD = 16 / sizeof(G);  // keeps rows on 16 bytes and spreads the transposing stores over the banks
 
 // One operand's ROWS x BLOCK_K block on its way from device memory to shared memory.
-template <int ROWS>
+template <int ROWS, bool ACROSS>
 struct Stage {
-    static constexpr int LOADS = ROWS * (BLOCK_K / LOAD);
+    static constexpr int LOADS = ROWS * BLOCK_K / LOAD;
+    static constexpr int RUN = (ACROSS ? ROWS : BLOCK_K) / LOAD;  // loads that are adjacent in memory
     static constexpr int PER_THREAD = (LOADS + THREADS - 1) / THREADS;
     Vector<T, LOAD> held[PER_THREAD];
 
@@ -52,15 +66,15 @@ struct Stage {
 #pragma unroll
         for (int i = 0; i < PER_THREAD; ++i) {
             const int at = threadIdx.x + i * THREADS;
-            const int row = at / (BLOCK_K / LOAD);
-            const long long col = k0 + at % (BLOCK_K / LOAD) * LOAD;
-            const bool inside = at < LOADS && row < rows;
-            const T* from = p + row * ld + col;
-            if (inside && aligned && col + LOAD <= k) {
+            const long long outer = at / RUN + (ACROSS ? k0 : 0);
+            const long long inner = at % RUN * LOAD + (ACROSS ? 0 : k0), limit = ACROSS ? rows : k;
+            const bool inside = at < LOADS && outer < (ACROSS ? k : rows);
+            const T* from = p + outer * ld + inner;
+            if (inside && aligned && inner + LOAD <= limit) {
                 held[i] = *reinterpret_cast<const Vector<T, LOAD>*>(from);
             } else {
 #pragma unroll
-                for (int j = 0; j < LOAD; ++j) held[i].at[j] = inside && col + j < k ? from[j] : T(0.0f);
+                for (int j = 0; j < LOAD; ++j) held[i].at[j] = inside && inner + j < limit ? from[j] : T(0.0f);
             }
         }
     }
@@ -70,14 +84,15 @@ struct Stage {
         for (int i = 0; i < PER_THREAD; ++i) {
             const int at = threadIdx.x + i * THREADS;
             if (LOADS % THREADS != 0 && at >= LOADS) continue;
-            const int row = at / (BLOCK_K / LOAD), col = at % (BLOCK_K / LOAD) * LOAD;
+            const int outer = at / RUN, inner = at % RUN * LOAD;
 #pragma unroll
-            for (int j = 0; j < LOAD; ++j) shared[col + j][row] = to_float(held[i].at[j]);
+            for (int j = 0; j < LOAD; ++j)
+                shared[ACROSS ? outer : inner + j][ACROSS ? inner + j : outer] = to_float(held[i].at[j]);
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p, const T* x, const T* w, G* g) {
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p, const T* x, const T* w, C* g) {
     __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
     __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];
 
@@ -86,13 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p
     const long long m0 = tile % tiles_m * BLOCK_M, n0 = tile / tiles_m * BLOCK_N;
     const int tm = threadIdx.x / THREADS_N, tn = threadIdx.x % THREADS_N;
 
-    const T* x_tile = x + m0 * p.ldx;
-    const T* w_tile = w + n0 * p.ldw;
+    const T* x_tile = x + m0 * (X_ACROSS ? 1 : p.ldx);
+    const T* w_tile = w + n0 * (W_ACROSS ? 1 : p.ldw);
     const long long x_rows = p.m - m0, w_rows = p.n - n0;
     const bool x_aligned = p.flags & FLAG_VECTOR_X, w_aligned = p.flags & FLAG_VECTOR_W;
 
-    Stage<BLOCK_M> x_stage;
-    Stage<BLOCK_N> w_stage;
+    Stage<BLOCK_M, X_ACROSS> x_stage;
+    Stage<BLOCK_N, W_ACROSS> w_stage;
     G sum[THREAD_M][THREAD_N] = {};
     G part[THREAD_M][THREAD_N] = {};
 
@@ -151,16 +166,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p
 #pragma unroll
         for (int f = 0; f < THREAD_N / FRAG_N; ++f) {
             const long long col = n0 + f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N;
-            G* to = g + row * p.ldg + col;  // on 16 bytes: the planner gives g such a pitch
-            if (col + FRAG_N <= p.n) {
-                Vector<G, FRAG_N> out;
+            C* to = g + row * p.ldg + col;
+            Vector<C, FRAG_N> out;
 #pragma unroll
-                for (int j = 0; j < FRAG_N; ++j) out.at[j] = sum[i][f * FRAG_N + j];
-                *reinterpret_cast<Vector<G, FRAG_N>*>(to) = out;
+            for (int j = 0; j < FRAG_N; ++j) from_float(sum[i][f * FRAG_N + j], out.at[j]);
+            if (col + FRAG_N <= p.n && p.ldg % FRAG_N == 0) {
+                *reinterpret_cast<Vector<C, FRAG_N>*>(to) = out;
             } else {
 #pragma unroll
                 for (int j = 0; j < FRAG_N; ++j)
-                    if (col + j < p.n) to[j] = sum[i][f * FRAG_N + j];
+                    if (col + j < p.n) to[j] = out.at[j];
             }
         }
     }

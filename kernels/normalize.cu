@@ -1,13 +1,15 @@
 // normalize: y = a ((slope g - m) - m_low) + beta, feature by feature; one pass over g, one write of y.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
+//   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
+//   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // A CTA takes COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
 // in registers and walks down every WARPS-th row, UNROLL rows in flight. Training has slope = 1.
 // CTAs run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
-// Moves: g once, y once, the minimum; at (16384, 4096) float32 537 MB.
+// Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
 #include "common.cuh"
 
 #ifndef G_TYPE
@@ -18,6 +20,18 @@ using G = G_TYPE;
 #define Y_TYPE float
 #endif
 using Y = Y_TYPE;
+#ifdef D_TYPE
+constexpr bool KEEPS = true;
+#else
+constexpr bool KEEPS = false;
+#define D_TYPE float
+#endif
+using D = D_TYPE;
+
+template <typename A>
+constexpr bool in_units = false;
+template <>
+constexpr bool in_units<__half> = true;
 
 constexpr int VEC = 16 / sizeof(G);
 constexpr int LANES = 32, WARPS = 8;
@@ -25,7 +39,8 @@ constexpr int COLUMNS = LANES * VEC;
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
-    normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked) {
+    normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked, D* deviations,
+              const double* saved) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 
@@ -43,12 +58,20 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
     const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
 
-    const auto apply = [&](const Vector<G, VEC>& in) {
+    Vector<G, VEC> inverse_unit = {};
+    if (KEEPS && in_units<D>) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
+    }
+
+    const auto apply = [&](const Vector<G, VEC>& in, Vector<D, VEC>& kept) {
         Vector<Y, VEC> out;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const G d = fma(slope.at[j], in.at[j], -m.at[j]) - m_low.at[j];
             from_float(fma(a.at[j], d, beta.at[j]), out.at[j]);
+            if (KEEPS) from_float(in_units<D> ? d * inverse_unit.at[j] : d, kept.at[j]);
         }
         return out;
     };
@@ -56,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     long long row = begin + warp;
     const G* from = g + row * p.ldg + col;
     Y* to = y + row * p.y_row + col * p.y_col;
+    D* keep = deviations + row * p.ldg + col;
     const long long from_step = WARPS * p.ldg, to_step = WARPS * p.y_row;
     if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
         for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
@@ -63,13 +87,21 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
 #pragma unroll
             for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i, to += to_step) *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i]);
+            for (int i = 0; i < UNROLL; ++i, to += to_step, keep += from_step) {
+                Vector<D, VEC> kept;
+                *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i], kept);
+                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+            }
         }
     }
-    for (; row < end; row += WARPS, from += from_step, to += to_step) {
-        const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside));
+    for (; row < end; row += WARPS, from += from_step, to += to_step, keep += from_step) {
+        Vector<D, VEC> kept;
+        const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside), kept);
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            if (j < inside) to[j * p.y_col] = out.at[j];
+            if (j < inside) {
+                to[j * p.y_col] = out.at[j];
+                if (KEEPS) keep[j] = kept.at[j];
+            }
     }
 }

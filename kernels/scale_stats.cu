@@ -34,9 +34,15 @@ constexpr int COLUMNS = LANES * VEC;
 constexpr int GROUP = 16;
 constexpr int PIVOT = sizeof(G) == 8 ? GROUP : 1;
 
+// A power of two of float32 within a factor of 2 above the spread: a deviation is at most sqrt(B) of them. 1 for none.
+__device__ inline double unit_near(double spread) {
+    return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
+}
+
 extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     scale_stats(const Problem p, const G* g, char* workspace, const void* bias, const void* scale, const void* gamma,
-                const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked) {
+                const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked,
+                double* saved) {
     __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
     __shared__ G pivot_of[COLUMNS];
     __shared__ bool last;
@@ -145,8 +151,16 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         }
     }
     const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
-    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, gamma_at.or_else(1.0) * s * r,
-                 beta_at.or_else(0.0));
+    const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, a, beta_at.or_else(0.0));
+    if (saved != nullptr) {
+        const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+        saved[SAVED_A * p.n + c] = a;
+        saved[SAVED_SCALE_E * p.n + c] = gamma_of * p.eps * r * r * r * unit;
+        saved[SAVED_GAMMA_E * p.n + c] = s * r * unit;
+        saved[SAVED_RATE * p.n + c] = s * r * unit * (s * r * unit);
+        saved[SAVED_UNIT * p.n + c] = unit;
+    }
     if (p.running_mean != 0) {
         // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
@@ -160,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 //   y = gamma r ((s g) - (running_mean - s b)) + beta,   r = 1 / sqrt(running_var + eps)
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     running_affine(const Problem p, char* workspace, const void* bias, const void* scale, const void* gamma,
-                   const void* beta, const void* running_mean, const void* running_var) {
+                   const void* beta, const void* running_mean, const void* running_var, const G* g, double* saved) {
     const long long c = static_cast<long long>(blockIdx.x) * (LANES * WARPS) + threadIdx.x;
     if (c >= p.n) return;
     const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
@@ -168,6 +182,16 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
     const Fetched var_at = fetch(running_var, p.running_var, c);
     const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
-    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean_at.or_else(0.0) - s * b_at.or_else(0.0),
-                 gamma_at.or_else(1.0) * r, beta_at.or_else(0.0));
+    const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r, beta_at.or_else(0.0));
+    if (saved != nullptr) {
+        const double centre =
+            isfinite(g[c]) ? g[c] : 0.0;  // of the first row: no further from the others than they are
+        saved[SAVED_A * p.n + c] = gamma_r * s;
+        saved[SAVED_SCALE_E * p.n + c] = gamma_r;
+        saved[SAVED_GAMMA_E * p.n + c] = r * s;
+        saved[SAVED_SCALE_S * p.n + c] = gamma_r * (centre + b);
+        saved[SAVED_GAMMA_S * p.n + c] = r * (s * (centre + b) - mean);
+        saved[SAVED_CENTRE * p.n + c] = centre;
+    }
 }

@@ -146,14 +146,21 @@ class Outcome(NamedTuple):
 
 
 def forward(
-    kind: Kind, arrays: Mapping[str, np.ndarray], layouts: Mapping[str, str] | None = None, **options: Any
+    kind: Kind,
+    arrays: Mapping[str, np.ndarray],
+    layouts: Mapping[str, str] | None = None,
+    *,
+    prepared: bool = False,
+    **options: Any,
 ) -> Outcome:
-    """``gsbn.forward`` on placed copies of ``arrays``; checks what must hold of every call.
+    """``gsbn.forward`` on placed copies of ``arrays``, the weight prepared or not; checks what must hold of every call.
 
     The result has x's kind, dtype and rows; ``out`` comes back itself; every guard holds; the inputs are untouched.
     """
     placed = {name: place(kind, a, (layouts or {}).get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
+    if prepared:
+        views["weight"] = gsbn.prepare(views["weight"], options.get("precision", "highest"))
     y = gsbn.forward(**views, **options)
 
     assert type(y) is type(views["x"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -46,7 +48,7 @@ def test_quickstart(gpu: bool) -> None:
     for number in (33, 39):
         assert f"KernelBench {number}" in output
     if gpu:
-        assert len(re.findall(r"kernels: .*scale_stats, normalize", output)) == 6
+        assert len(re.findall(r"kernels: .*(?:scale_stats, normalize|forward_sm90)", output)) == 6
     else:
         assert "NumPy, one by one" in output
 
@@ -59,12 +61,138 @@ def test_torch_handoff(gpu: bool) -> None:
     assert f"gsbn and torch.nn agree on {'cuda' if gpu else 'cpu'}" in run(EXAMPLES / "torch_handoff.py", gpu=gpu)
 
 
+# ---- training
+
+LAYER = (7, 5)  # inputs, features
+
+
+@functools.cache
+def autograd_example() -> Any:
+    """examples/torch_autograd.py as a module."""
+    spec = importlib.util.spec_from_file_location("torch_autograd", EXAMPLES / "torch_autograd.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def layer_and_torch(**options: Any) -> tuple[Any, Any]:
+    """The example's layer in float64, and the three modules in a row, in the same state."""
+    torch = pytest.importorskip("torch")
+    example, (inputs, features) = autograd_example(), LAYER
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(inputs, features, bias=options.pop("bias", True)),
+        example.Scale(features),
+        torch.nn.BatchNorm1d(features, **options),
+    ).double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return example.LinearScaleBatchNorm(*copy.deepcopy(plain)), plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 1e-2}],
+)
+def test_the_layer_is_a_drop_in(options: dict[str, Any]) -> None:
+    ours, theirs = layer_and_torch(**options)
+    import torch
+
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for training in (True, True, False):
+        ours.train(training), theirs.train(training)
+        x = torch.randn(9, LAYER[0], dtype=torch.float64)
+        results = []
+        for module in (ours, theirs):
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = module(leaf)
+            (y * torch.arange(y.numel()).reshape(y.shape)).sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradcheck(training: bool) -> None:
+    ours, _ = layer_and_torch()
+    import torch
+
+    linear, scale, norm = ours.train(training)
+    vectors = (linear.bias, scale.scale, norm.weight, norm.bias)
+    x = torch.randn(6, LAYER[0], dtype=torch.float64, requires_grad=True)
+
+    def call(x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any) -> Any:
+        state = [buffer.clone() for buffer in norm.buffers()]
+        apply = autograd_example()._Function.apply
+        return apply(x, weight, bias, scale, gamma, beta, *state, training, 0.1, 1e-3, "highest")
+
+    assert torch.autograd.gradcheck(call, (x, linear.weight, *vectors))
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    ours, _ = layer_and_torch()
+    import torch
+
+    ours[0].weight.requires_grad_(False)
+    ours[2].bias.requires_grad_(False)
+    ours(torch.randn(6, LAYER[0], dtype=torch.float64)).sum().backward()
+    assert [name for name, p in ours.named_parameters() if p.grad is None] == ["0.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_operators_keep_the_rules_of_torch_compile(device: str, training: bool, dtype: str) -> None:
+    """opcheck: schemas say what is written, and the fake implementations agree with the real ones."""
+    torch, example = pytest.importorskip("torch"), autograd_example()
+    x, weight = (torch.randn(n, 6, device=device, dtype=getattr(torch, dtype)) for n in (9, 5))
+    vectors = [torch.rand(5, device=device) + 0.5 for _ in range(6)]
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    arguments = (x, weight, *vectors, count, training, 0.1, 1e-5, "highest")
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(example.forward_op, arguments, test_utils=tests)
+    y, deviations, kept = example.forward_op(*arguments)
+    dtypes, needs = "float32 float32 None float32", "x weight scale beta"
+    backward = (torch.ones_like(y), x, weight, deviations, kept, training, "highest", dtypes, needs)
+    torch.library.opcheck(example.backward_op, backward, test_utils=tests)
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_torch_autograd(gpu: bool) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    if gpu:
+        need_torch_cuda()
+    output = run(EXAMPLES / "torch_autograd.py", gpu=gpu)
+    assert f"{'cuda' if gpu else 'cpu'}: loss" in output
+    assert "torch.compile: furthest" in output
+    assert ("CUDA graph: loss" in output) == gpu
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_train_digits(gpu: bool, tmp_path: Path) -> None:
+    for package in ("sklearn", "matplotlib", "rich"):
+        pytest.importorskip(package)
+    output = run(EXAMPLES / "train_digits.py", "--plot", tmp_path / "curves.png", gpu=gpu)
+    assert f"training with {'cupy' if gpu else 'numpy'}" in output
+    (reached,) = re.findall(r"test accuracy ([\d.]+)%", output)
+    assert float(reached) >= 96
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_readme_example() -> None:
     """As printed, but NumPy for CuPy and 64 features for 8192."""
-    (code,) = re.findall(r"^## Example\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len([line for line in code.splitlines() if line]) == 6
-    code = code.replace("import cupy as xp", "import numpy as xp").replace("8192", "64")
-    assert run("-c", code + "assert y.shape == (1024, 64) and y.dtype == 'f4' and mean.any()") == ""
+    (section,) = re.findall(r"^## Example\n(.*?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)
+    forward, training = re.findall(r"```python\n(.*?)```", section, re.S)
+    assert len([line for line in forward.splitlines() if line]) == 6
+    forward = forward.replace("import cupy as xp", "import numpy as xp").replace("8192", "64")
+    check = "assert y.shape == (1024, 64) and y.dtype == 'f4' and mean.any()\n"
+    assert run("-c", forward + check) == ""
+    check += "assert (dx.shape, dw.shape, dscale.shape) == (x.shape, w.shape, scale.shape)\n"
+    assert run("-c", forward + "dy = xp.ones_like(y)\n" + training + check) == ""
 
 
 # KernelBench's evaluator, level 2: it executes the text of the problem and then the text of the candidate in one

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 SM90 = {"gemm": "sm90", "precision": "high"}
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
 SHAPES = [
     (2, 8, 8),
     (300, 72, 520),
@@ -49,14 +50,19 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_tile_is_right(shape: tuple[int, int, int], dtype: str, training: bool, tile: Any) -> None:
+def test_every_tile_is_right(
+    shape: tuple[int, int, int], dtype: str, precision: str, training: bool, tile: Any
+) -> None:
+    limbs = (dtype, precision) == ("float32", "highest")
+    if limbs and tile == 256:
+        pytest.skip("limbs have no tile of 256 rows")
     arrays = Case(shape, dtype, training).arrays()
-    got = forward(kind_of("cupy"), arrays, training=training, **SM90)
+    got = forward(kind_of("cupy"), arrays, training=training, gemm="sm90", precision=precision)
     truth = reference.forward(**without_out(arrays), training=training)
     operand = TF32 if dtype == "float32" else 0.0
-    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32")
+    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
 
 
@@ -96,8 +102,8 @@ def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) 
     assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_same_bits_under_load(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+def test_the_same_bits_under_load(dtype: str, precision: str) -> None:
     arrays = {n: cupy.asarray(a) for n, a in Case((5000, 520, 1032), dtype, True, layouts=()).arrays().items()}
     fresh = {n: arrays.pop(n) for n in ("running_mean", "running_var", "num_batches_tracked")}
     x = cupy.random.standard_normal((2048, 2048), dtype="f4")
@@ -108,7 +114,7 @@ def test_the_same_bits_under_load(dtype: str) -> None:
             x @ x
         state = {n: a.copy() for n, a in fresh.items()}
         arrays["out"].fill(cupy.nan)
-        gsbn.forward(**arrays, **state, training=True, **SM90)
+        gsbn.forward(**arrays, **state, training=True, gemm="sm90", precision=precision)
         results.append([arrays["out"].get(), *(a.get() for a in state.values())])
     beside.synchronize()
     for other in results[1:]:
@@ -220,7 +226,6 @@ def test_threads_share_the_tensor_maps() -> None:
     ("shape", "dtype", "options", "why"),
     [
         ((64, 64, 64), "float64", {}, "float64"),
-        ((64, 64, 64), "float32", {"precision": "highest"}, "TF32"),
         ((64, 60, 64), "float16", {}, "rows of x"),
         ((64, 64, 60), "float16", {"out": True}, "rows of y"),
     ],

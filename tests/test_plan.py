@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 from strategies import sides
 
 from gsbn import _driver, _kernels
-from gsbn._plan import INT32_MAX, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch, Plan, plan
+from gsbn._plan import (
+    INT32_MAX,
+    ITEMSIZE,
+    SM90_BLOCK_N,
+    Device,
+    Matmul,
+    Matrix,
+    OneLaunch,
+    Plan,
+    backward_plan,
+    plan,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -98,11 +109,23 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     features = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N
     assert -(-p.m // one.block_m) * features * 16 <= one.merged  # (mean, M2, launch) of every tile and feature
     assert one.merged + features * 16 <= one.roll
-    assert one.roll + 8 * (1 + one.clusters * one.cluster) <= one.workspace
+    end = one.roll + 8 * (1 + one.clusters * one.cluster)
+    if one.limbs is not None:
+        limbs, size = one.limbs, 2 * 2 * p.k  # of a row, both limbs
+        assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
+        assert limbs.pitch >= 2 * p.k
+        assert limbs.pitch % 16 == limbs.x % 256 == limbs.w % 256 == 0
+        assert end <= limbs.x
+        assert limbs.x + p.m * size <= limbs.w
+        assert limbs.w + p.n * size <= limbs.x_exponents
+        assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
+        end = limbs.w_exponents + 4 * p.n
+    assert end <= one.workspace
     # what the copy engine takes
     assert p.y.aligned
     assert p.y.strides[1] == 1
-    assert p.k * ITEMSIZE[p.dtype] % 16 == p.n * ITEMSIZE[p.dtype] % 16 == p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+    assert p.n * ITEMSIZE[p.dtype] % 16 == p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+    assert one.limbs is not None or p.k * ITEMSIZE[p.dtype] % 16 == 0
 
 
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
@@ -151,6 +174,79 @@ def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPat
     assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, None, 0)]
 
 
+# ---- what a forward keeps, and the backward
+
+FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
+
+
+@given(p=problems(), training=st.booleans(), capturing=st.booleans())
+def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
+    decided = plan(p, training=training, capturing=capturing, saved=True)
+    assert decided.gemm != "sm90"
+    assert_fits(p, decided._replace(workspace=2**62), training=training)
+    assert decided.keep is not None
+    assert decided.normalize_kernel in set(_kernels.all_kernels())
+    assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
+    assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
+    assert decided.keep.dtype == p.dtype or not training
+    if not decided.keep.is_g:
+        assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
+
+
+@given(
+    p=problems(),
+    training=st.booleans(),
+    capturing=st.booleans(),
+    needs=st.sets(st.sampled_from(FIELDS)),
+    gemm=st.sampled_from(["auto", "cublas", "tiled"]),
+)
+def test_a_backward_fits(p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str) -> None:
+    ldd = plan(p, training=training, saved=True).ldg
+    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "ldd": ldd, "capturing": capturing}
+    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
+    if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            backward_plan(p, gemm=gemm, **options)
+        return
+    decided, size = backward_plan(p, gemm=gemm, **options), ITEMSIZE[p.dtype]
+
+    # no work that nobody needs
+    assert decided.dg == bool(needs & {"x", "weight"})
+    assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
+    alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
+    assert decided.sums != alone
+    if not needs & {"scale", "gamma"}:
+        assert decided.reads_d == (decided.dg and training)
+
+    # grids and workspace
+    assert 1 <= decided.sums_grid <= LARGEST_GRID and 1 <= decided.dg_grid <= LARGEST_GRID
+    assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
+    assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
+    assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials
+    if decided.splits > 1:
+        assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
+    assert decided.tickets + decided.tickets_bytes <= decided.dg_at
+    assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.workspace
+    assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
+    if decided.vector_dy:
+        assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
+
+    # the products: shapes that chain, and strides that the GEMM takes
+    for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
+        if product is None:
+            continue
+        q = product.p
+        assert (q.m, q.n, q.k) == shape
+        assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
+        if product.kernel is not None:
+            assert product.kernel in set(_kernels.all_kernels())
+            assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
+        else:
+            for matrix, rows in ((q.x, q.m), (q.w, q.n)):
+                row, column = matrix.strides
+                assert (column == 1 and row >= q.k) or (row == 1 and column >= rows)
+
+
 def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:
     return Matmul(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
 
@@ -165,7 +261,10 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((1024, 8192, 8192), "bfloat16", H200, {}, "sm90"),
         ((16384, 4096, 4096), "float16", H200, {}, "sm90"),
         ((16384, 4096, 4096), "float32", H200, {"precision": "high"}, "sm90"),
-        ((16384, 4096, 4096), "float32", H200, {}, "cublas"),
+        ((16384, 4096, 4096), "float32", H200, {}, "sm90"),
+        ((1000, 1000, 777), "float32", H200, {}, "sm90"),  # limbs have a pitch of their own
+        ((16384, 4096, 4096), "float32", A100, {}, "cublas"),
+        ((4096, 4096, 32), "float32", H200, {}, "cublas"),  # IEEE is the more accurate
         ((16384, 4096, 4096), "float64", H200, {}, "cublas"),
         ((1024, 8192, 8191), "bfloat16", H200, {}, "cublas"),  # rows off 16 bytes
         ((1024, 8191, 8192), "bfloat16", H200, {}, "cublas"),
@@ -175,7 +274,7 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((128, 8192, 8192), "bfloat16", H200, {"capturing": True}, "sm90"),
         ((100000, 64, 64), "bfloat16", H200, {}, "sm90"),  # 37 against 59 us, one CTA a cluster
         ((32, 32, 16384), "bfloat16", H200, {}, "cublas"),  # 15 against 49 us: cuBLAS splits k
-        ((1024, 8192, 8192), "float32", H200, {"capturing": True}, "tiled"),
+        ((1024, 8192, 8192), "float32", A100, {"capturing": True}, "tiled"),
     ],
 )
 def test_auto_takes_what_was_measured_to_win(
@@ -215,12 +314,6 @@ def test_sm90_writes_whole_words_of_16_bytes() -> None:
     with pytest.raises(ValueError, match=r"gemm: .*rows of y"):
         plan(p, training=True, gemm="sm90")
     assert plan(p._replace(n=64), training=True).gemm == "sm90"
-
-
-def test_sm90_takes_no_negative_momentum() -> None:
-    p = contiguous(1024, 1024, 1024)
-    assert plan(p, training=True, negative_momentum=True).gemm == "cublas"
-    assert plan(p, training=False, negative_momentum=True).gemm == "sm90"  # where it is not read
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])

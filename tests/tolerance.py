@@ -8,6 +8,12 @@ section 3.1). Tensor cores cut off where IEEE arithmetic rounds, which doubles u
 most 2⁻¹⁰ if it cuts off: (1 + 2⁻¹⁰)² − 1 more. Products below the smallest normal number are flushed (CuPy compiles
 with -ftz=true): at most K times that number. Together: E.
 
+**Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/float32.md): each operand is off by
+2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
+|x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 64 products at a time, and IEEE arithmetic these sums:
+
+    E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 64) 2⁻²³ + ⌈K/64⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
+
 **The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds γ_n mean|g|, storing it
 and subtracting it two roundings more, so |d̂ − d| ≤ D with
 
@@ -81,11 +87,12 @@ def bounds(
     u: float | None = None,
     operand: float = 0.0,
     parked: bool = False,
+    limbs: bool = False,
 ) -> Bounds:
     """The bounds above, evaluated.
 
     ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
-    ``parked`` says that deviations may pass through y's dtype.
+    ``parked`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
     """
     u = arithmetic(arrays["x"].dtype) if u is None else u
     flushed = 0.0 if u <= 2.0**-53 else FLUSHED
@@ -101,6 +108,9 @@ def bounds(
 
     xw = np.abs(x) @ np.abs(w).T
     E = (K * u / (1 - K * u) + (1 + operand) ** 2 - 1) * xw + K * flushed
+    if limbs:
+        relative = (1 + 2.0**-23) ** 2 - 1 + 2.0**-22 + 3 * min(K, 64) * 2.0**-23 + -(-K // 64) * 2.0**-24
+        E = relative * xw + 2.0**-38 * K * np.outer(np.abs(x).max(axis=1), np.abs(w).max(axis=1)) + K * flushed
 
     if not training:
         gamma_r = gamma / np.sqrt(old_var + eps)

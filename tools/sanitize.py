@@ -45,9 +45,9 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error}")
 
 
-def forward(shape, dtype, gemm, training):
+def forward(shape, dtype, gemm, training, precision="highest"):
     host, native = operands(shape, dtype)
-    y = gsbn.forward(**native, training=training, precision="high" if gemm == "sm90" else "highest", gemm=gemm)
+    y = gsbn.forward(**native, training=training, precision=precision, gemm=gemm)
     agree(y, reference.forward(**host, training=training).y)
 
 
@@ -65,14 +65,15 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(dtype, mode, block_m, cluster):
+def sm90(element, mode, block_m, cluster):
+    dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
     _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
-        return forward(shape, dtype, "sm90", mode == "training")
+        return forward(shape, dtype, "sm90", mode == "training", precision)
     o = _accuracy.make_operands(np, *shape, dtype)
     x, weight = cp.asarray(o.x), cp.asarray(o.weight)
-    case = bench.Case(*shape, dtype, "high")
+    case = bench.Case(*shape, dtype, precision)
     g, _, _ = _peers.make("gsbn-gemm", case, dataclasses.replace(o, x=x, weight=weight), cp).outputs()
     return agree(g, o.x.astype("f8") @ o.weight.astype("f8").T)
 
@@ -83,8 +84,10 @@ def variants():
         yield f"fold {dtype}", fold, (dtype,)
         for tile in _plan.TILES[g_type]:
             yield f"tiled {dtype} {tile[0]}", tiled, (dtype, g_type, tile)
+    known = set(_kernels.all_kernels("sm_90a"))
     for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)):
-        yield "sm90 {} {} {}x{}".format(*choice), sm90, choice
+        if _plan.forward_sm90(*choice) in known:
+            yield "sm90 {} {} {}x{}".format(*choice), sm90, choice
 
 
 def main():

@@ -68,7 +68,10 @@ def compile_one(kernel):
 
 def compile_all():
     """Every variant into CuPy's cache on disk, many at a time."""
-    variants = [_plan.forward_sm90(*choice[:2], *choice[2]) for choice in product(DTYPES, MODES, TILES)]
+    variants = [
+        _plan.forward_sm90(_plan.element_for(dtype, "high"), mode, *tile)
+        for dtype, mode, tile in product(DTYPES, MODES, TILES)
+    ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
 

@@ -1,0 +1,260 @@
+"""backward: check, plan, launch, return."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from . import _capture, _check, _kernels, _plan, reference
+from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, on_device
+from ._forward import Saved, matrix_of
+from ._interop import Kind, kind_of, kinds_of
+from .reference import Gradients
+
+__all__ = ["Gradients", "backward"]
+
+VECTORS = Gradients._fields[2:]
+
+
+def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields) -> Gradients:
+    """The gradients of `forward`'s y, from what it saved.
+
+    ::
+
+        S = sum(dy), D = sum(dy (g - m)) over the batch,  a = gamma scale r
+        training:   dg = a (dy - S/B - (g - m) scale² r² D/B)
+                    dgamma = scale r D,  dscale = gamma eps r³ D,  dbias = 0
+        inference:  dg = a dy
+                    dgamma = r sum(dy (z - running_mean)),  dscale = gamma r sum(dy (g + bias)),  dbias = a S
+        both:       dbeta = S,  dx = dg weight,  dweight = dgᵀ x
+
+    In training the textbook's sum for dscale cancels down to this; summed as it stands, in float32, little but noise is
+    left. dbias is exactly zero.
+
+    Parameters
+    ----------
+    dy : (B, O) array
+        The gradient with respect to y: y's dtype, kind and device, any strides.
+    saved : Saved
+        What ``forward(..., return_saved=True)`` returned beside y. None of its arrays may have changed since.
+    needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta"}
+        The gradients that are wanted. The others are None, and no work is done for them alone.
+
+    Returns
+    -------
+    Gradients
+        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's kind, each in its argument's dtype.
+        None for what is not in `needs`, and for an argument that the forward was not given.
+
+    Raises
+    ------
+    TypeError
+        A dy that is no array, of another kind or dtype than x; a `saved` that is none; `needs` that is no collection of
+        names.
+    ValueError
+        A shape or device of dy that is not allowed, an unknown name in `needs`, a `gemm` chosen in the forward that
+        cannot serve here.
+    RuntimeError
+        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd.
+
+    Notes
+    -----
+    Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
+    did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype, O(O) scratch, and
+    copies of operands whose strides the kernels cannot take. S and D are float32 sums of 16 rows, merged in float64 in
+    a fixed order. On the CPU all arithmetic is NumPy's in float64, g included, and each gradient is rounded once.
+    """
+    wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
+    kind = kind_of(dy)
+    if kind is None:  # a foreign DLPack producer, or no array at all
+        kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
+        dy = imported["dy"]
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {saved!r:.80}")
+    if not kind.on_gpu:
+        _views(kind, dy, saved)
+        return _backward_cpu(kind, dy, saved, wanted)
+    device, stream, capturing = -1, 0, False
+    call = key = None
+    pointers: list[int] = []
+    try:
+        device = kind.device(dy)
+        stream = kind.stream(device)
+        capturing = is_capturing(stream)
+        signature, pointers = kind.read((dy, *saved[:4]))
+        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
+        key = (signature, saved[4:], wanted, aligned, capturing)
+        call = _calls.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # something is not what it should be: the checks say what
+    if call is None:
+        views = _views(kind, dy, saved)
+        call = _prepare_call(views, saved, wanted, device, capturing)
+        if key is not None:
+            if len(_calls) >= _MAX_CALLS:
+                _calls.clear()
+            _calls[key] = call
+    with on_device(device):
+        return _launch(call, kind, dy, saved, pointers, stream, capturing)
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def _views(kind: Kind, dy: Any, saved: Saved) -> dict[str, _check.View]:
+    """All arrays of the call as views, dy found right."""
+    named = {"x": saved.x, "weight": saved.weight, "dy": dy}
+    kinds_of(named, ("x", "dy"))
+    views = {name: kind.view(array) for name, array in named.items()}
+    _check.backward_arguments(views["dy"], views["x"], views["weight"].shape[0])
+    return views
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+_MAX_CALLS = 1024
+
+
+class _Call:
+    """A backward call, ready but for its addresses."""
+
+    def __init__(self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None]) -> None:
+        self.plan, self.problem = plan, problem
+        self.values = (problem.ctypes.data,)
+        self.shapes, self.dtypes = shapes, dtypes  # of the gradients; a dtype of None is not made
+        self.launch_sums: Any = None
+        self.launch_dg: Any = None
+        self.products: list[tuple[_plan.Product, Any]] = []  # with cuBLAS's arguments, or a launcher and its problem
+
+
+_calls: dict[Any, _Call] = {}
+
+
+def _prepare_call(
+    views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
+) -> _Call:
+    dy, x, weight = views["dy"], views["x"], views["weight"]
+    (m, k), n = x.shape, weight.shape[0]
+    given = (x.dtype, x.dtype, *saved.dtypes)
+    dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
+    shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
+    made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
+    problem = np.zeros(1, _kernels.PROBLEM)
+    problem["m"], problem["n"], problem["k"] = m, n, k
+    if m == 0:
+        return _Call(None, problem, shapes, dtypes)  # type: ignore[arg-type]
+
+    ldd = saved.deviations.shape[1]
+    plan = _plan.backward_plan(
+        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), matrix_of(dy)),
+        ldd=ldd,
+        training=saved.training,
+        needs=made,
+        precision=saved.precision,
+        gemm=saved.gemm,
+        capturing=capturing,
+    )
+    fields = dict(ldx=plan.pitch, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits)
+    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows, affine=plan.coefficients)
+    fields |= dict(partials=plan.partials, tickets=plan.tickets, flags=_kernels.FLAGS["vector_y"] * plan.vector_dy)
+    fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
+    for name, value in fields.items():
+        problem[name] = value
+    call = _Call(plan, problem, shapes, dtypes)
+    with on_device(device):
+        if plan.sums:
+            call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
+        if plan.dg:
+            call.launch_dg = _kernels.launcher(plan.dg_kernel, device)
+        for product in (plan.x, plan.weight):
+            if product is not None:
+                call.products.append((product, _product(product, x.dtype, saved.precision, device)))
+    return call
+
+
+def _product(product: _plan.Product, dtype: str, precision: str, device: int) -> Any:
+    """What a launch of this GEMM wants beside its addresses."""
+    p = product.p
+    if product.kernel is None:
+        return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False)
+    problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
+    ldx, ldw = max(p.x.strides), p.w.strides[1]
+    flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
+    for name, value in dict(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags).items():
+        problem[name] = value
+    return _kernels.launcher(product.kernel, device), problem
+
+
+# ---- launch ----------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    call: _Call, kind: Kind, dy: Any, saved: Saved, pointers: list[int], stream: int, capturing: bool
+) -> Gradients:
+    plan, x, weight = call.plan, saved.x, saved.weight
+    dy_at, x_at, w_at, d_at, saved_at = pointers
+    made = [
+        None if dtype is None else kind.empty(shape, x, dtype)
+        for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
+    ]
+    at = [0 if array is None else kind.pointer(array) for array in made]
+    if plan is None:  # an empty batch
+        for target, shape, dtype in zip(at, call.shapes, call.dtypes, strict=True):
+            if dtype is not None and 0 not in shape:
+                cuda().runtime.memsetAsync(target, 0, int(np.prod(shape)) * _plan.ITEMSIZE[dtype], stream)
+        return Gradients(*made)
+
+    if plan.copy_dy:
+        dy = kind.contiguous(dy)
+        dy_at = kind.pointer(dy)
+    if plan.weight is not None and plan.weight.copy:
+        x = kind.contiguous(x)
+        x_at = kind.pointer(x)
+    if plan.x is not None and plan.x.copy:
+        weight = kind.contiguous(weight)
+        w_at = kind.pointer(weight)
+    scratch, workspace = kind.scratch(plan.workspace, x)
+    if capturing:
+        _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
+
+    dg_at = workspace + plan.dg_at
+    if plan.sums:
+        if plan.tickets_bytes:
+            cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
+        words = (dy_at, d_at if plan.reads_d else 0, saved_at, workspace, *at[2:])
+        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
+    elif at[2]:  # in training, and nothing but zeros is wanted
+        cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
+    if plan.dg:
+        words = (dy_at, d_at, saved_at, workspace, dg_at)
+        call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
+    for product, how in call.products:
+        other, result = (w_at, at[0]) if product is plan.x else (x_at, at[1])
+        if product.kernel is None:
+            gemm_ex(how, stream, dg_at, other, result)
+        else:
+            launch, problem = how
+            launch(product.grid, product.block, (problem.ctypes.data,), (dg_at, other, result), stream)
+    return Gradients(*made)
+
+
+# ---- the CPU ---------------------------------------------------------------------------------------------------------
+
+
+def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
+    x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
+    vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
+    scale, bias, gamma, running_mean, running_var, eps = vectors
+    found = reference.backward(
+        kind.numpy(dy), x, weight, scale, bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var,
+        training=saved.training, eps=float(eps[0]), needs=needs,
+    )  # fmt: skip
+    of = found._asdict()
+    for name, dtype in zip(Gradients._fields, (x.dtype.name, x.dtype.name, *saved.dtypes), strict=True):
+        if of[name] is not None:
+            # NumPy does not know bfloat16 by its name
+            target = x.dtype if dtype == x.dtype.name else np.dtype(dtype or "float64")
+            of[name] = None if dtype is None else kind.from_numpy(reference.round_to(of[name], target))
+    return Gradients(**of)

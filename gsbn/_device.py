@@ -1,0 +1,143 @@
+"""The current GPU as a call sees it, and cuBLAS through CuPy."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _plan
+
+__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "is_capturing", "on_device"]
+
+
+@cache
+def cuda() -> Any:
+    """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
+    import cupy
+    from cupy.cuda import runtime
+    from cupy_backends.cuda.libs import cublas
+
+    numbers: dict[int, Any] = {
+        runtime.CUDA_R_32F: np.array([1, 0], np.float32),
+        runtime.CUDA_R_64F: np.array([1, 0], np.float64),
+    }
+    coefficients = {key: (a.ctypes.data, a.ctypes.data + a.itemsize) for key, a in numbers.items()}
+    return SimpleNamespace(
+        cupy=cupy,
+        runtime=runtime,
+        cublas=cublas,
+        numbers=numbers,
+        coefficients=coefficients,
+        current_stream=cupy.cuda.get_current_stream,
+        cublas_handle=cupy.cuda.device.get_cublas_handle,
+    )
+
+
+def is_capturing(stream: int) -> bool:
+    # The legacy default stream cannot be captured, and may not be asked while another thread captures.
+    return stream not in (0, 1) and bool(cuda().runtime.streamIsCapturing(stream))
+
+
+def on_device(device: int) -> Any:
+    found = cuda()
+    return contextlib.nullcontext() if found.runtime.getDevice() == device else found.cupy.cuda.Device(device)
+
+
+_NO_SHORT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy does not name
+
+
+class Gemm(NamedTuple):
+    """cublasGemmEx's arguments for c (m, n) = a (m, k) bᵀ (k, n), in its column-major terms: cᵀ = b aᵀ."""
+
+    m: int
+    n: int
+    k: int
+    trans_a: int
+    trans_b: int
+    lda: int
+    ldb: int
+    ldc: int
+    element: int
+    result: int
+    accumulator: int
+    compute: int
+    mode: int
+
+
+def gemm_arguments(
+    shape: tuple[int, int, int], a: _plan.Matrix, b: _plan.Matrix, ldc: int, dtype: str, precision: str, *, wide: bool
+) -> Gemm:
+    """For a (m, k) and b (n, k) of any strides that cuBLAS takes; c is in the accumulator's type if `wide`."""
+    runtime, cublas = cuda().runtime, cuda().cublas
+    element, accumulator, compute = {
+        # Pedantic: as fast on this path, and the one mode that NVIDIA_TF32_OVERRIDE=1 leaves alone.
+        "float32": (runtime.CUDA_R_32F, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F_PEDANTIC),
+        "float16": (runtime.CUDA_R_16F, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F),
+        "bfloat16": (runtime.CUDA_R_16BF, runtime.CUDA_R_32F, cublas.CUBLAS_COMPUTE_32F),
+        "float64": (runtime.CUDA_R_64F, runtime.CUDA_R_64F, cublas.CUBLAS_COMPUTE_64F),
+    }[dtype]
+    if dtype == "float32" and precision == "high":
+        compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+
+    def orient(matrix: _plan.Matrix) -> tuple[bool, int]:
+        row, col = matrix.strides
+        return (True, row) if col == 1 and row >= shape[2] else (False, col)
+
+    (a_rows, lda), (b_rows, ldb) = orient(a), orient(b)
+    none, transpose = cublas.CUBLAS_OP_N, cublas.CUBLAS_OP_T
+    return Gemm(
+        *shape,
+        trans_a=none if a_rows else transpose,
+        trans_b=transpose if b_rows else none,
+        lda=lda,
+        ldb=ldb,
+        ldc=ldc,
+        element=element,
+        result=accumulator if wide else element,
+        accumulator=accumulator,
+        compute=compute,
+        # A 16-bit result of a split k would else be added up in 16 bits.
+        mode=cublas.CUBLAS_DEFAULT_MATH if wide or element == accumulator else _NO_SHORT_SUMS,
+    )
+
+
+class _Stream:
+    """A raw stream, as CuPy takes one over."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def gemm_ex(gemm: Gemm, stream: int, a: int, b: int, c: int) -> None:
+    """Launch it on a stream."""
+    found = cuda()
+    if found.current_stream().ptr == stream:
+        _gemm_ex(gemm, found, a, b, c)
+    else:
+        with found.cupy.cuda.Stream.from_external(_Stream(stream)):  # CuPy's cuBLAS follows CuPy's current stream
+            _gemm_ex(gemm, found, a, b, c)
+
+
+def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:
+    cublas = found.cublas
+    one, zero = found.coefficients[gemm.accumulator]
+    handle = found.cublas_handle()
+    mode = cublas.getMathMode(handle)
+    if mode != gemm.mode:  # somebody else's TF32 must not reach our float32
+        cublas.setMathMode(handle, gemm.mode)
+    try:
+        cublas.gemmEx(
+            handle, gemm.trans_b, gemm.trans_a, gemm.n, gemm.m, gemm.k, one,
+            b, gemm.element, gemm.ldb, a, gemm.element, gemm.lda, zero,
+            c, gemm.result, gemm.ldc, gemm.compute, cublas.CUBLAS_GEMM_DEFAULT,
+        )  # fmt: skip
+    finally:
+        if mode != gemm.mode:
+            cublas.setMathMode(handle, mode)

@@ -1,0 +1,189 @@
+"""One careful way to call ``gsbn.backward``, and how far from the truth a gradient may be.
+
+**The bounds**, in the notation of tolerance.py and from its E, D, M, t, τ, r̂ ≤ ř. With r̬ = 1 / (t + τ), r̂ lies between
+r̬ and ř. The forward keeps d rounded to x's dtype, of roundoff ū (float16: in units of at most twice the spread, whose
+smallest step counts), so that the backward reads a deviation within δ = D + ū (|d| + D) of d.
+
+- S = Σ dy adds 16 rows in float32 and the rest in float64: |Ŝ − S| ≤ 17 u Σ|dy| =: ΔS.
+- D̂ = Σ dy d: |ΔD| ≤ Σ|dy| δ + 18 u Σ|dy| (|d| + δ).
+- dβ = S; dγ = s r D errs by |s| (ř ΔD + (ř − r̬) |D|), ds = γ eps r³ D by |γ| eps (ř³ ΔD + (ř³ − r̬³) |D|).
+- dg = a (dy − S/B − q d) with q = s² r² D/B: Δq ≤ s² (ř² ΔD + (ř² − r̬²) |D|) / B; what is in brackets errs by
+  κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|),
+  then by its own rounding.
+- In inference d is g less a first row that cancels out again, δ = 2 E + 2 u |d|, and r is exact:
+  |Δdγ| ≤ r |s| ΔD + |r s (g₀ + b) − r running_mean| ΔS, |Δds| ≤ |γ r| (ΔD + |g₀ + b| ΔS), |Δdb| ≤ |a| ΔS,
+  |Δdg| ≤ (4 u + ū) |dg|. The two terms of the sums are added in float64: 8 · 2⁻⁵³ |S| times what S is multiplied by.
+- dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from harness import DTYPES, Kind, place, without_out
+from tolerance import FLUSHED, arithmetic, roundoff
+
+import gsbn
+from gsbn import Gradients, reference
+
+NAMES = Gradients._fields
+VECTORS = NAMES[2:]
+
+
+def draw_dy(arrays: Mapping[str, np.ndarray], seed: int = 1) -> np.ndarray:
+    """A gradient of y, standard normal about a half."""
+    shape = len(arrays["x"]), len(arrays["weight"])
+    return reference.round_to(np.random.default_rng(seed).standard_normal(shape) + 0.5, arrays["x"].dtype)
+
+
+def backward(
+    kind: Kind,
+    arrays: Mapping[str, np.ndarray],
+    dy: np.ndarray,
+    layouts: Mapping[str, str] | None = None,
+    needs: tuple[str, ...] = NAMES,
+    **options: Any,
+) -> dict[str, np.ndarray | None]:
+    """``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must hold of every call.
+
+    A gradient has its argument's shape and dtype and x's kind; one that nobody needs, or whose argument is absent, is
+    None. The backward leaves every array as it was.
+    """
+    layouts = layouts or {}
+    placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
+    views = {name: p.view for name, p in placed.items()}
+    y, saved = gsbn.forward(**views, **options, return_saved=True)
+    assert isinstance(saved, gsbn.Saved)
+    assert saved.x is views["x"]
+    assert saved.weight is views["weight"]
+    if "out" in views:
+        assert y is views["out"]
+    dy_placed = place(kind, dy, layouts.get("dy", "C"))
+    before = [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]
+    got = gsbn.backward(dy_placed.view, saved, needs=needs)
+    assert isinstance(got, Gradients)
+    assert not dy_placed.disturbed(kind)
+    assert before == [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]
+
+    found: dict[str, np.ndarray | None] = {}
+    for name, gradient in got._asdict().items():
+        assert (gradient is None) == (name not in needs or name not in views), name
+        if gradient is not None:
+            assert type(gradient) is type(views["x"])
+            assert gradient.dtype == views[name].dtype
+            assert tuple(gradient.shape) == arrays[name].shape
+        found[name] = None if gradient is None else kind.get(gradient)
+    return found
+
+
+def truth_of(arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5) -> Gradients:
+    wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
+    names = ("x", "weight", "scale", "bias", "gamma", "running_mean", "running_var")
+    given = {name: arrays[name] for name in names if name in arrays}
+    return reference.backward(dy, **given, training=training, eps=eps, dtype=wide)
+
+
+@np.errstate(all="ignore")
+def gradient_bounds(
+    arrays: Mapping[str, np.ndarray],
+    dy: np.ndarray,
+    truth: Gradients,
+    *,
+    training: bool,
+    eps: float = 1e-5,
+    operand: float = 0.0,
+) -> dict[str, np.ndarray]:
+    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands."""
+    dtype = arrays["x"].dtype
+    u, short = arithmetic(dtype), roundoff(dtype)
+    flushed = 0.0 if dtype == np.float64 else FLUSHED
+    tiny = 2.0**-25 if dtype == np.float16 else flushed
+    x, w, s = (np.asarray(arrays[name], np.float64) for name in ("x", "weight", "scale"))
+    (n, K), O = x.shape, len(w)
+
+    def vector(name: str, default: float) -> np.ndarray:
+        return np.asarray(arrays.get(name, np.full(O, default)), np.float64)
+
+    b, gamma = vector("bias", 0), vector("gamma", 1)
+    dy, abs_s, abs_gamma = np.asarray(dy, np.float64), np.abs(s), np.abs(gamma)
+    g, xw = x @ w.T, np.abs(x) @ np.abs(w).T
+    E = (K * u / (1 - K * u) + (1 + operand) ** 2 - 1) * xw + K * flushed
+    sums, dS = dy.sum(0), 17 * u * np.abs(dy).sum(0) + n * flushed
+
+    if training:
+        d = g - g.mean(0)
+        sigma = np.sqrt((d * d).mean(0))
+        D = E + E.mean(0) + (n + 2) * u * xw.mean(0) + 2 * u * np.abs(d)
+        rms_D = np.sqrt((D * D).mean(0))
+        t = np.sqrt(s * s * sigma**2 + eps)
+        tau = abs_s * rms_D + (n + 8) * u * t
+        r, r_low, r_max = 1 / t, 1 / (t + tau), 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
+        delta = D + (short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
+        if dtype == np.float16:
+            delta = delta + 2.0**-25 * 2 * (sigma + rms_D)
+        dots = (dy * d).sum(0)
+        dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
+        q = s * s * r * r * dots / n
+        dq = s * s * (r_max**2 * dD + (r_max**2 - r_low**2) * np.abs(dots)) / n + 8 * u * np.abs(q)
+        bracket = dy - sums / n - q * d
+        kappa = dS / n + dq * (np.abs(d) + delta) + np.abs(q) * delta
+        kappa += 8 * u * (np.abs(dy) + np.abs(sums) / n + np.abs(q * d))
+        of_dg = abs_gamma * abs_s * (r_max * kappa + (r_max - r_low + 8 * u * r_max) * np.abs(bracket))
+        dg = gamma * s * r * bracket
+        errors = {
+            "bias": np.zeros(O),
+            "scale": abs_gamma * eps * (r_max**3 * dD + (r_max**3 - r_low**3) * np.abs(dots)),
+            "gamma": abs_s * (r_max * dD + (r_max - r_low) * np.abs(dots)),
+        }
+    else:
+        mean, r = vector("running_mean", 0), 1 / np.sqrt(vector("running_var", 1) + eps)
+        d = g - g[0]
+        delta = 2 * E.max(0) + 2 * u * np.abs(d)
+        dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
+        a, first = np.abs(gamma * s * r), np.abs(g[0] + b) + E[0]
+        merge = 8 * 2.0**-53 * np.abs(sums)
+        dg, of_dg = gamma * s * r * dy, 4 * u * np.abs(gamma * s * r * dy)
+        errors = {
+            "bias": a * dS,
+            "scale": abs_gamma * r * (dD + first * dS + first * merge),
+            "gamma": r * (abs_s * dD + (np.abs(s * (g[0] + b) - mean) + abs_s * E[0]) * dS),
+        }
+        errors["gamma"] += r * (abs_s * first + np.abs(mean)) * merge
+    of_dg = of_dg + (short if dtype.itemsize == 2 else u) * (np.abs(dg) + of_dg) + tiny
+    for name, a, c, length in (("x", np.abs(dg), np.abs(w), O), ("weight", np.abs(dg).T, np.abs(x), n)):
+        of_a = of_dg if name == "x" else of_dg.T
+        gamma_n = length * u / (1 - length * u) + (1 + operand) ** 2 - 1
+        errors[name] = of_a @ c + gamma_n * ((a + of_a) @ c) + length * flushed
+    errors["beta"] = dS
+    limits = {}
+    for name, error in errors.items():
+        target = arrays[name].dtype if name in arrays else np.dtype(np.float64)
+        value = np.abs(np.asarray(getattr(truth, name), np.float64))
+        step = 2.0**-25 if target == np.float16 else flushed
+        exact = 0.0 if name == "bias" and training else step + 4 * 2.0**-53 * value
+        limits[name] = error + roundoff(target) * (value + error) + exact
+    return limits
+
+
+# ---- PyTorch's gradients, and the contract's rule
+
+
+def torch_gradients(
+    kind: Kind, arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool = True, eps: float = 1e-5
+) -> dict[str, np.ndarray]:
+    """Autograd through ``batch_norm(linear(x) * scale)``, in the arrays' own dtypes."""
+    import torch
+
+    t = {name: kind.put(a) for name, a in without_out(arrays).items()}
+    leaves = {name: t[name].requires_grad_() for name in NAMES if name in t}
+    z = torch.nn.functional.linear(t["x"], t["weight"], t.get("bias")) * t["scale"]
+    statistics = t.get("running_mean"), t.get("running_var")
+    y = torch.nn.functional.batch_norm(z, *statistics, t.get("gamma"), t.get("beta"), training, 0.1, eps)
+    found = torch.autograd.grad(y, list(leaves.values()), kind.put(dy))
+    return {name: kind.get(a) for name, a in zip(leaves, found, strict=True)}
+
+
+def wide_of(dtype: str) -> np.dtype:
+    return DTYPES["float64" if dtype == "float64" else "float32"]

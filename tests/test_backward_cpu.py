@@ -1,0 +1,239 @@
+"""``gsbn.backward`` on the CPU: the reference rounded once; against autograd and differences; every error by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gradients import NAMES, backward, draw_dy, torch_gradients, truth_of
+from harness import DTYPES, LAYOUTS, Kind, Producer, assert_same_bits, forward, kind_of, without_out
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Case, cases
+from test_reference import SPECIAL
+
+import gsbn
+from gsbn import reference
+
+B, I, O = 9, 5, 4
+CASE = Case((B, I, O), "float32", training=True)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch-cpu"])
+@given(case=cases(limit=48), layout=st.sampled_from(LAYOUTS))
+def test_is_the_reference_rounded_once(name: str, case: Case, layout: str) -> None:
+    arrays = case.arrays()
+    dy = draw_dy(arrays)
+    options = {"training": case.training, "eps": case.eps, "momentum": case.momentum}
+    got = backward(kind_of(name), arrays, dy, {**dict(case.layouts), "dy": layout}, **options)
+    given_ = {
+        n: arrays[n] for n in ("x", "weight", "scale", "bias", "gamma", "running_mean", "running_var") if n in arrays
+    }
+    want = reference.backward(dy, **given_, training=case.training, eps=case.eps)
+    for field, gradient in got.items():
+        if gradient is not None:
+            assert_same_bits(gradient, reference.round_to(getattr(want, field), arrays[field].dtype))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_saving_changes_nothing_in_the_forward(kind: Kind, training: bool) -> None:
+    arrays = replace(CASE, training=training).arrays()
+    gemm = "auto" if kind.is_cpu else "tiled"
+    plain, saving = (forward_of(kind, arrays, training=training, gemm=gemm, return_saved=r) for r in (False, True))
+    for a, b in zip(plain, saving, strict=True):
+        assert_same_bits(a, b)
+
+
+def forward_of(kind: Kind, arrays: dict[str, np.ndarray], return_saved: bool, **options: Any) -> list[np.ndarray]:
+    native = {name: kind.put(a) for name, a in arrays.items()}
+    result = gsbn.forward(**native, **options, return_saved=return_saved)
+    assert (result[0] if return_saved else result) is native["out"]
+    return [kind.get(a) for a in native.values()]
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("given_", [("bias", "gamma", "beta", "running"), ("running",)])
+def test_agrees_with_autograd(given_: tuple[str, ...], training: bool, special: str) -> None:
+    """In float64, where both round sums of a few hundred terms: within 1e-11 of the largest."""
+    case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2)
+    arrays = without_out(case.arrays())
+    for name, value in SPECIAL[special].items():
+        if name in arrays:
+            arrays[name][::2] = value
+    dy = draw_dy(arrays)
+    kind = kind_of("torch-cpu")
+    ours = backward(kind, arrays, dy, training=training, eps=case.eps)
+    theirs = torch_gradients(kind, arrays, dy, training=training, eps=case.eps)
+    assert {name for name, gradient in ours.items() if gradient is not None} == set(theirs)
+    for name, want in theirs.items():
+        size = max(np.abs(want).max(), np.abs(dy).sum() if name in ("bias", "scale") else 0.0)
+        np.testing.assert_allclose(ours[name], want, rtol=0, atol=1e-11 * size, err_msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_agrees_with_differences(kind: Kind, training: bool) -> None:
+    """Central differences in float64 at h = 1e-5: h² of truncation and a hundred roundings over h stay below 1e-8."""
+    case = replace(Case((6, 4, 3), "float64", training), given=("bias", "gamma", "beta", "running"), eps=1e-2)
+    arrays = {n: a for n, a in without_out(case.arrays()).items() if n != "num_batches_tracked"}
+    dy = draw_dy(arrays)
+    gemm, h = "auto" if kind.is_cpu else "tiled", 1e-5
+    got = backward(kind, arrays, dy, training=training, eps=case.eps, gemm=gemm)
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        y = forward(kind, {**arrays, **changed}, training=training, eps=case.eps, gemm=gemm).y
+        return float((y * dy).sum())
+
+    for name, gradient in got.items():
+        assert gradient is not None
+        for at in np.ndindex(gradient.shape):
+            step = np.zeros_like(arrays[name])
+            step[at] = h
+            difference = (loss({name: arrays[name] + step}) - loss({name: arrays[name] - step})) / (2 * h)
+            assert abs(gradient[at] - difference) <= 1e-8 * (1 + abs(difference)), (name, at)
+
+
+def test_constant_features(kind: Kind) -> None:
+    """v = 0: D is what rounding left of zero, and dg = a (dy - mean(dy)) in the same dtype as everything."""
+    arrays = without_out(replace(CASE, dtype="float64", given=("gamma",)).arrays())
+    arrays["x"][:] = arrays["x"][0]
+    dy = draw_dy(arrays)
+    got = backward(kind, arrays, dy, training=True, gemm="auto" if kind.is_cpu else "tiled")
+    a = arrays["gamma"] * arrays["scale"] / np.sqrt(1e-5)
+    np.testing.assert_allclose(got["x"], (a * (dy - dy.mean(0))) @ arrays["weight"], rtol=1e-12, atol=1e-9)
+    assert np.abs(got["scale"]).max() <= 1e-9
+
+
+# ---- what is asked for
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("needs", [(), ("x",), ("bias",), ["gamma", "scale"], {"beta", "weight"}])
+def test_needs(kind: Kind, needs: Any, training: bool) -> None:
+    arrays = replace(CASE, training=training).arrays()
+    dy, gemm = draw_dy(arrays), "auto" if kind.is_cpu else "tiled"
+    everything = backward(kind, arrays, dy, training=training, gemm=gemm)
+    got = backward(kind, arrays, dy, needs=needs, training=training, gemm=gemm)
+    for name in needs:
+        assert_same_bits(got[name], everything[name])
+
+
+def test_a_saved_serves_twice(kind: Kind) -> None:
+    native = {name: kind.put(a) for name, a in CASE.arrays().items()}
+    _, saved = gsbn.forward(**native, training=True, gemm="auto" if kind.is_cpu else "tiled", return_saved=True)
+    dy = kind.put(draw_dy(CASE.arrays()))
+    for a, b in zip(gsbn.backward(dy, saved), gsbn.backward(dy, saved), strict=True):
+        assert_same_bits(kind.get(a), kind.get(b))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_batch(kind: Kind, dtype: str, training: bool) -> None:
+    arrays = Case((0, I, O), dtype, training).arrays()
+    got = backward(kind, arrays, np.empty((0, O), DTYPES[dtype]), training=training)
+    assert got["x"].shape == (0, I)
+    assert not any(gradient.any() for gradient in got.values())
+
+
+def test_one_row_in_inference(kind: Kind) -> None:
+    arrays = Case((1, I, O), "float64", training=False).arrays()
+    dy = draw_dy(arrays)
+    got, want = backward(kind, arrays, dy, training=False), truth_of(arrays, dy, training=False)
+    for name in NAMES:
+        np.testing.assert_allclose(got[name], np.asarray(getattr(want, name), float), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_another_producer_gets_numpy_back(dtype: str) -> None:
+    arrays = without_out(replace(CASE, dtype=dtype).arrays())
+    dy = draw_dy(arrays)
+    want = backward(kind_of("numpy"), arrays, dy, training=True)
+    _, saved = gsbn.forward(**{n: Producer(a) for n, a in arrays.items()}, training=True, return_saved=True)
+    for name, gradient in gsbn.backward(Producer(dy), saved)._asdict().items():
+        assert type(gradient) is np.ndarray
+        assert_same_bits(gradient, want[name])
+
+
+# ---- errors
+
+
+def saved_of(kind: Kind) -> Any:
+    native = {name: kind.put(a) for name, a in CASE.arrays().items()}
+    return gsbn.forward(**native, training=True, return_saved=True)[1]
+
+
+@pytest.mark.parametrize(
+    ("dy", "error"),
+    [
+        (np.ones((B, O + 1), np.float32), ValueError),
+        (np.ones((B + 1, O), np.float32), ValueError),
+        (np.ones(B * O, np.float32), ValueError),
+        (np.ones((O, B), np.float32), ValueError),
+        (np.ones((0, O), np.float32), ValueError),
+        (np.ones((B, O), np.float64), TypeError),
+        (np.ones((B, O), np.float16), TypeError),
+        (np.ones((B, O), np.int32), TypeError),
+    ],
+)
+def test_a_wrong_dy(kind: Kind, dy: np.ndarray, error: type[Exception]) -> None:
+    saved = saved_of(kind)
+    for _ in range(2):  # nothing wrong is remembered as right
+        with pytest.raises(error, match=r"^dy: expected .+, got .+"):
+            gsbn.backward(kind.put(dy), saved)
+    gsbn.backward(kind.put(np.ones((B, O), np.float32)), saved)
+
+
+@pytest.mark.parametrize("dy", [None, [[1.0] * O] * B, 1.0])
+def test_no_array(kind: Kind, dy: Any) -> None:
+    with pytest.raises(TypeError, match=r"^dy: expected .+, got .+"):
+        gsbn.backward(dy, saved_of(kind))
+
+
+def test_a_dy_of_another_kind(kind: Kind) -> None:
+    other = kind_of("torch-cpu" if kind.name == "numpy" else "numpy")
+    error = ValueError if kind.name == "torch-cuda" and other.name == "torch-cpu" else TypeError
+    with pytest.raises(error, match=r"^dy: expected .+, got .+"):
+        gsbn.backward(other.put(np.ones((B, O), np.float32)), saved_of(kind))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_a_dy_on_another_device(home: str) -> None:
+    kind, other = kind_of(f"torch-{home}"), kind_of("torch-cuda" if home == "cpu" else "torch-cpu")
+    with pytest.raises(ValueError, match=r"^dy: expected .+, got .+"):
+        gsbn.backward(other.put(np.ones((B, O), np.float32)), saved_of(kind))
+
+
+@pytest.mark.parametrize("saved", [None, (), "saved", np.ones(3)])
+def test_no_saved(kind: Kind, saved: Any) -> None:
+    with pytest.raises(TypeError, match=r"^saved: expected .+, got .+"):
+        gsbn.backward(kind.put(np.ones((B, O), np.float32)), saved)
+
+
+@pytest.mark.parametrize(
+    ("needs", "error"),
+    [(("y",), ValueError), (("x", "w"), ValueError), ("x", TypeError), (None, TypeError), ((1,), TypeError)],
+)
+def test_wrong_needs(kind: Kind, needs: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^needs: expected .+, got .+"):
+        gsbn.backward(kind.put(np.ones((B, O), np.float32)), saved_of(kind), needs=needs)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_return_saved_is_a_bool(kind: Kind, value: Any) -> None:
+    native = {name: kind.put(a) for name, a in CASE.arrays().items()}
+    gsbn.forward(**native, training=True, return_saved=True)
+    with pytest.raises(TypeError, match=r"^return_saved: expected a bool, got .+"):
+        gsbn.forward(**native, training=True, return_saved=value)
+
+
+def test_dy_requires_grad(torch_kind: Kind) -> None:
+    import torch
+
+    saved, dy = saved_of(torch_kind), torch_kind.put(np.ones((B, O), np.float32)).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"(?s)^dy\b.*no_grad"):
+        gsbn.backward(dy, saved)
+    with torch.no_grad():
+        assert not any(a.requires_grad for a in gsbn.backward(dy, saved))

@@ -1,0 +1,259 @@
+"""The backward's kernels: within derived bounds on everything, and at least as accurate as PyTorch's autograd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from accuracy import SEEDS, family
+from gradients import NAMES, backward, draw_dy, gradient_bounds, torch_gradients, truth_of
+from harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of, without_out
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Case, cases
+from test_forward_gpu import capture, new_stream
+from tolerance import TF32, assert_within, norm_error
+
+import gsbn
+from gsbn import reference
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+GEMMS = ["auto", "cublas", "tiled"]
+CASE = Case((200, 72, 136), "float32", training=True)
+
+
+def assert_right(
+    kind: Kind,
+    arrays: dict[str, np.ndarray],
+    dy: np.ndarray,
+    layouts: dict[str, str] | None = None,
+    operand: float = 0.0,
+    *,
+    training: bool,
+    eps: float = 1e-5,
+    **options: Any,
+) -> None:
+    got = backward(kind, arrays, dy, layouts, training=training, eps=eps, **options)
+    truth = truth_of(arrays, dy, training=training, eps=eps)
+    limits = gradient_bounds(arrays, dy, truth, training=training, eps=eps, operand=operand)
+    for name, gradient in got.items():
+        if gradient is not None:
+            assert_within(gradient, getattr(truth, name), limits[name], name)
+    if training and got["bias"] is not None:
+        assert not got["bias"].any()
+
+
+# ---- right on everything
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("name", GPU_KINDS)
+@given(case=cases(limit=400), layout=st.sampled_from(LAYOUTS))
+@settings(max_examples=40)
+def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) -> None:
+    arrays = case.arrays()
+    layouts = {**dict(case.layouts), "dy": layout}
+    assert_right(kind_of(name), arrays, draw_dy(arrays), layouts, gemm=gemm, **case.options)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3000, 64, 40), (130, 2050, 70), (70, 33, 2100), (2, 1, 1), (1200, 264, 520)])
+def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gemm: str) -> None:
+    arrays = Case(shape, dtype, training).arrays()
+    assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training)
+
+
+def test_tf32() -> None:
+    arrays = Case((520, 264, 136), "float32", True).arrays()
+    assert_right(kind_of("cupy"), arrays, draw_dy(arrays), operand=TF32, training=True, precision="high")
+
+
+def test_dy_may_be_one_number(gpu_kind: Kind) -> None:
+    """What y.sum().backward() hands over: strides of 0."""
+    arrays = {name: gpu_kind.put(a) for name, a in without_out(replace(CASE, training=False).arrays()).items()}
+    _, saved = gsbn.forward(**arrays, return_saved=True)
+    one = gpu_kind.put(np.ones((1, 1), np.float32))
+    dy = one.expand(200, 136) if gpu_kind.is_torch else cupy.broadcast_to(one, (200, 136))
+    got = gsbn.backward(dy, saved, needs=("beta", "x"))
+    assert (gpu_kind.get(got.beta) == 200).all()
+    same = gsbn.backward(gpu_kind.put(np.ones((200, 136), np.float32)), saved)
+    assert_same_bits(gpu_kind.get(got.x), gpu_kind.get(same.x))
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e6])  # below, dg overflows float16: a is 1 / magnitude
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_deviations_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
+    """g of any size: a raw float16 deviation would overflow above 65504 and lose its digits below 6e-5."""
+    rng, t, (B, I, O) = np.random.default_rng(0), DTYPES[dtype], (900, 256, 264)
+    root = np.sqrt(magnitude)
+    x = reference.round_to(rng.standard_normal((B, I)) * root, t)
+    weight = reference.round_to(rng.standard_normal((O, I)) * root / 16, t)
+    arrays = {"x": x, "weight": weight, "scale": np.full(O, 1 / magnitude, np.float32)}
+    assert_right(kind_of("cupy"), arrays, draw_dy(arrays), training=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_stays_in_its_feature(training: bool) -> None:
+    arrays = replace(CASE, training=training).arrays()
+    dy = draw_dy(arrays)
+    clean = backward(kind_of("cupy"), arrays, dy, training=training)
+    dy[3, 1] = np.nan
+    got = backward(kind_of("cupy"), arrays, dy, training=training)
+    for name in ("weight", *NAMES[3:]):
+        assert np.isnan(got[name][1]).any()
+        assert_same_bits(np.delete(got[name], 1, axis=0), np.delete(clean[name], 1, axis=0))
+
+
+# ---- as accurate as PyTorch
+
+
+FAMILIES = ("standard", "mean 1e2", "tiny variance", "tiny and zero scale")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_is_as_accurate_as_autograd(name: str, dtype: str, training: bool) -> None:
+    """The contract's rule for every gradient: 1.05 times torch's error and a quarter of eps, over five seeds."""
+    kind = kind_of("torch-cuda")
+    shape = (256, 128, 64) if dtype == "float64" else (1024, 1024, 512)
+    truths, theirs, ours = [], [], []
+    for seed in SEEDS:
+        arrays = family(name, seed, shape, dtype)
+        if not training:  # statistics as training would have left them
+            z = (arrays["x"].astype(float) @ arrays["weight"].astype(float).T + arrays["bias"]) * arrays["scale"]
+            arrays["running_mean"] = reference.round_to(z.mean(0), arrays["running_mean"].dtype)
+            arrays["running_var"] = reference.round_to(z.var(0), arrays["running_var"].dtype)
+        dy = draw_dy(arrays, seed)
+        truths.append(truth_of(arrays, dy, training=training))
+        theirs.append(torch_gradients(kind, arrays, dy, training=training))
+        ours.append(backward(kind, arrays, dy, training=training))
+    for field in NAMES:
+        if field == "bias" and training:
+            assert not any(o["bias"].any() for o in ours)
+            continue
+        truth = np.stack([getattr(t, field) for t in truths])
+        mine, its = np.stack([o[field] for o in ours]), np.stack([t[field] for t in theirs])
+        eps = float(ml_dtypes.finfo(mine.dtype).eps)
+        error, its_error = norm_error(mine, truth), norm_error(its, truth)
+        assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"
+
+
+def test_the_gradient_of_the_scale_is_a_hundred_times_closer() -> None:
+    """Standard normal data with s² v >= 1: autograd's float32 sum cancels to noise, the closed form does not."""
+    rng, (B, I, O) = np.random.default_rng(0), (1024, 1024, 512)
+    kind = kind_of("torch-cuda")
+    arrays = {"x": rng.standard_normal((B, I)), "weight": rng.standard_normal((O, I)), "scale": rng.uniform(1, 2, O)}
+    arrays |= {"bias": rng.standard_normal(O), "gamma": rng.uniform(0.5, 2, O), "beta": rng.standard_normal(O)}
+    arrays = {name: a.astype(np.float32) for name, a in arrays.items()}
+    dy = draw_dy(arrays)
+    truth = truth_of(arrays, dy, training=True).scale
+    theirs = norm_error(torch_gradients(kind, arrays, dy)["scale"], truth)
+    got = backward(kind, arrays, dy, training=True)["scale"]
+    assert got is not None
+    ours = norm_error(got, truth)
+    print(f"norm-wise error of dscale: {ours:.2g} for autograd's {theirs:.2g}")
+    assert 100 * ours <= theirs
+
+
+# ---- the same bits, what is needed, memory
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_every_time(dtype: str, gemm: str, training: bool) -> None:
+    arrays = Case((1500, 200, 300), dtype, training).arrays()
+    dy = draw_dy(arrays)
+    first, *others = (backward(kind_of("cupy"), arrays, dy, gemm=gemm, training=training) for _ in range(10))
+    for other in others:
+        for name in NAMES:
+            assert_same_bits(other[name], first[name])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("needs", [(), ("x",), ("weight",), ("bias",), ("scale",), ("gamma",), ("beta", "x")])
+def test_what_nobody_needs_changes_nothing(needs: tuple[str, ...], training: bool) -> None:
+    arrays = Case((1500, 200, 300), "float16", training).arrays()
+    dy = draw_dy(arrays)
+    everything = backward(kind_of("cupy"), arrays, dy, gemm="tiled", training=training)
+    got = backward(kind_of("cupy"), arrays, dy, needs=needs, gemm="tiled", training=training)
+    for name in needs:
+        assert_same_bits(got[name], everything[name])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_temporary_beyond_dg(dtype: str) -> None:
+    B, I, O = 8192, 32, 4096
+    arrays = without_out(Case((B, I, O), dtype, True).arrays())
+    native = {name: cupy.asarray(a) for name, a in arrays.items()}
+    dy = cupy.asarray(draw_dy(arrays))
+    _, saved = gsbn.forward(**native, training=True, return_saved=True)
+    assert saved.deviations.nbytes == dy.nbytes
+    assert saved.vectors.size <= 8 * O
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        got = gsbn.backward(dy, saved)
+        made = sum(a.nbytes for a in got if a is not None)
+        assert pool.total_bytes() < made + dy.nbytes * 1.5  # less than a second; the half is for vectors
+
+
+# ---- CUDA graphs
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replay_is_a_step(gpu_kind: Kind, dtype: str, training: bool) -> None:
+    case = replace(CASE, dtype=dtype, training=training)
+    arrays = without_out(case.arrays())
+    dy = draw_dy(arrays)
+    native, dy_native = {name: gpu_kind.put(a) for name, a in arrays.items()}, gpu_kind.put(dy)
+
+    def step() -> Any:
+        _, saved = gsbn.forward(**native, **case.options, return_saved=True)
+        return gsbn.backward(dy_native, saved)
+
+    with new_stream(gpu_kind) as stream:
+        step()
+        replay, got = capture(gpu_kind, stream, step)
+        for seed in (1, 2):
+            arrays["x"] = replace(case, seed=seed).arrays()["x"]
+            native["x"][...] = gpu_kind.put(arrays["x"])
+            if not training:
+                for name in ("running_mean", "running_var"):
+                    arrays[name] = gpu_kind.get(native[name])
+            replay()
+            stream.synchronize()
+            truth = truth_of(arrays, dy, training=training, eps=case.eps)
+            limits = gradient_bounds(arrays, dy, truth, training=training, eps=case.eps)
+            for name in NAMES:
+                assert_within(gpu_kind.get(getattr(got, name)), getattr(truth, name), limits[name], name)
+
+
+def test_cublas_under_capture_is_refused() -> None:
+    arrays = {name: cupy.asarray(a) for name, a in CASE.arrays().items()}
+    _, saved = gsbn.forward(**arrays, training=True, gemm="cublas", return_saved=True)
+    dy = cupy.ones((200, 136), np.float32)
+    refused: list[str] = []
+
+    def call() -> Any:
+        try:
+            gsbn.backward(dy, saved)
+        except ValueError as error:
+            refused.append(str(error))
+        return gsbn.backward(dy, saved._replace(gemm="auto"))
+
+    with new_stream(kind_of("cupy")) as stream:
+        call()
+        refused.clear()
+        replay, _ = capture(kind_of("cupy"), stream, call)
+        replay()
+    assert refused
+    assert refused[0].startswith("gemm: ")

@@ -1,0 +1,272 @@
+"""float32 at "highest": `prepare` everywhere, and on Hopper the two float16 limbs, held against float64 and SGEMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import CPU_KINDS, DTYPES, GPU_KINDS, Producer, assert_same_bits, forward, kind_of, place, without_out
+from strategies import Case
+from tolerance import assert_outcome_within, bounds, norm_error
+
+import gsbn
+from gsbn import _kernels, reference
+
+U = 2.0**-24
+KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_KINDS)]
+
+
+# ---- prepare
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prepared_weight_changes_no_bit(name: str, dtype: str, training: bool) -> None:
+    kind = kind_of(name)
+    arrays = Case((70, 96, 40), dtype, training).arrays()
+    plain = forward(kind, arrays, training=training)
+    got = forward(kind, arrays, prepared=True, training=training)
+    for a, b in zip(got, plain, strict=True):
+        assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prepared_weight_owns_its_memory(name: str) -> None:
+    kind = kind_of(name)
+    host = Case((70, 96, 40), "float32", False).arrays()
+    arrays = {n: kind.put(a) for n, a in without_out(host).items() if n != "weight"}
+    weight = place(kind, host["weight"], "strided").view
+    prepared = gsbn.prepare(weight)
+    assert (prepared.shape, prepared.dtype, prepared.precision) == ((40, 96), weight.dtype, "highest")
+    before = kind.get(gsbn.forward(**arrays, weight=prepared))
+    weight[...] = 0
+    assert_same_bits(kind.get(gsbn.forward(**arrays, weight=prepared)), before)
+    assert_same_bits(
+        kind.get(gsbn.forward(**arrays, weight=weight)), kind.get(gsbn.forward(**arrays, weight=0 * weight))
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_errors_of_prepare(name: str) -> None:
+    kind = kind_of(name)
+    arrays = {n: kind.put(a) for n, a in Case((4, 8, 8), "float32", False).arrays().items()}
+    weight = arrays.pop("weight")
+    prepared = gsbn.prepare(weight)
+    with pytest.raises(ValueError, match=r"^weight: .*precision='high'"):
+        gsbn.forward(**arrays, weight=prepared, precision="high")
+    with pytest.raises(ValueError, match=r"^weight: .*fold"):
+        gsbn.fold(prepared, arrays["scale"], arrays["running_mean"], arrays["running_var"])
+    with pytest.raises(TypeError, match=r"^weight: .*prepared already"):
+        gsbn.prepare(prepared)
+    with pytest.raises(ValueError, match=r"^precision: "):
+        gsbn.prepare(weight, "medium")
+    with pytest.raises(TypeError, match=r"^precision: "):
+        gsbn.prepare(weight, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^weight: expected 2 dimensions"):
+        gsbn.prepare(weight[0])
+    with pytest.raises(ValueError, match=r"^weight: expected at least one"):
+        gsbn.prepare(weight[:0])
+    with pytest.raises(ValueError, match=r"^weight: expected shape"):
+        gsbn.forward(**{**arrays, "x": arrays["x"][:, :4]}, weight=prepared)
+    with pytest.raises(TypeError, match=r"^weight: expected an array, got None"):
+        gsbn.prepare(None)
+    with pytest.raises(TypeError, match=r"^x: "):
+        gsbn.forward(**{**arrays, "x": prepared}, weight=prepared)
+
+
+def test_prepare_names_an_array_of_another_kind() -> None:
+    torch = pytest.importorskip("torch")
+    arrays = Case((4, 8, 8), "float32", False, layouts=()).arrays()
+    prepared = gsbn.prepare(torch.from_numpy(arrays.pop("weight")))
+    with pytest.raises(TypeError, match=r"^weight: expected a NumPy array"):
+        gsbn.forward(**arrays, weight=prepared)
+    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match=r"^weight: requires grad"):
+        gsbn.prepare(parameter)
+    with torch.no_grad():
+        assert not gsbn.prepare(parameter).weight.requires_grad
+
+
+def test_prepare_takes_a_dlpack_producer() -> None:
+    arrays = Case((4, 8, 8), "float32", False, layouts=()).arrays()
+    prepared = gsbn.prepare(Producer(arrays["weight"]))
+    foreign = {n: Producer(a) for n, a in without_out(arrays).items() if n != "weight"}
+    want = gsbn.forward(**without_out(arrays))
+    assert_same_bits(gsbn.forward(**foreign, weight=prepared), want)
+
+
+# ---- limbs
+
+
+@pytest.fixture
+def hopper() -> Any:
+    cupy = pytest.importorskip("cupy")
+    device = _kernels.gpu(cupy.cuda.Device().id)
+    if device.capability != (9, 0) or not device.sm90a:
+        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
+    return cupy
+
+
+def g_of(cupy: Any, x: Any, weight: Any, gemm: str = "sm90") -> Any:
+    """g = x weightᵀ, read off through inference with an affine map that changes nothing."""
+    one, zero = cupy.ones(len(weight), "f4"), cupy.zeros(len(weight), "f4")
+    return gsbn.forward(x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
+
+
+def error_of(cupy: Any, g: Any, x: Any, w: Any) -> float:
+    truth = x.astype("f8") @ w.astype("f8").T
+    return float(cupy.linalg.norm(g - truth) / cupy.linalg.norm(truth))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("k", [1, 2, 7, 8, 33, 64, 100, 257, 512, 1024, 4096, 8192, 65536])
+def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: float) -> None:
+    """Norm-wise at or below SGEMM's error from K = 512 on, at or below the larger of it and 4 u below that."""
+    cupy = hopper
+    ours, ieee = [], []
+    for seed in range(5):
+        rng = cupy.random.default_rng(seed)
+        x = (rng.standard_normal((300, k)) + offset).astype("f4")
+        w = rng.standard_normal((260, k)).astype("f4")
+        ours.append(error_of(cupy, g_of(cupy, x, w), x, w))
+        ieee.append(error_of(cupy, g_of(cupy, x, w, "cublas"), x, w))
+    limit = max(ieee) if k >= 512 else max(*ieee, 4 * U)
+    assert max(ours) <= limit, (ours, ieee)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("span", [0, 4, 8, 16])
+@pytest.mark.parametrize("k", [3, 64, 1000, 8192])
+def test_elementwise_where_a_row_spans_little(hopper: Any, k: int, span: int) -> None:
+    """|dg| <= (2**-21 + 3 min(K, 64) 2**-23 + ceil(K / 64) 2**-24) |x||w|ᵀ and the row's share of docs/float32.md."""
+    cupy = hopper
+    rng = cupy.random.default_rng(span)
+
+    def matrix(rows: int) -> Any:
+        return cupy.ldexp(rng.uniform(-2, 2, (rows, k)), rng.integers(-span, 1, (rows, k)).astype("i4")).astype("f4")
+
+    x, w = matrix(300), matrix(260)
+    truth = x.astype("f8") @ w.astype("f8").T
+    arrays = {"x": x.get(), "weight": w.get(), "scale": np.ones(260, np.float32)}
+    frozen = {"running_mean": np.zeros(260, np.float32), "running_var": np.ones(260, np.float32)}
+    want = reference.forward(**arrays, **frozen, eps=0.0)
+    limit = bounds({**arrays, **frozen}, want, training=False, eps=0.0, limbs=True).y
+    error = np.abs(g_of(cupy, x, w).get() - truth.get())
+    assert (error <= limit).all()
+    sizes = np.abs(arrays["x"]).astype(np.float64) @ np.abs(arrays["weight"]).astype(np.float64).T
+    assert (error / sizes).max() <= 16 * U  # what is seen is far less: the elements of a sum err at random
+
+
+@pytest.mark.gpu
+def test_powers_of_two_change_no_digit(hopper: Any) -> None:
+    """Rows of x and of the weight that differ by 2**±60, and products near both ends of float32's range."""
+    cupy = hopper
+    rng = cupy.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 320)).astype("f4") for rows in (260, 132))
+    plain = g_of(cupy, x, w)
+    for low, high in ((-60, 60), (-90, 0), (0, 90), (-3, 3)):
+        p, q = rng.integers(low, high + 1, 260), rng.integers(-high, -low + 1, 132)
+        g = g_of(cupy, cupy.ldexp(x, p[:, None].astype("i4")), cupy.ldexp(w, q[:, None].astype("i4")))
+        want = cupy.ldexp(plain.astype("f8"), (p[:, None] + q[None, :]).astype("i4"))
+        normal = (cupy.abs(want) >= 2.0**-126) & (cupy.abs(want) < 2.0**127)
+        assert int(normal.sum()) > 1000
+        assert bool((g == want)[normal].all())
+        assert bool((cupy.abs(g) <= 2.0**-126)[cupy.abs(want) < 2.0**-126].all())
+
+
+@pytest.mark.gpu
+def test_large_numbers_overflow_only_where_float32_does(hopper: Any) -> None:
+    cupy = hopper
+    rng = cupy.random.default_rng(0)
+    x = cupy.ldexp(rng.uniform(1, 2, (260, 256)), 126).astype("f4")  # up to the largest float32
+    w = cupy.ldexp(rng.uniform(1, 2, (132, 256)), -30).astype("f4")
+    g = g_of(cupy, x, w)
+    assert bool(cupy.isfinite(g).all())
+    assert error_of(cupy, g, x, w) <= 4 * U
+    assert bool(cupy.isinf(g_of(cupy, x, cupy.ldexp(w, 30).astype("f4"))).all())
+
+
+@pytest.mark.gpu
+def test_subnormal_operands_have_digits(hopper: Any) -> None:
+    cupy = hopper
+    rng = np.random.default_rng(0)
+    x = cupy.asarray((rng.integers(1, 2**20, (260, 128)) * 2.0**-149).astype(np.float32))
+    w = cupy.asarray(np.ldexp(rng.uniform(1, 2, (132, 128)), 60).astype(np.float32))
+    truth = x.get().astype(np.float64) @ w.get().astype(np.float64).T
+    assert norm_error(g_of(cupy, x, w).get(), truth) <= 4 * U
+
+
+@pytest.mark.gpu
+def test_inf_and_nan_stay_where_ieee_puts_them(hopper: Any) -> None:
+    cupy = hopper
+    rng = cupy.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 200)).astype("f4") for rows in (260, 132))
+    x[3, 5], x[7, 1], x[9], w[11, 2], w[13, :] = cupy.inf, cupy.nan, 0, -cupy.inf, cupy.nan
+    x[20, :], x[21, 3], x[21, 4] = cupy.inf, cupy.inf, -cupy.inf
+    g, ieee = g_of(cupy, x, w), g_of(cupy, x, w, "cublas")
+    assert bool((cupy.isfinite(g) == cupy.isfinite(ieee)).all())
+    clean = g_of(cupy, cupy.nan_to_num(x, nan=0, posinf=0, neginf=0), w)
+    fine = cupy.isfinite(g)
+    assert bool((g == clean)[fine].all())  # what is beside them in the row neither loses nor gains a digit
+    one = cupy.ones(132, "f4")
+    y = gsbn.forward(x[:, :], w[:11], one[:11], training=True)
+    assert bool(cupy.isnan(y).all())  # a row with Inf reaches every feature's mean
+    y = gsbn.forward(x[30:], w, one, training=True)
+    assert [int(j) for j in cupy.nonzero(~cupy.isfinite(y).all(axis=0))[0]] == [11, 13]
+
+
+@pytest.mark.gpu
+def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
+    """Beside 10⁶ an element of 10⁻³ keeps about ten bits: g is right beside the row's norm, not its own."""
+    cupy = hopper
+    rng = cupy.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 256)).astype("f4") for rows in (260, 132))
+    x[:, 0] *= 1e6
+    x[:, 1:] *= 1e-3
+    w[:, 0] = 0  # hides the large element
+    truth = x.astype("f8") @ w.astype("f8").T
+    error = cupy.abs(g_of(cupy, x, w) - truth)
+    norms = cupy.linalg.norm(x.astype("f8"), axis=1)[:, None] * cupy.linalg.norm(w.astype("f8"), axis=1)
+    assert float((error / norms).max()) <= 4 * U
+    assert 2.0**-13 < float(cupy.linalg.norm(error) / cupy.linalg.norm(truth)) < 2.0**-8
+    assert error_of(cupy, g_of(cupy, x, w, "cublas"), x, w) <= 4 * U  # the way out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(300, 77, 132), (64, 1025, 8), (1000, 20000, 260)])
+def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, int, int], training: bool) -> None:
+    layouts = {"x": "unaligned", "weight": "strided"}
+    arrays = Case(shape, "float32", training).arrays()
+    got = forward(kind_of("cupy"), arrays, layouts, gemm="sm90", training=training)
+    truth = reference.forward(**without_out(arrays), training=training)
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=training, limbs=True))
+
+
+@pytest.mark.gpu
+def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
+    """Limbs that a captured call uses live as long as the graph, and x's are split anew at each replay."""
+    cupy = hopper
+    rng = cupy.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 512)).astype("f4") for rows in (512, 256))
+    out, one = cupy.empty((512, 256), "f4"), cupy.ones(256, "f4")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        prepared = gsbn.prepare(w)
+        gsbn.forward(x, prepared, one, training=True, out=out)
+        stream.begin_capture()
+        gsbn.forward(x, prepared, one, training=True, out=out)
+        graph = stream.end_capture()
+        del prepared
+        for seed in range(3):
+            x[...] = cupy.random.default_rng(seed).standard_normal((512, 512))
+            junk = cupy.full((1 << 22,), cupy.nan, "f4")
+            graph.launch(stream)
+            stream.synchronize()
+            want = gsbn.forward(x, w, one, training=True)
+            assert bool((out == want).all())
+            del junk
