@@ -115,8 +115,9 @@ def bench_command(
     direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(_peers.NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 40,
-    seconds: Annotated[float, typer.Option(help="No new round after this long, but 7 at least.")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 120,
+    seconds: Annotated[float, typer.Option(help="No new round after this long, but 7 at least.")] = 5.0,
+    settle: Annotated[float, typer.Option(min=0, help="Seconds at most until the clocks settle.")] = 2.0,
     calls: Annotated[int | None, typer.Option(min=1, help="Calls a trial; 1 times them cold.")] = None,
     graph: Annotated[bool, typer.Option(help="CUDA graphs where a path allows them.")] = True,
     as_json: Annotated[Path | None, typer.Option("--json", help="Save everything here.")] = None,
@@ -146,7 +147,7 @@ def bench_command(
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
     left_out = _names(skip)
     chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
-    settings = bench.Settings(rounds, seconds, calls=calls, graph=graph)
+    settings = bench.Settings(rounds, seconds, settle, calls=calls, graph=graph)
     with _bar("case") as step:
         cases = bench.cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
         report = bench.run(cases, chosen, settings, step)

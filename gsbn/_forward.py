@@ -10,7 +10,7 @@ from . import _capture, _check, _kernels, _plan, _tma, reference
 from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_device
 from ._interop import Kind, Prepared, kind_of, kinds_of
 
-__all__ = ["Saved", "fold", "forward", "matrix_of"]
+__all__ = ["Saved", "fold", "forward", "map_arguments", "matrix_of"]
 
 ARRAYS = (
     "x",
@@ -341,10 +341,13 @@ def _prepare_call(
     call.affine_grid = -(-n // _plan.THREADS)
     with on_device(device):
         if plan.one is not None:
-            call.launch_one = _kernels.launcher(plan.one.kernel, device)
-            if plan.one.limbs is not None:
-                call.launch_split = _kernels.launcher(plan.one.limbs.kernel, device)
-            call.maps = _map_arguments(plan.one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            one = plan.one
+            one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))  # MPS may leave fewer
+            call.plan = plan._replace(one=one)
+            call.launch_one = _kernels.launcher(one.kernel, device)
+            if one.limbs is not None:
+                call.launch_split = _kernels.launcher(one.limbs.kernel, device)
+            call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             return call
         if plan.gemm_kernel is not None:
             call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
@@ -358,7 +361,7 @@ def matrix_of(view: Any) -> _plan.Matrix:
     return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
 
-def _map_arguments(
+def map_arguments(
     one: _plan.OneLaunch,
     shape: tuple[int, int, int],
     dtype: str,

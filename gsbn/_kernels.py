@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _plan
+from . import _driver, _plan
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
+__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher", "resident_clusters"]
 
 
 def _find() -> Path:
@@ -69,9 +69,10 @@ def _variants() -> Iterator[Kernel]:
         yield _plan.normalize(dtype, keeps=keeps)
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
-    for element, mode, block_m in itertools.product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M):
-        if (element, block_m) != ("limbs", 256):
-            yield _plan.forward_sm90(element, mode, block_m)
+    choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
+    for element, mode, block_m, cluster in itertools.product(*choices):
+        if element != "limbs" or (_plan.takes_tile(element, block_m, cluster) and mode != "gemm"):
+            yield _plan.forward_sm90(element, mode, block_m, cluster)
     yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
 
 
@@ -117,7 +118,7 @@ class Launcher:
         from cupy.cuda import driver
 
         self._function = function  # keeps the module loaded
-        self._pointer, self._shared, self._cooperative = function.ptr, shared, cooperative
+        self.pointer, self._shared, self._cooperative = function.ptr, shared, cooperative
         self._launch = driver.launchCooperativeKernel if cooperative else driver.launchKernel
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
@@ -132,9 +133,9 @@ class Launcher:
         parameters = (ctypes.c_void_p * (len(values) + count))(*values, *range(at, at + 8 * count, 8))
         where = ctypes.addressof(parameters)
         if self._cooperative:
-            self._launch(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where)
+            self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where)
         else:
-            self._launch(self._pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where, 0)
+            self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, where, 0)
 
 
 _thread = threading.local()
@@ -158,6 +159,12 @@ def launcher(kernel: Kernel, device: int) -> Launcher:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
             found = _launchers[kernel, device] = Launcher(raw.kernel, kernel.shared, kernel.cooperative)
     return found
+
+
+@cache
+def resident_clusters(kernel: Kernel, cluster: int, device: int) -> int:
+    """How many clusters of a forward_sm90 the device, which must be the current one, can hold at once."""
+    return _driver.resident_clusters(launcher(kernel, device).pointer, _plan.SM90_THREADS, cluster, kernel.shared)
 
 
 def compile_all(arch: str) -> dict[Kernel, bytes]:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import gsbn
 
-from . import _gradients
+from . import _forward, _gradients, _kernels, _plan, _tma
 from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
 from ._system import has_gpu, path
 
@@ -29,16 +31,18 @@ NAMES = {
     "gsbn-tiled": "gsbn, tiled",
     "gsbn-sm90": "gsbn, sm90",
     "gsbn-torch": "gsbn on tensors",
+    "gsbn-gemm": "gsbn, GEMM alone",
     "gemm-torch": "GEMM, torch.mm",
     "gemm-lt": "GEMM, cuBLASLt",
     "gemm-cupy": "GEMM, cupy",
     "gemm-numpy": "GEMM, numpy",
+    "addmm": "addmm, folded",
     "pytorch": "PyTorch eager",
     "compile": "torch.compile",
     "autotune": "max-autotune",
     "jax": "JAX",
 }
-GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gemm-lt", "gemm-cupy", "compile", "autotune"}
+GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile", "autotune"}
 
 
 class Unavailable(Exception):
@@ -65,7 +69,12 @@ class Candidate:
 
     @property
     def is_gemm(self) -> bool:
-        return self.name.startswith("gemm-")
+        return is_gemm(self.name)
+
+
+def is_gemm(name: str) -> bool:
+    """Whether a candidate computes g alone: the peers' GEMMs, and forward_sm90 without its forward."""
+    return name.startswith("gemm-") or name == "gsbn-gemm"
 
 
 def names(gpu: bool) -> list[str]:
@@ -90,6 +99,10 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
     if case.direction != "forward":
         return _gradients.make(name, case, operands, xp)
+    if name == "gsbn-gemm":
+        return _own_gemm(case, operands, xp)
+    if name == "addmm":
+        return _addmm(case, operands, xp)
     if name.startswith("gsbn"):
         return _gsbn(name, case, operands, xp)
     if name.startswith("gemm"):
@@ -173,6 +186,55 @@ def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
     run = call_lt if name == "gemm-lt" else call
     return Candidate(name, library.name, run, lambda: (library.give(run()), None, None), capturable=not native)
+
+
+def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
+    """forward_sm90's main loop and store, with the tile that the planner takes for it: what a fused forward adds to."""
+    x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
+    device, itemsize = xp.cuda.Device().id, x.itemsize
+    at = [
+        _plan.Matrix.of(a.shape, (a.strides[0] // itemsize, a.strides[1] // itemsize), a.data.ptr % 16 == 0)
+        for a in (x, weight, g)
+    ]
+    shape = (case.batch, case.out_features, case.in_features)
+    p = _plan.Matmul(*shape, case.dtype, _kernels.gpu(device), *at)
+    try:
+        _plan.gemm_for(p, precision=case.precision, gemm="sm90", capturing=False)
+    except ValueError as error:
+        raise Unavailable(str(error)) from None
+    one = _plan.one_launch(p, "gemm", case.precision)
+    if one.limbs is not None:
+        raise Unavailable("it takes limbs, not float32")
+    launch = _kernels.launcher(one.kernel, device)
+    problem = np.zeros(1, _kernels.PROBLEM)
+    problem["m"], problem["n"], problem["k"] = shape
+    problem["y_row"], problem["panel"] = at[2].strides[0], one.panel
+    boxes = _forward.map_arguments(one, shape, case.dtype, itemsize, *at)
+    maps = [_tma.tensor_map(a.data.ptr, *box) for a, box in zip((x, weight, g), boxes, strict=True)]
+    values = (problem.ctypes.data, *(address for _, address in maps))
+    words = (g.data.ptr, *[0] * 10)  # neither workspace nor vectors
+
+    def call() -> Any:
+        grid, stream = one.clusters * one.cluster, xp.cuda.get_current_stream().ptr
+        launch(grid, _plan.SM90_THREADS, values, words, stream)
+        return g, problem, maps  # which the launch reads
+
+    return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call()[0], None, None), path="sm90")
+
+
+def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
+    """The least that an inference forward can be: PyTorch's GEMM with a bias, on weights folded beforehand."""
+    if case.training:
+        raise Unavailable("folded weights serve inference alone")
+    library = _Torch(xp)
+    affine = {key: operands.affine[key] for key in ("bias", "gamma", "beta")}
+    w, b = gsbn.fold(operands.weight, operands.scale, operands.running_mean, operands.running_var, **affine, eps=EPS)
+    x, weight_t, bias = library.take(operands.x), library.take(w).T, library.take(b)
+
+    def call() -> Any:
+        return library.torch.addmm(bias, x, weight_t)
+
+    return Candidate("addmm", "torch", call, lambda: (library.give(call()), None, None))
 
 
 def _scale_batch_norm(library: _Torch, case: Case, operands: Operands) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ __all__ = [
     "forward_sm90",
     "gemm_for",
     "limbs",
+    "one_launch",
     "plan",
     "takes_limbs",
+    "takes_tile",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -30,14 +33,26 @@ STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds a
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 4  # backward_sums, backward_dg
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
-MODES = {"inference": 1, "training": 2}  # and its MODE; 0, the GEMM alone, is there to be measured
+MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan takes "gemm", the bench measures it
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
-SM90_BLOCK_N, SM90_CLUSTER = 128, 2
+CLUSTERS = (2, 1)  # CTAs that share an x tile
+SM90_BLOCK_N = 128
 SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
-# What a tile of so many rows costs on an H200: 128 bytes of k, its beginning and end, the wait for the others.
-STEP_US = {256: 0.70, 128: 0.37, 64: 0.28, 32: 0.25}
-TILE_US = 3.3
-FINISH_US = {256: 12.0, 128: 11.0, 64: 8.5, 32: 6.5}
+# What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
+# the choice is right rather than each time. See _one_launch_us and _cublas_us.
+MMA_US, STEP_US = 0.0018, 0.067  # a step, 128 bytes of k: a row of x in it, and whatever is in it
+L2_RATE, MEMORY_RATE = 10.2, 11.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
+OFF_LINE, OFF_LINE_Y = 1.4, 1.45  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
+TILE_US = {"training": 7.1, "inference": 1.65, "gemm": 1.65}  # beginning and end of a tile
+Y_RATE, PARKED_RATE = {"training": 4.1, "inference": 3.75, "gemm": 3.75}, 10.9
+CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
+LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 32 features, by one warp; of a later tile
+PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
+TRIP_US = 2.2  # and of more rows
+CUBLAS_FLOPS = {2: 915e6, 4: 368e6}  # FLOP/us by the size of an element
+CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
+OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
+L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -118,6 +133,10 @@ class OneLaunch(NamedTuple):
     merged: int
     roll: int
     workspace: int
+
+    def at_most(self, clusters: int) -> OneLaunch:
+        """The same work by no more clusters than are resident at once: any grid serves any shape."""
+        return self._replace(clusters=min(self.clusters, clusters))
 
 
 class Keep(NamedTuple):
@@ -213,7 +232,7 @@ def plan(
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, saved=saved)
+    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, training=training, saved=saved)
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -243,7 +262,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
     if chosen == "sm90":
-        one = _one_launch(p, "training" if training else "inference", precision, prepared)
+        one = one_launch(p, _mode(training), precision, prepared)
     return Plan(
         gemm=chosen,
         why=why,
@@ -377,7 +396,9 @@ def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tup
     return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", dg_defines)
 
 
-def gemm_for(p: Matmul, *, precision: str, gemm: str, capturing: bool, saved: bool = False) -> tuple[str, str]:
+def gemm_for(
+    p: Matmul, *, precision: str, gemm: str, capturing: bool, training: bool = True, saved: bool = False
+) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
         "sm90": _sm90_obstacle(p, precision, saved),
@@ -390,18 +411,14 @@ def gemm_for(p: Matmul, *, precision: str, gemm: str, capturing: bool, saved: bo
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
     if obstacles["cublas"] is None and obstacles["sm90"] is None:
-        if _starves_tiles(p):
-            return "cublas", "faster for few rows over a large weight, or few features"
-        if p.k < 64 and element_for(p.dtype, precision) == "limbs":
+        element = element_for(p.dtype, precision)
+        if _favours_cublas(p, _mode(training), element):
+            return "cublas", "its GEMM cuts this shape better than tiles of one launch"
+        if p.k < 64 and element == "limbs":
             return "cublas", "more accurate for few input features"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
-
-
-def _starves_tiles(p: Matmul) -> bool:
-    """Where forward_sm90 loses to cuBLAS and two more launches: measured, and only where the device is the slower."""
-    return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
 
 
 def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
@@ -442,39 +459,106 @@ def _sm90_obstacle(p: Matmul, precision: str, saved: bool) -> str | None:
     return None
 
 
-def _one_launch(p: Matmul, mode: str, precision: str, prepared: bool) -> OneLaunch:
-    """The tile whose waves are cheapest, by a model fitted to a sweep on an H200."""
+def _mode(training: bool) -> str:
+    return "training" if training else "inference"
+
+
+class _Tile(NamedTuple):
+    us: float
+    block_m: int
+    cluster: int
+    clusters: int
+
+
+def takes_tile(element: str, block_m: int, cluster: int) -> bool:
+    """Whether forward_sm90 has this tile: limbs leave 256 rows no room for sums beside the accumulators."""
+    return element != "limbs" or (block_m < 256 and cluster == 2)
+
+
+def _tile(p: Matmul, mode: str, element: str) -> _Tile:
+    """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
+    found = []
+    for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
+        if not takes_tile(element, block_m, cluster):
+            continue
+        tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
+        waves = _ceil(tiles, p.device.sms // cluster)
+        # As few clusters as need no more waves: the power that the others would draw goes to these.
+        clusters = _ceil(tiles, waves)
+        found.append(
+            _Tile(_one_launch_us(p, mode, element, block_m, cluster, waves, clusters), block_m, cluster, clusters)
+        )
+    return min(found)
+
+
+def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: int, waves: int, clusters: int) -> float:
+    """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
+
+    Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
+    wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
+    (inference) or for the others' statistics (training). Limbs take three steps on what two steps load.
+    """
+    m, n, k, dtype, *_ = p
+    size, rows, ctas = ITEMSIZE[dtype], _ceil(m, block_m), clusters * cluster
+    loaded = ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
+    distinct = (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
+    feed = loaded / L2_RATE + (distinct / MEMORY_RATE if (m + n) * k * size > 1e6 * L2_MB else 0.0)
+    steps = _ceil(k * size, 128)
+    if element == "limbs":
+        steps, feed = 3 * _ceil(k, 64), feed * 2 / 3
+    elif k * size % 128:
+        feed *= OFF_LINE
+    step = sum(us**6 for us in (MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
+    y = ctas * block_m * SM90_BLOCK_N * size * 1e-6 * (OFF_LINE_Y if n * size % 128 else 1.0)
+    tile = steps * step + TILE_US[mode] + y / Y_RATE[mode]
+    warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
+    if mode == "training":
+        merge = MERGE_US.get(rows, TRIP_US)
+        around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
+        later = max(tile + y / PARKED_RATE, PARK_US)
+    else:
+        laying = warps if mode == "inference" else 0
+        around, later = LAYING_US * laying, max(tile, RELAYING_US * laying)
+    us: float = CALL_US[mode] + tile + (waves - 1) * later + around
+    return us
+
+
+def _favours_cublas(p: Matmul, mode: str, element: str) -> bool:
+    """Where three launches are faster: by the model, and where it is known to miss, few rows over a large weight."""
+    if element == "limbs":  # not in the sweep
+        return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
+    few_rows = mode == "training" and p.m <= 128 and p.n * p.k >= 2**24
+    return few_rows or _cublas_us(p, mode == "training") < _tile(p, mode, element).us
+
+
+def _cublas_us(p: Matmul, training: bool) -> float:
+    """A forward by cuBLAS and two launches more."""
     m, n, k, dtype, device, *_ = p
+    size, g = ITEMSIZE[dtype], 4e-6 * m * n
+    cold = g > 0.8 * L2_MB
+    us = CUBLAS_CALL_US[training] + 2 * m * n * k / (CUBLAS_FLOPS[size] * device.sms / 132)
+    us += (m + n) * k * size * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
+    return us + (g / G_RATE[cold] if training else 0.0)
+
+
+def one_launch(p: Matmul, mode: str, precision: str, prepared: bool = False) -> OneLaunch:
+    """The launch of forward_sm90 in this mode, with the tile of least cost."""
+    m, n, k, dtype, *_ = p
     element = element_for(dtype, precision)
-    steps = _ceil(k, 64) * 3 if element == "limbs" else _ceil(k * ITEMSIZE[dtype], 128)
-    limit = device.sms // SM90_CLUSTER
-    best: tuple[float, int, int, int] | None = None
-    for block_m in BLOCKS_M:
-        if element == "limbs" and block_m == 256:
-            continue  # no room for sums beside its accumulators
-        tiles = _ceil(m, block_m) * _ceil(n, SM90_BLOCK_N * SM90_CLUSTER)
-        waves = _ceil(tiles, limit)
-        step = STEP_US[block_m] + (0.1 * min(tiles / limit, 1.0) if block_m == 32 else 0.0)  # the smallest crowd L2
-        cost = waves * (steps * step + TILE_US) + (FINISH_US[block_m] if mode == "training" else 0.0)
-        if best is None or cost < best[0]:
-            best = cost, block_m, tiles, waves
-    assert best is not None
-    _, block_m, tiles, waves = best
+    _, block_m, cluster, clusters = _tile(p, mode, element)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
-    # As few clusters as need no more waves: the power that the others would draw goes to these.
-    clusters = _ceil(tiles, waves)
     merged = rows * blocks * SM90_BLOCK_N * 16
     roll = merged + blocks * SM90_BLOCK_N * 16
-    workspace = roll + _round_up(8 * (1 + clusters * SM90_CLUSTER), 256)
+    workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
     split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m),
+        kernel=forward_sm90(element, mode, block_m, cluster),
         element=element,
         limbs=split,
         block_m=block_m,
-        cluster=SM90_CLUSTER,
+        cluster=cluster,
         clusters=clusters,
         panel=2 if m > 8192 else 1,
         merged=merged,
@@ -504,15 +588,15 @@ def split_limbs(k: int) -> Kernel:
     return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
 
 
-def forward_sm90(element: str, mode: str, block_m: int) -> Kernel:
-    """The variant of forward_sm90 for these operands, this mode and this many rows in a tile."""
+def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
+    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
     staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
-    defines["CLUSTER"] = SM90_CLUSTER
+    defines["CLUSTER"] = cluster
     return Kernel(
         "forward_sm90",
         "forward_sm90",

@@ -12,6 +12,7 @@ from .bench import DTYPES, Case, Report, Result, fastest
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import AbstractPathEffect
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 SHORT = {kind: kind.replace("tf32", "TF32") for kind in DTYPES}
@@ -158,7 +159,7 @@ def _bars(axes: Axes, table: dict[Case, dict[str, Result]], shape: tuple[int, in
         for x, (speed, result) in zip(at, speeds, strict=True):
             if result is not None and key == "gsbn":
                 axes.annotate(_time(_seconds(result)), (x, speed), (0, 2), textcoords="offset points", ha="center",
-                              fontsize=7.5, color=colour, fontweight="bold")  # fmt: skip
+                              fontsize=7.5, color=colour, fontweight="bold", path_effects=_outline())  # fmt: skip
     axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     axes.set_xticks(range(len(table)), [SHORT[c.kind] + ("" if c.training else "\ninference") for c in table])
     axes.tick_params(axis="x", length=0)
@@ -167,6 +168,13 @@ def _bars(axes: Axes, table: dict[Case, dict[str, Result]], shape: tuple[int, in
     bars = [(key, s) for results in table.values() for key, (s, _) in _speeds(results).items()]
     forwards = [s for key, s in bars if key != "gemm-"]
     axes.set_ylim(0, 1.15 * min(max((s for _, s in bars), default=1), 3 * max(forwards, default=1)))
+
+
+def _outline() -> list[AbstractPathEffect]:
+    """White around letters, so that they can be read across bars and lines."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=2, foreground="white")]
 
 
 def _dots(axes: Axes, table: dict[Case, dict[str, Result]], kind: str, last: bool) -> None:
@@ -198,7 +206,7 @@ def _roofline(axes: Axes, report: Report) -> None:
         )
         column = sum(abs(top / other - 1) < 0.15 for other in written)  # beside a label at the same height
         axes.annotate(SHORT[kind], (high, top / 1e12), (-48 * column, 3), textcoords="offset points", ha="right",
-                      fontsize=8, color=KIND_COLOURS[kind])  # fmt: skip
+                      fontsize=8, color=KIND_COLOURS[kind], path_effects=_outline())  # fmt: skip
         written.append(top)
     for name, face, label in (("pytorch", "none", "PyTorch eager"), ("gsbn", None, "gsbn")):
         for kind in kinds:

@@ -78,7 +78,7 @@ def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
     gpu = _kernels.gpu(xp.cuda.Device().id)
     matmul = _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, operand, operand, result)
-    return _plan.gemm_for(matmul, precision=case.precision, gemm=gemm, capturing=False)
+    return _plan.gemm_for(matmul, precision=case.precision, gemm=gemm, capturing=False, training=case.training)
 
 
 def missing() -> list[tuple[str, str]]:

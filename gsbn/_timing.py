@@ -58,6 +58,43 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measu
     return Measurement(statistics.median(ordered), ordered[k - 1], ordered[n - k], n, 1 - 2 * below / 2**n)
 
 
+def balanced_order(n: int, turn: int) -> list[int]:
+    """The order of ``n`` candidates in round ``turn``: a row of a Williams design.
+
+    Over ``n`` rounds (``2 n`` for an odd ``n``) everybody takes every place, and follows every other, equally often: a
+    trial inherits the card's temperature, power and clocks from the one before it.
+    """
+    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, -1, 1, -2, 2, … modulo n
+    order = [(i + turn) % n for i in zigzag]
+    return order[::-1] if n % 2 and turn // n % 2 else order
+
+
+def settle(
+    work: Callable[[], float],
+    longest: float,
+    window: float = 0.25,
+    tolerance: float = 0.005,
+    now: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Repeat ``work`` until its speed holds still, for ``longest`` seconds at most; whether it did.
+
+    ``work`` returns what it measured. The medians of three successive windows, each of ``window`` seconds and three
+    calls at least, must lie within ``tolerance`` of one another: a steady drift of half of that a window is seen.
+    """
+    begun = now()
+    medians: list[float] = []
+    while now() - begun < longest:
+        samples: list[float] = []
+        opened = now()
+        while (len(samples) < 3 or now() - opened < window) and now() - begun < longest:
+            samples.append(work())
+        medians.append(statistics.median(samples))
+        last = medians[-3:]
+        if len(last) == len(samples[:3]) == 3 and max(last) - min(last) <= tolerance * min(last):
+            return True
+    return False
+
+
 class Clock:
     """The wall clock of a CPU, where host and device are one and no cache is flushed; ``GpuClock`` refines it."""
 

@@ -27,7 +27,7 @@ from . import _gradients, _peers
 from ._accuracy import expected, make_operands
 from ._peers import Candidate, Unavailable
 from ._system import environment, has_gpu
-from ._timing import Clock, GpuClock, Measurement, median_interval
+from ._timing import Clock, GpuClock, Measurement, balanced_order, median_interval, settle
 
 __all__ = ["PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"]
 
@@ -106,11 +106,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """``rounds`` of interleaved trials (at least 7, however long), no new round after ``seconds`` a case. A trial is
-    ``calls`` calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing."""
+    """``rounds`` of interleaved trials (at least 7, however long), no new round after ``seconds`` a case; before them,
+    rounds that do not count until the card's clocks have settled, for ``settle`` seconds at most. A trial is ``calls``
+    calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing."""
 
-    rounds: int = 40
-    seconds: float = 10.0
+    rounds: int = 120
+    seconds: float = 5.0
+    settle: float = 2.0
     trial_ms: float = 4.0
     calls: int | None = None
     graph: bool = True
@@ -152,7 +154,7 @@ class Result:
 
     @property
     def is_gemm(self) -> bool:
-        return self.candidate.startswith("gemm-")
+        return _peers.is_gemm(self.candidate)
 
 
 @dataclass(frozen=True)
@@ -353,14 +355,21 @@ class _CaseRun:
         if self.settings.calls is None and (once := [entry.once for entry in self._live()]):
             self.calls = max(1, min(100, round(self.settings.trial_ms / 1e3 / statistics.median(once))))
         self._each(self._prepare)
-        started, gc_was_on = time.perf_counter(), gc.isenabled()
+        gc_was_on = gc.isenabled()
         gc.disable()  # a collection in a trial would be charged to whoever runs it
         try:
+            progress(0.5, "until the clocks settle")
+            turns = itertools.count()
+            settle(lambda: self._round(next(turns)), longest=self.settings.settle)
+            for entry in self.entries:
+                entry.device.clear()
+                entry.host.clear()
+            started = time.perf_counter()
             for turn in range(self.settings.rounds):
                 if turn >= 7 and time.perf_counter() - started > self.settings.seconds:
                     break
                 progress(0.5 + turn / self.settings.rounds / 2, f"round {turn + 1}")
-                self._each(self._sample, rotate=turn)  # nobody always follows the same neighbour
+                self._round(turn)
         finally:
             if gc_was_on:
                 gc.enable()
@@ -380,10 +389,15 @@ class _CaseRun:
     def _live(self) -> list[_Entry]:
         return [entry for entry in self.entries if not entry.failure]
 
-    def _each(self, step: Callable[[_Entry], None], rotate: int = 0) -> None:
+    def _round(self, turn: int) -> float:
+        """A trial of every candidate; the sum of their times, each in units of its own first."""
         live = self._live()
-        first = rotate % max(len(live), 1)
-        for entry in live[first:] + live[:first]:
+        self._each(self._sample, balanced_order(len(live), turn))
+        return sum(entry.device[-1] / entry.once for entry in self._live())
+
+    def _each(self, step: Callable[[_Entry], None], order: Sequence[int] | None = None) -> None:
+        live = self._live()
+        for entry in live if order is None else [live[i] for i in order]:
             try:
                 step(entry)
             except Exception as failure:  # a peer may fail in any way; it must not take the others with it

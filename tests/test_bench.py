@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import itertools
 import json
+import math
 import os
 import random
 import signal
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +22,10 @@ import pytest
 
 import gsbn
 from gsbn import _accuracy, _gradients, _peers, _publish, _system, bench, reference
-from gsbn._timing import Clock, GpuClock, median_interval
+from gsbn._timing import Clock, GpuClock, balanced_order, median_interval, settle
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = bench.Settings(rounds=7, seconds=0.1, calls=1)
+QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = bench.Case(24, 20, 12)
 
 
@@ -55,6 +58,54 @@ def test_median_interval_holds_the_median_of_a_skewed_distribution_as_often_as_i
     assert held / 2000 >= m.confidence - 4 * (0.05 * 0.95 / 2000) ** 0.5
 
 
+@pytest.mark.parametrize("n", range(1, 10))
+def test_everybody_follows_everybody_equally_often(n: int) -> None:
+    rounds = [balanced_order(n, turn) for turn in range(2 * n)]
+    for places in (rounds, zip(*rounds, strict=True)):  # every round is a permutation; every place is taken by all
+        for place in places:
+            assert {place.count(i) for i in range(n)} <= {1, 2}
+    pairs = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert len(pairs) == n * (n - 1)
+    assert set(pairs.values()) <= {2}
+
+
+class Card:
+    """A clock that advances by what is run on it, and a card whose calls slow down as it warms up, with noise."""
+
+    def __init__(self, drift: float, seconds: float, noise: float = 0.0) -> None:
+        self.time, self.drift, self.seconds, self.noise = 0.0, drift, seconds, noise
+        self.random = random.Random(0)
+
+    def now(self) -> float:
+        return self.time
+
+    def work(self) -> float:
+        self.time += 0.02
+        slowed = 1 + self.drift * (1 - math.exp(-self.time / self.seconds)) if self.seconds else 1.0
+        return slowed * (1 + self.random.gauss(0, self.noise))
+
+    def settles(self, longest: float) -> bool:
+        return settle(self.work, longest, now=self.now)
+
+
+def test_settling_waits_for_a_card_that_warms_up() -> None:
+    steady, warming, noisy = Card(0, 0), Card(0.05, 0.5), Card(0, 0, noise=0.003)
+    assert steady.settles(10) and steady.time == pytest.approx(3 * 0.25, abs=0.1), "three windows"
+    assert warming.settles(10) and 1 < warming.time < 3
+    assert 0.05 * math.exp(-warming.time / 0.5) < 0.01, "what drift is left is a few times the tolerance at most"
+    assert noisy.settles(10), "the median of a window forgives a single call its noise"
+
+
+def test_settling_gives_up() -> None:
+    drifting, wild = Card(1.0, 20.0), Card(0, 0, noise=0.1)
+    assert not drifting.settles(2) and 2 <= drifting.time < 2.1
+    assert not wild.settles(2) and 2 <= wild.time < 2.1
+    idle = Card(0, 0)
+    assert not idle.settles(0) and idle.time == 0, "nothing is run where nothing is asked for"
+    brief = Card(0, 0)
+    assert not brief.settles(0.05) and brief.time < 0.1, "not even a window is finished"
+
+
 class ScriptedClock(Clock):
     """Seconds from a script; remembers who ran when."""
 
@@ -80,8 +131,10 @@ def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPat
     pytest.importorskip("torch")
     clock = ScriptedClock()
     monkeypatch.setattr(bench, "Clock", lambda: clock)
-    settings = dataclasses.replace(QUICK, rounds=40, seconds=60)
+    settings = dataclasses.replace(QUICK, rounds=40, seconds=60, settle=0.05)
     report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
+    assert {r.device.samples for r in report.results if r.device} == {40}, "settling does not count"
+    assert len(clock.order) > 3 * 60
     rows = {row["candidate"]: row for row in report.rows()}
     assert rows["gsbn"]["device_us"] == pytest.approx(2000, rel=0.01)
     assert rows["gsbn"]["device_low_us"] <= rows["gsbn"]["device_us"] <= rows["gsbn"]["device_high_us"]
@@ -90,9 +143,9 @@ def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPat
     assert rows["gsbn"]["times bare gemm"] == pytest.approx(0.5, rel=0.02)
     assert rows["gsbn"]["tflops"] == pytest.approx(2 * 24 * 20 * 12 / 2e-3 / 1e12, rel=0.01)
     assert rows["gsbn"]["floor_us"] == pytest.approx(report.rates.floor(TINY) * 1e6)
-    rounds = clock.order[-40 * 3 :]
-    assert {tuple(sorted(rounds[i : i + 3])) for i in range(0, 120, 3)} == {("gemm-numpy", "gsbn", "pytorch")}
-    assert len({rounds[i] for i in range(0, 120, 3)}) == 3, "the order rotates, so that nobody is always first"
+    rounds = [tuple(clock.order[i - 3 : i or None]) for i in range(-39 * 3, 1, 3)]
+    assert {tuple(sorted(order)) for order in rounds} == {("gemm-numpy", "gsbn", "pytorch")}
+    assert len(set(rounds)) == 6, "all orders of three"
 
 
 def test_a_queue_that_ran_dry_does_not_count() -> None:
@@ -224,7 +277,8 @@ def test_one_wrong_gradient_is_seen(field: str) -> None:
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
 def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
-    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), ["gsbn", "gsbn-torch", "pytorch"], QUICK)
+    names = ["gsbn", "gsbn-torch", "pytorch", "addmm"]
+    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), names, QUICK)
     report.save_json(tmp_path / "r.json")
     report.save_csv(tmp_path / "r.csv")
     saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -234,6 +288,7 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     assert set(saved["rates"]) == {"copy", "matrix"}
     timed = [row for row in saved["results"] if not row["failure"]]
     assert {"gsbn"} <= {row["candidate"] for row in timed}
+    assert [row["training"] for row in timed if row["candidate"] == "addmm"] in ([False], [])  # no torch, no addmm
     for row in timed:
         assert row["device_low_us"] <= row["device_us"] <= row["device_high_us"]
         assert row["error"] < 0.05
@@ -412,6 +467,19 @@ def test_each_path_is_timed_as_it_can_be(graph: bool) -> None:
     assert results["gsbn-cublas"].path == "cublas"
     assert results["gsbn-cublas"].extra_bytes >= 512 * 384 * 4  # g in float32
     assert results["pytorch"].extra_bytes >= 512 * 384 * 2  # z
+
+
+@pytest.mark.gpu
+def test_the_gemm_alone_and_addmm_are_peers() -> None:
+    cases = [bench.Case(300, 136, 520, dtype, "high", training=False) for dtype in ("float16", "bfloat16", "float32")]
+    report = bench.run(cases, ["gsbn", "gsbn-gemm", "gemm-torch", "addmm"], QUICK)
+    hopper = report.environment["gpus"][0]["capability"] == "9.0"
+    for row in report.rows():
+        if row["candidate"] != "gsbn-gemm" or hopper:
+            assert not row["failure"], row
+            assert row["method"] == "graph"
+            assert row["times addmm"] > 0
+            assert "times gsbn-gemm" not in row, "it is no peer"
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -35,11 +36,12 @@ def hopper() -> None:
         pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
 
 
-@pytest.fixture(params=["any", *_plan.BLOCKS_M])
+@pytest.fixture(params=["any", *itertools.product(_plan.BLOCKS_M, _plan.CLUSTERS)], ids=str)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The planner's own choice of a tile, and each tile for all shapes."""
     if request.param != "any":
-        monkeypatch.setattr(_plan, "BLOCKS_M", (request.param,))
+        monkeypatch.setattr(_plan, "BLOCKS_M", request.param[:1])
+        monkeypatch.setattr(_plan, "CLUSTERS", request.param[1:])
         _plan.plan.cache_clear()
         gsbn._forward._calls.clear()
     yield request.param
@@ -62,6 +64,28 @@ def test_every_tile_is_right(
     operand = TF32 if dtype == "float32" else 0.0
     limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
+
+
+@pytest.mark.parametrize("resident", [1, 5])
+def test_a_context_that_holds_few_clusters(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "resident_clusters", lambda kernel, cluster, device: resident)
+    gsbn._forward._calls.clear()
+    arrays = Case((1000, 264, 1048), "bfloat16", True).arrays()
+    got = forward(kind_of("cupy"), arrays, training=True, **SM90)
+    (call,) = gsbn._forward._calls.values()
+    gsbn._forward._calls.clear()
+    assert call.plan.one is not None
+    assert call.plan.one.clusters == resident
+    truth = reference.forward(**without_out(arrays), training=True)
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
+
+
+def test_the_context_holds_what_the_planner_counts_on() -> None:
+    device = cupy.cuda.Device().id
+    for kernel in _kernels.all_kernels("sm_90a"):
+        if kernel.name == "forward_sm90":
+            cluster = int(dict(kernel.defines)["CLUSTER"])
+            assert _kernels.resident_clusters(kernel, cluster, device) == _kernels.gpu(device).sms // cluster
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])

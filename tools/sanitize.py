@@ -1,0 +1,125 @@
+"""Every variant of every kernel once, on small ragged shapes, for compute-sanitizer to watch.
+
+compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
+
+CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. forward_sm90 runs on two
+clusters, so that each has several tiles and parks them. Results are held to the reference, coarsely: the bounds are the
+tests' job.
+
+Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
+initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
+    looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
+    this launch. --clear clears that y and that workspace beforehand, and nothing else.
+racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them. What it
+    reports of forward_sm90 is `constants` (inference) and `coef` (training), which such counters guard.
+"""
+
+import dataclasses
+import sys
+from itertools import product
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import gsbn
+from gsbn import _accuracy, _forward, _interop, _kernels, _peers, _plan, bench, reference
+
+CLEAR = "--clear" in sys.argv
+_options = _kernels._options
+_kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # a report then names the line
+
+
+def operands(shape, dtype):
+    """The arguments of a forward by name, on the host and on the GPU."""
+    o = _accuracy.make_operands(np, *shape, dtype)
+    host = {"x": o.x, "weight": o.weight, "scale": o.scale, **o.affine} | o.fresh_statistics(np)
+    return host, {name: cp.asarray(a) for name, a in host.items()}
+
+
+def agree(got, want):
+    got = cp.asnumpy(got).astype("f8")
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    if not error < 2e-2:  # a few roundings of bfloat16
+        raise SystemExit(f"wrong: {error}")
+
+
+def forward(shape, dtype, gemm, training, precision="highest"):
+    host, native = operands(shape, dtype)
+    y = gsbn.forward(**native, training=training, precision=precision, gemm=gemm)
+    agree(y, reference.forward(**host, training=training).y)
+
+
+def tiled(dtype, g_type, tile):
+    before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
+    for training in (True, False):
+        forward((300, 40, 45), dtype, "tiled", training)  # with scale_stats in three splits, running_affine, normalize
+    _plan.TILES = before
+
+
+def fold(dtype):
+    host, native = operands((8, 41, 37), dtype)
+    frozen = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
+    w, _ = gsbn.fold(**{name: native[name] for name in frozen})
+    agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
+
+
+def sm90(element, mode, block_m, cluster):
+    dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
+    _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
+    shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
+    if mode != "gemm":
+        return forward(shape, dtype, "sm90", mode == "training", precision)
+    o = _accuracy.make_operands(np, *shape, dtype)
+    x, weight = cp.asarray(o.x), cp.asarray(o.weight)
+    case = bench.Case(*shape, dtype, precision)
+    g, _, _ = _peers.make("gsbn-gemm", case, dataclasses.replace(o, x=x, weight=weight), cp).outputs()
+    return agree(g, o.x.astype("f8") @ o.weight.astype("f8").T)
+
+
+def variants():
+    """Names, and what runs them."""
+    for dtype, g_type in ((d, "double" if d == "float64" else "float") for d in _plan.C_TYPE):
+        yield f"fold {dtype}", fold, (dtype,)
+        for tile in _plan.TILES[g_type]:
+            yield f"tiled {dtype} {tile[0]}", tiled, (dtype, g_type, tile)
+    known = set(_kernels.all_kernels("sm_90a"))
+    for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)):
+        if _plan.forward_sm90(*choice) in known:
+            yield "sm90 {} {} {}x{}".format(*choice), sm90, choice
+
+
+def main():
+    words = {word for word in sys.argv[1:] if not word.startswith("--")}
+    cp.cuda.set_allocator(None)
+    _kernels.resident_clusters = lambda kernel, cluster, device: 2
+    kind = _interop._Cupy
+    scratch, empty, new = kind.scratch, kind.empty, cp.empty
+
+    def clear_scratch(self, nbytes, like):
+        memory, at = scratch(self, nbytes, like)
+        memory.memset(0, nbytes)
+        return memory, at
+
+    def clear_empty(self, shape, like):
+        y = empty(self, shape, like)
+        y.data.memset(0, y.nbytes)
+        return y
+
+    hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
+    count = 0
+    for name, run, choice in tuple(variants()):
+        if words <= set(name.split()) and (hopper or run is not sm90):
+            clear = CLEAR and run is sm90
+            cp.empty = cp.zeros if clear else new
+            kind.scratch, kind.empty = (clear_scratch, clear_empty) if clear else (scratch, empty)
+            _plan.plan.cache_clear()
+            _forward._calls.clear()
+            run(*choice)
+            count += 1
+    print(f"{count} variants agree with the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The planner's choices beside one another, over shapes of all sizes: what it loses by its own.
+
+python tools/sweep.py measure [seconds [skip]]   on a Hopper GPU with PyTorch: a line of JSON a problem
+python tools/sweep.py judge FILE                 anywhere: the regret of this version's planner on those times
+
+A problem is a shape, a dtype and a mode; its choices are forward_sm90's tiles, named BLOCK_MxCLUSTER, the portable path
+on cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it
+busy while the host enqueues; each choice's result is held to the portable path's.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gsbn import _forward, _kernels, _plan
+
+DTYPES, MODES = ("bfloat16", "float32"), ("training", "inference")  # float32 as TF32
+TILES = [(block_m, cluster) for block_m in _plan.BLOCKS_M for cluster in _plan.CLUSTERS]
+NAMED = [
+    (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
+    (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
+    (50, 4096, 4096), (65536, 256, 512), (100000, 64, 64), (8192, 256, 256), (32768, 1024, 1024), (333, 1000, 6216),
+    (512, 4096, 1024), (1536, 1536, 6144), (32, 32, 32), (16384, 32, 32), (32, 16384, 32), (32, 32, 16384),
+    (2048, 16384, 128),
+]  # fmt: skip
+
+
+def shapes(count=64):
+    """The named ones, then a low-discrepancy sequence over 32 ... 16384 on a log scale; two in three are ragged."""
+    found = list(NAMED)
+    steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
+    index = 0
+    while len(found) < count + len(NAMED):
+        index += 1
+        b, i, o = (2 ** (5 + 9 * ((0.5 + index * step) % 1)) for step in steps)
+        if index % 3 == 0:  # powers of two
+            b, i, o = (2 ** round(len(f"{int(n):b}") - 0.5) for n in (b, i, o))
+        shape = round(b), max(32, round(i / 8) * 8), max(32, round(o / 8) * 8)
+        if 2 * shape[0] * shape[1] * shape[2] < 1.2e12 and shape not in found:
+            found.append(shape)
+    return found
+
+
+def problem(shape, dtype):
+    b, i, o = shape
+    at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
+    return _plan.Matmul(b, o, i, dtype, _plan.Device((9, 0), 132), *at)
+
+
+def planned(shape, dtype, mode):
+    """What "auto" takes."""
+    decided = _plan.plan(problem(shape, dtype), training=mode == "training", precision="high")
+    return decided.gemm if decided.one is None else f"{decided.one.block_m}x{decided.one.cluster}"
+
+
+def compile_one(kernel):
+    import cupy
+
+    cupy.RawModule(code=_kernels._source(kernel.file), options=_kernels._options(kernel)).compile()
+
+
+def compile_all():
+    """Every variant into CuPy's cache on disk, many at a time."""
+    variants = [
+        _plan.forward_sm90(_plan.element_for(dtype, "high"), mode, *tile)
+        for dtype, mode, tile in product(DTYPES, MODES, TILES)
+    ]
+    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
+
+
+def measure(limit, skip):
+    began = time.monotonic()
+    import torch
+
+    import gsbn
+
+    compile_all()
+    print(f"compiled after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    torch.set_float32_matmul_precision("high")
+    cycles = 2_000_000  # a millisecond for the host to enqueue in
+    noise = torch.randn(1 << 28, device="cuda")
+    pools = {"float32": noise, "bfloat16": noise.to(torch.bfloat16)}
+    vectors = torch.randn(4, 1 << 14, device="cuda")
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def seconds(run, calls):
+        nonlocal cycles
+        while True:
+            torch.cuda._sleep(cycles)
+            start.record()
+            for _ in range(calls):
+                run()
+            full = not start.query()
+            stop.record()
+            stop.synchronize()
+            if full:
+                return start.elapsed_time(stop) / calls * 1e-3
+            cycles = min(2 * cycles, 20_000_000)
+
+    def forced(call, tile):
+        """The same call with one tile to choose from, and a memory of its own for it."""
+        own = {}
+
+        def run():
+            _forward._calls = own
+            return call("cublas" if tile is None else "sm90")
+
+        if tile is not None:
+            _plan.BLOCKS_M, _plan.CLUSTERS = (tile[0],), (tile[1],)
+        _plan.plan.cache_clear()
+        run()
+        return run
+
+    for shape, dtype, mode in product(shapes(64 + skip)[skip:], DTYPES, MODES):
+        if time.monotonic() - began > limit:
+            print("out of time", file=sys.stderr)
+            break
+        b, i, o = shape
+        pool, training = pools[dtype], mode == "training"
+        x, w = pool[: b * i].view(b, i), pool[-o * i :].view(o, i)
+        scale, bias, gamma, beta = vectors[:, :o].to(x.dtype)
+        mean, var = torch.zeros(o, device="cuda"), torch.full((o,), float(i), device="cuda")
+        options = dict(bias=bias, gamma=gamma, beta=beta, running_mean=mean, running_var=var, training=training)
+        y = torch.empty(b, o, device="cuda", dtype=x.dtype)
+
+        def ours(gemm, x=x, w=w, scale=scale, options=options, y=y):
+            return gsbn.forward(x, w, scale, precision="high", gemm=gemm, out=y, **options)
+
+        running = [a.to(x.dtype) for a in (mean, var)]
+
+        def eager(x=x, w=w, s=scale, b=bias, gamma=gamma, beta=beta, running=running, training=training):
+            z = torch.nn.functional.linear(x, w, b) * s
+            return torch.nn.functional.batch_norm(z, *running, gamma, beta, training, 0.1, 1e-5)
+
+        with torch.no_grad():
+            runs = {"cublas": forced(ours, None)}
+            truth = y.clone()
+            error = 0.0
+            for tile in TILES:
+                y.fill_(float("nan"))
+                runs["{}x{}".format(*tile)] = forced(ours, tile)
+                error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
+            runs["eager"] = eager
+            eager()
+            samples = {name: [seconds(run, 3)] for name, run in runs.items()}
+            quickest = min(s[0] for s in samples.values())
+            calls = max(1, min(10, int(1.5e-3 / quickest)))
+            near = {name: run for name, run in runs.items() if samples[name][0] < 1.6 * quickest or name == "eager"}
+            for name in near:
+                samples[name].clear()
+            for turn in range(5 if quickest < 1e-3 else 3):
+                for name in sorted(near, reverse=turn % 2 == 1):
+                    samples[name].append(seconds(near[name], calls))
+        us = {name: round(1e6 * statistics.median(s), 2) for name, s in samples.items()}
+        line = {"shape": shape, "dtype": dtype, "mode": mode, "us": us}
+        if not error < 2e-2:  # two roundings of bfloat16, two GEMMs in TF32
+            line["wrong"] = error
+        print(json.dumps(line, separators=(",", ":")), flush=True)
+
+
+def judged(file):
+    """The problems of a file with what the planner takes and what that loses."""
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
+    for line in lines:
+        us, own = line["us"], planned(line["shape"], line["dtype"], line["mode"])
+        choices = {name: t for name, t in us.items() if name != "eager"}
+        line["best"] = min(choices, key=choices.get)
+        line["own"], line["regret"] = own, us[own] / us[line["best"]] - 1
+        line["of eager"], line["of cublas"] = us[own] / us["eager"], us[own] / us["cublas"]
+    return lines
+
+
+def judge(file, most=15):
+    lines = judged(file)
+    print(f"{len(lines)} problems over {len({tuple(line['shape']) for line in lines})} shapes")
+    for line in lines:
+        if "wrong" in line:
+            print("wrong:", line)
+    for key, limit in (("regret", 0.05), ("of eager", 1.0), ("of cublas", 1.0)):
+        over = sorted((line for line in lines if line[key] > limit), key=lambda line: -line[key])
+        middle = statistics.median(line[key] for line in lines)
+        print(f"\n{key} over {limit}: {len(over)} of {len(lines)}; median {middle:.3f}")
+        for line in over[:most]:
+            times = " ".join(f"{name} {t}" for name, t in sorted(line["us"].items(), key=lambda item: item[1])[:5])
+            print(f"  {line[key]:6.3f} {line['shape']} {line['dtype']} {line['mode']}: {line['own']}; {times}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["measure"]:
+        measure(float(sys.argv[2]) if sys.argv[2:] else 110, int(sys.argv[3]) if sys.argv[3:] else 0)
+    elif sys.argv[1:2] == ["judge"]:
+        judge(sys.argv[2])
+    else:
+        sys.exit(__doc__)
