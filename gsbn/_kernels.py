@@ -71,7 +71,7 @@ def _variants() -> Iterator[Kernel]:
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
     choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
     for element, mode, block_m, cluster in itertools.product(*choices):
-        if element != "limbs" or (_plan.takes_tile(element, block_m, cluster) and mode != "gemm"):
+        if (element, block_m) != ("limbs", 256):
             yield _plan.forward_sm90(element, mode, block_m, cluster)
     yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
 

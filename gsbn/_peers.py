@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NAMES = {
     "gsbn": "gsbn",
+    "gsbn-prepared": "gsbn, prepared",
     "gsbn-cublas": "gsbn, cublas",
     "gsbn-tiled": "gsbn, tiled",
     "gsbn-sm90": "gsbn, sm90",
@@ -42,7 +43,17 @@ NAMES = {
     "autotune": "max-autotune",
     "jax": "JAX",
 }
-GPU_ONLY = {"gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile", "autotune"}
+GPU_ONLY = {
+    "gsbn-prepared",
+    "gsbn-cublas",
+    "gsbn-tiled",
+    "gsbn-sm90",
+    "gsbn-gemm",
+    "gemm-lt",
+    "gemm-cupy",
+    "compile",
+    "autotune",
+}
 
 
 class Unavailable(Exception):
@@ -141,6 +152,10 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     library = _Torch(xp) if name == "gsbn-torch" else _Native(xp)
     gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
     x, weight, scale = map(library.take, (operands.x, operands.weight, operands.scale))
+    if name == "gsbn-prepared":
+        weight = gsbn.prepare(weight, case.precision)
+        if weight.limbs is None:
+            raise Unavailable("there is nothing to prepare but for limbs")
     affine = {key: library.take(a) for key, a in operands.affine.items()}
     state: dict[str, Any] = {}
 
@@ -204,7 +219,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
         raise Unavailable(str(error)) from None
     one = _plan.one_launch(p, "gemm", case.precision)
     if one.limbs is not None:
-        raise Unavailable("it takes limbs, not float32")
+        raise Unavailable("the GEMM of limbs is not alone: they are made first")
     launch = _kernels.launcher(one.kernel, device)
     problem = np.zeros(1, _kernels.PROBLEM)
     problem["m"], problem["n"], problem["k"] = shape
@@ -212,7 +227,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     boxes = _forward.map_arguments(one, shape, case.dtype, itemsize, *at)
     maps = [_tma.tensor_map(a.data.ptr, *box) for a, box in zip((x, weight, g), boxes, strict=True)]
     values = (problem.ctypes.data, *(address for _, address in maps))
-    words = (g.data.ptr, *[0] * 10)  # neither workspace nor vectors
+    words = (g.data.ptr, *[0] * 12)  # neither workspace nor vectors
 
     def call() -> Any:
         grid, stream = one.clusters * one.cluster, xp.cuda.get_current_stream().ptr

@@ -20,7 +20,6 @@ __all__ = [
     "one_launch",
     "plan",
     "takes_limbs",
-    "takes_tile",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -49,7 +48,9 @@ CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
 LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 32 features, by one warp; of a later tile
 PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
 TRIP_US = 2.2  # and of more rows
-CUBLAS_FLOPS = {2: 915e6, 4: 368e6}  # FLOP/us by the size of an element
+SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
+CUBLAS_FLOPS = {"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 53e6}  # FLOP/us; for limbs, IEEE float32
+IEEE_CALL_US = 6.1  # more than a GEMM on tensor cores
 CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
@@ -232,7 +233,9 @@ def plan(
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    chosen, why = gemm_for(p, precision=precision, gemm=gemm, capturing=capturing, training=training, saved=saved)
+    chosen, why = gemm_for(
+        p, precision=precision, gemm=gemm, capturing=capturing, training=training, prepared=prepared, saved=saved
+    )
     m, n, k, dtype, device, x, w, y = p
     g_type = "double" if dtype == "float64" else "float"
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -262,7 +265,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
     if chosen == "sm90":
-        one = one_launch(p, _mode(training), precision, prepared)
+        one = one_launch(p, _mode(training), precision, prepared=prepared)
     return Plan(
         gemm=chosen,
         why=why,
@@ -397,7 +400,14 @@ def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tup
 
 
 def gemm_for(
-    p: Matmul, *, precision: str, gemm: str, capturing: bool, training: bool = True, saved: bool = False
+    p: Matmul,
+    *,
+    precision: str,
+    gemm: str,
+    capturing: bool,
+    training: bool = True,
+    prepared: bool = False,
+    saved: bool = False,
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     obstacles = {
@@ -410,12 +420,14 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    if obstacles["cublas"] is None and obstacles["sm90"] is None:
+    if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
-        if _favours_cublas(p, _mode(training), element):
+        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
+            return "cublas", "more accurate, or faster, for few features"
+        ours = _tile(p, _mode(training), element).us + _split_us(p, element, prepared=prepared)
+        few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
+        if few_rows or _cublas_us(p, element, training) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
-        if p.k < 64 and element == "limbs":
-            return "cublas", "more accurate for few input features"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
@@ -470,17 +482,12 @@ class _Tile(NamedTuple):
     clusters: int
 
 
-def takes_tile(element: str, block_m: int, cluster: int) -> bool:
-    """Whether forward_sm90 has this tile: limbs leave 256 rows no room for sums beside the accumulators."""
-    return element != "limbs" or (block_m < 256 and cluster == 2)
-
-
 def _tile(p: Matmul, mode: str, element: str) -> _Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
     found = []
     for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
-        if not takes_tile(element, block_m, cluster):
-            continue
+        if element == "limbs" and block_m == 256:
+            continue  # no room for sums beside its accumulators
         tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
         waves = _ceil(tiles, p.device.sms // cluster)
         # As few clusters as need no more waves: the power that the others would draw goes to these.
@@ -496,21 +503,21 @@ def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: in
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
-    (inference) or for the others' statistics (training). Limbs take three steps on what two steps load.
+    (inference) or for the others' statistics (training).
     """
     m, n, k, dtype, *_ = p
-    size, rows, ctas = ITEMSIZE[dtype], _ceil(m, block_m), clusters * cluster
-    loaded = ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
-    distinct = (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
-    feed = loaded / L2_RATE + (distinct / MEMORY_RATE if (m + n) * k * size > 1e6 * L2_MB else 0.0)
-    steps = _ceil(k * size, 128)
-    if element == "limbs":
-        steps, feed = 3 * _ceil(k, 64), feed * 2 / 3
-    elif k * size % 128:
+    rows, ctas = _ceil(m, block_m), clusters * cluster
+    limbs = 2 if element == "limbs" else 1
+    size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
+    loaded = limbs * ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
+    distinct = limbs * (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
+    feed = loaded / L2_RATE + (distinct / MEMORY_RATE if limbs * (m + n) * k * size > 1e6 * L2_MB else 0.0)
+    if limbs == 1 and k * size % 128:
         feed *= OFF_LINE
-    step = sum(us**6 for us in (MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
-    y = ctas * block_m * SM90_BLOCK_N * size * 1e-6 * (OFF_LINE_Y if n * size % 128 else 1.0)
-    tile = steps * step + TILE_US[mode] + y / Y_RATE[mode]
+    products = 3 if element == "limbs" else 1
+    step = sum(us**6 for us in (products * MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
+    y = ctas * block_m * SM90_BLOCK_N * ITEMSIZE[dtype] * 1e-6 * (OFF_LINE_Y if n * ITEMSIZE[dtype] % 128 else 1.0)
+    tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
     warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
     if mode == "training":
         merge = MERGE_US.get(rows, TRIP_US)
@@ -523,28 +530,28 @@ def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: in
     return us
 
 
-def _favours_cublas(p: Matmul, mode: str, element: str) -> bool:
-    """Where three launches are faster: by the model, and where it is known to miss, few rows over a large weight."""
-    if element == "limbs":  # not in the sweep
-        return (p.m <= 128 and p.n * p.k >= 2**25) or (p.n <= 64 and p.m >= 2**15)
-    few_rows = mode == "training" and p.m <= 128 and p.n * p.k >= 2**24
-    return few_rows or _cublas_us(p, mode == "training") < _tile(p, mode, element).us
+def _split_us(p: Matmul, element: str, *, prepared: bool) -> float:
+    """What comes before the one launch."""
+    if element != "limbs":
+        return 0.0
+    return SPLIT_US + (p.m + (0 if prepared else p.n)) * p.k * 8e-6 / SPLIT_RATE
 
 
-def _cublas_us(p: Matmul, training: bool) -> float:
+def _cublas_us(p: Matmul, element: str, training: bool) -> float:
     """A forward by cuBLAS and two launches more."""
     m, n, k, dtype, device, *_ = p
     size, g = ITEMSIZE[dtype], 4e-6 * m * n
     cold = g > 0.8 * L2_MB
-    us = CUBLAS_CALL_US[training] + 2 * m * n * k / (CUBLAS_FLOPS[size] * device.sms / 132)
+    us = CUBLAS_CALL_US[training] + (IEEE_CALL_US if element == "limbs" else 0.0)
+    us += 2 * m * n * k / (CUBLAS_FLOPS[element] * device.sms / 132)
     us += (m + n) * k * size * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
     return us + (g / G_RATE[cold] if training else 0.0)
 
 
-def one_launch(p: Matmul, mode: str, precision: str, prepared: bool = False) -> OneLaunch:
+def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False) -> OneLaunch:
     """The launch of forward_sm90 in this mode, with the tile of least cost."""
-    m, n, k, dtype, *_ = p
-    element = element_for(dtype, precision)
+    m, n, k = p.m, p.n, p.k
+    element = element_for(p.dtype, precision)
     _, block_m, cluster, clusters = _tile(p, mode, element)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
     merged = rows * blocks * SM90_BLOCK_N * 16

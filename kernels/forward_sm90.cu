@@ -120,7 +120,7 @@ struct alignas(1024) Shared {
     u64 launch;                  // training: the launch's number
     Wide momentum;               // the weight of the new running statistics
     int ready;                   // warps that have published (training), laid out constants (inference)
-    int stored;                  // warpgroups that have stored, over all tiles
+    int stored[WARPGROUPS];      // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
     float2 coef[BLOCK_N];        // of the tile that is being finished
 };
@@ -636,7 +636,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         }
         mbar_init(&sh.agreed, 1);
         mbar_init(&sh.laid_out, 32);
-        sh.ready = sh.stored = sh.ticket = sh.finished = sh.laid = 0;
+        sh.ready = sh.ticket = sh.finished = sh.laid = 0;
+        for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
@@ -654,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         if (unit % UNITS == 0) {
             if (block < blocks) {
                 // first in this CTA, then one word of all, then all: polling must not crowd the main loop out of L2
-                wait_count(&sh.stored, (unit / UNITS + 1) * WARPGROUPS, nap);
+                for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], unit / UNITS + 1, nap);
                 await(merged + (size_t)block * BLOCK_N, launch, nap);
             }
             wait_count(&sh.finished, unit, SHORT_NAP);  // the last tile's coefficients are no longer read
@@ -748,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 int row, col;
                 order.at(i, row, col);
                 const int first = (col * CLUSTER + rank) * BLOCK_N;
-                wait_count(&sh.stored, nth * WARPGROUPS, LONG_NAP);
+                for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth, LONG_NAP);
                 for (int c = lane; c < BLOCK_N; c += 32)
                     sh.constants[c] = first + c < n ? f.frozen(first + c) : make_float2(0.f, 0.f);
                 __syncwarp();
@@ -858,7 +859,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 // the last tile's store has long arrived: a wait for it costs nothing here
                 if (step == min(4, steps - 1) && storer && nth > 0) {
                     tma_store_wait();
-                    count_up(&sh.stored);
+                    count_up(&sh.stored[half]);
                 }
 #endif
                 if (++s == STAGES) s = 0, phase ^= 1;
@@ -1047,7 +1048,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 warpgroup_sync(half);
             }
 #if MODE == 1
-            if (storer) count_up(&sh.stored);  // and with it, the constants have been read
+            if (storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
 #endif
         }
 #if MODE == 2

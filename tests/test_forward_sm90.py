@@ -56,7 +56,7 @@ def test_every_tile_is_right(
     shape: tuple[int, int, int], dtype: str, precision: str, training: bool, tile: Any
 ) -> None:
     limbs = (dtype, precision) == ("float32", "highest")
-    if limbs and tile == 256:
+    if limbs and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
     arrays = Case(shape, dtype, training).arrays()
     got = forward(kind_of("cupy"), arrays, training=training, gemm="sm90", precision=precision)

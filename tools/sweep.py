@@ -1,11 +1,11 @@
 """The planner's choices beside one another, over shapes of all sizes: what it loses by its own.
 
-python tools/sweep.py measure [seconds [skip]]   on a Hopper GPU with PyTorch: a line of JSON a problem
-python tools/sweep.py judge FILE                 anywhere: the regret of this version's planner on those times
+python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON a problem
+python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
 
-A problem is a shape, a dtype and a mode; its choices are forward_sm90's tiles, named BLOCK_MxCLUSTER, the portable path
-on cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it
-busy while the host enqueues; each choice's result is held to the portable path's.
+A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
+tiles, named BLOCK_MxCLUSTER, the portable path on cuBLAS, and PyTorch eager beside them. Times are of the device, calls
+back to back behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -21,7 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn import _forward, _kernels, _plan
 
-DTYPES, MODES = ("bfloat16", "float32"), ("training", "inference")  # float32 as TF32
+DTYPES = {
+    "bfloat16": ("bfloat16", "high"),
+    "tf32": ("float32", "high"),
+    "float32": ("float32", "highest"),
+}
+MODES = ("training", "inference")
 TILES = [(block_m, cluster) for block_m in _plan.BLOCKS_M for cluster in _plan.CLUSTERS]
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
@@ -49,14 +54,15 @@ def shapes(count=64):
 
 
 def problem(shape, dtype):
+    """What the planner is asked, x, weight and y being contiguous."""
     b, i, o = shape
     at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
-    return _plan.Matmul(b, o, i, dtype, _plan.Device((9, 0), 132), *at)
+    return _plan.Matmul(b, o, i, DTYPES[dtype][0], _plan.Device((9, 0), 132), *at)
 
 
 def planned(shape, dtype, mode):
     """What "auto" takes."""
-    decided = _plan.plan(problem(shape, dtype), training=mode == "training", precision="high")
+    decided = _plan.plan(problem(shape, dtype), training=mode == "training", precision=DTYPES[dtype][1])
     return decided.gemm if decided.one is None else f"{decided.one.block_m}x{decided.one.cluster}"
 
 
@@ -66,28 +72,32 @@ def compile_one(kernel):
     cupy.RawModule(code=_kernels._source(kernel.file), options=_kernels._options(kernel)).compile()
 
 
-def compile_all():
+def tiles(dtype):
+    return [tile for tile in TILES if dtype != "float32" or tile[0] < 256]
+
+
+def compile_all(dtypes):
     """Every variant into CuPy's cache on disk, many at a time."""
     variants = [
-        _plan.forward_sm90(_plan.element_for(dtype, "high"), mode, *tile)
-        for dtype, mode, tile in product(DTYPES, MODES, TILES)
+        _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile)
+        for dtype, mode in product(dtypes, MODES)
+        for tile in tiles(dtype)
     ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
 
 
-def measure(limit, skip):
+def measure(limit, skip, dtypes):
     began = time.monotonic()
     import torch
 
     import gsbn
 
-    compile_all()
+    compile_all(dtypes)
     print(f"compiled after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    torch.set_float32_matmul_precision("high")
     cycles = 2_000_000  # a millisecond for the host to enqueue in
     noise = torch.randn(1 << 28, device="cuda")
-    pools = {"float32": noise, "bfloat16": noise.to(torch.bfloat16)}
+    pools = {"float32": noise, "tf32": noise, "bfloat16": noise.to(torch.bfloat16)}
     vectors = torch.randn(4, 1 << 14, device="cuda")
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
@@ -119,20 +129,21 @@ def measure(limit, skip):
         run()
         return run
 
-    for shape, dtype, mode in product(shapes(64 + skip)[skip:], DTYPES, MODES):
+    for shape, dtype, mode in product(shapes(64 + skip)[skip:], dtypes, MODES):
         if time.monotonic() - began > limit:
             print("out of time", file=sys.stderr)
             break
         b, i, o = shape
-        pool, training = pools[dtype], mode == "training"
+        pool, precision, training = pools[dtype], DTYPES[dtype][1], mode == "training"
+        torch.set_float32_matmul_precision(precision)
         x, w = pool[: b * i].view(b, i), pool[-o * i :].view(o, i)
         scale, bias, gamma, beta = vectors[:, :o].to(x.dtype)
         mean, var = torch.zeros(o, device="cuda"), torch.full((o,), float(i), device="cuda")
         options = dict(bias=bias, gamma=gamma, beta=beta, running_mean=mean, running_var=var, training=training)
         y = torch.empty(b, o, device="cuda", dtype=x.dtype)
 
-        def ours(gemm, x=x, w=w, scale=scale, options=options, y=y):
-            return gsbn.forward(x, w, scale, precision="high", gemm=gemm, out=y, **options)
+        def ours(gemm, x=x, w=w, scale=scale, options=options, y=y, precision=precision):
+            return gsbn.forward(x, w, scale, precision=precision, gemm=gemm, out=y, **options)
 
         running = [a.to(x.dtype) for a in (mean, var)]
 
@@ -144,7 +155,7 @@ def measure(limit, skip):
             runs = {"cublas": forced(ours, None)}
             truth = y.clone()
             error = 0.0
-            for tile in TILES:
+            for tile in tiles(dtype):
                 y.fill_(float("nan"))
                 runs["{}x{}".format(*tile)] = forced(ours, tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
@@ -195,7 +206,8 @@ def judge(file, most=15):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        measure(float(sys.argv[2]) if sys.argv[2:] else 110, int(sys.argv[3]) if sys.argv[3:] else 0)
+        limit, skip = float((*sys.argv[2:3], 110)[0]), int((*sys.argv[3:4], 0)[0])
+        measure(limit, skip, sys.argv[4:] or list(DTYPES))
     elif sys.argv[1:2] == ["judge"]:
         judge(sys.argv[2])
     else:
