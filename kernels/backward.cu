@@ -48,7 +48,7 @@ constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
 constexpr int GROUP = 16;
-constexpr int SUMS_FLIGHT = 4, DG_FLIGHT = VEC == 8 ? 2 : 4;  // rows that a thread has on their way at once
+constexpr int FLIGHT = 4;  // rows that a thread has on their way at once
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3 };  // rows of n in G, pitch ldg
 
@@ -94,7 +94,7 @@ __device__ inline int slot(int column) { return column % VEC * LANES + column / 
 template <bool WHOLE>
 __device__ inline void add_rows(const Problem& p, const T* dy, const D* d, long long row, long long end, long long col,
                                 int inside, const G* centre, double* sum, double* dot) {
-    constexpr int ROWS = WHOLE ? SUMS_FLIGHT : 1;
+    constexpr int ROWS = WHOLE ? FLIGHT : 1;
     dy += row * p.y_row + col * p.y_col;
     if (d != nullptr) d += row * p.ldg + col;
     const long long dy_step = WARPS * p.y_row, d_step = WARPS * p.ldg;
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg,
                 T* across) {
-    constexpr int TILE = DG_FLIGHT * WARPS;  // rows of the CTA at once
+    constexpr int TILE = FLIGHT * WARPS;  // rows of the CTA at once
     static_assert(!ACROSS || TILE == LANES, "a warp writes a run of the transpose");
     __shared__ T tile[ACROSS ? COLUMNS : 1][TILE + 1];
 
@@ -257,18 +257,18 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     for (long long row0 = begin; row0 < end; row0 += TILE) {
         const long long row = row0 + warp;
         if (whole && row0 + TILE <= end) {
-            Vector<T, VEC> dy_in[DG_FLIGHT];
-            Vector<D, VEC> d_in[DG_FLIGHT] = {};
+            Vector<T, VEC> dy_in[FLIGHT];
+            Vector<D, VEC> d_in[FLIGHT] = {};
 #pragma unroll
-            for (int i = 0; i < DG_FLIGHT; ++i) {
+            for (int i = 0; i < FLIGHT; ++i) {
                 dy_in[i] = load_dy<true>(dy + (row + i * WARPS) * p.y_row + col, 1, VEC);
                 if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + (row + i * WARPS) * p.ldg + col);
             }
 #pragma unroll
-            for (int i = 0; i < DG_FLIGHT; ++i)
+            for (int i = 0; i < FLIGHT; ++i)
                 *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = apply(dy_in[i], d_in[i], i);
         } else {
-            for (int i = 0; i < DG_FLIGHT && row + i * WARPS < end; ++i) {
+            for (int i = 0; i < FLIGHT && row + i * WARPS < end; ++i) {
                 const long long r = row + i * WARPS;
                 Vector<D, VEC> d_in = {};
                 if (TRAINING) d_in = load<D, VEC>(d + r * p.ldg + col, inside);

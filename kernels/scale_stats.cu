@@ -170,8 +170,9 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     }
 }
 
-// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean, if
-// that lies among the first rows; else the first of them, which is no further from the others than they are.
+// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
+// s = 0: where g + b is zero), if that lies among the first rows; else the first of them, which is no further from the
+// others than they are.
 __device__ inline double centre_near(double middle, const G* g, const Problem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
     store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r, beta_at.or_else(0.0));
     if (saved != nullptr) {
-        const double centre = centre_near(mean / s - b, g + c, p);
+        const double centre = centre_near((s == 0.0 ? 0.0 : mean / s) - b, g + c, p);
         saved[SAVED_A * p.n + c] = gamma_r * s;
         saved[SAVED_SCALE * p.n + c] = gamma_r;
         saved[SAVED_GAMMA * p.n + c] = r;

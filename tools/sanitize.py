@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _accuracy, _forward, _interop, _kernels, _peers, _plan, bench, reference
+from gsbn import _accuracy, _backward, _forward, _gradients, _interop, _kernels, _peers, _plan, bench, reference
 
 CLEAR = "--clear" in sys.argv
 _options = _kernels._options
@@ -58,6 +58,20 @@ def tiled(dtype, g_type, tile):
     _plan.TILES = before
 
 
+def backward(dtype, g_type, tile, gemm, precision="highest"):
+    before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
+    host, native = operands((300, 40, 45), dtype)
+    dy = _gradients.draw_dy(np, _accuracy.make_operands(np, 300, 40, 45, dtype))
+    for training in (True, False):
+        options = {"training": training, "gemm": gemm, "precision": precision}
+        got = gsbn.backward(cp.asarray(dy), gsbn.forward(**native, **options, return_saved=True)[1])
+        taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
+        want = reference.backward(dy, **taken, training=training)
+        for name in ("x", "weight", "gamma", "beta"):
+            agree(getattr(got, name), getattr(want, name))
+    _plan.TILES = before
+
+
 def fold(dtype):
     host, native = operands((8, 41, 37), dtype)
     frozen = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
@@ -84,6 +98,8 @@ def variants():
         yield f"fold {dtype}", fold, (dtype,)
         for tile in _plan.TILES[g_type]:
             yield f"tiled {dtype} {tile[0]}", tiled, (dtype, g_type, tile)
+            yield f"backward {dtype} {tile[0]}", backward, (dtype, g_type, tile, "tiled")
+    yield "backward tf32", backward, ("float32", "float", _plan.TILES["float"][0], "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
     for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)):
         if _plan.forward_sm90(*choice) in known:
@@ -102,8 +118,8 @@ def main():
         memory.memset(0, nbytes)
         return memory, at
 
-    def clear_empty(self, shape, like):
-        y = empty(self, shape, like)
+    def clear_empty(self, shape, like, dtype=None):
+        y = empty(self, shape, like, dtype)
         y.data.memset(0, y.nbytes)
         return y
 
@@ -116,6 +132,7 @@ def main():
             kind.scratch, kind.empty = (clear_scratch, clear_empty) if clear else (scratch, empty)
             _plan.plan.cache_clear()
             _forward._calls.clear()
+            _backward._calls.clear()
             run(*choice)
             count += 1
     print(f"{count} variants agree with the reference")
