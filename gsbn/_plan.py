@@ -185,7 +185,7 @@ class Plan(NamedTuple):
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
-    through: LimbGemm | None  # g, where one launch does not serve
+    through: LimbGemm | None  # float32's g, where one launch does not serve
     limbs_at: int
     keep: Keep | None
 
@@ -279,7 +279,7 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
     through, limbs_at = None, _round_up(workspace, 256)
-    if chosen == "sm90" and saved:
+    if chosen == "sm90" and (saved or _parking_obstacle(p) is not None):
         a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
         workspace = limbs_at + through.workspace
@@ -538,12 +538,20 @@ def _sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> st
     size = ITEMSIZE[dtype]
     if k * size % 16 and element_for(dtype, precision) != "limbs":  # what is copied has rows of k elements
         return "rows of x and weight must be multiples of 16 bytes"
-    if not y.aligned or y.strides[1] != 1 or y.strides[0] < n or y.strides[0] * size % 16:
-        return "rows of y must start on 16 bytes"
-    if n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
-        return "rows of y must be multiples of 16 bytes"
+    if element_for(dtype, precision) != "limbs" and (obstacle := _parking_obstacle(p)) is not None:
+        return obstacle
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
+    return None
+
+
+def _parking_obstacle(p: Matmul) -> str | None:
+    """Why forward_sm90 cannot work in y's memory."""
+    y, size = p.y, ITEMSIZE[p.dtype]
+    if not y.aligned or y.strides[1] != 1 or y.strides[0] < p.n or y.strides[0] * size % 16:
+        return "rows of y must start on 16 bytes"
+    if p.n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
+        return "rows of y must be multiples of 16 bytes"
     return None
 
 
@@ -643,7 +651,7 @@ def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False) 
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
-        panel=2 if m > 8192 else 1,
+        panel=1 if m <= 8192 else 4 if element == "limbs" else 2,
         merged=merged,
         roll=roll,
         workspace=workspace,

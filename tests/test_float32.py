@@ -240,7 +240,7 @@ def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(300, 77, 132), (64, 1025, 8), (1000, 20000, 260)])
+@pytest.mark.parametrize("shape", [(300, 77, 132), (64, 1025, 8), (1000, 20000, 260), (300, 77, 131), (70, 64, 1)])
 def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, int, int], training: bool) -> None:
     layouts = {"x": "unaligned", "weight": "strided"}
     arrays = Case(shape, "float32", training).arrays()

@@ -296,6 +296,7 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((16384, 4096, 4096), "float32", H200, {}, "sm90"),
         ((1000, 1000, 777), "float32", H200, {}, "sm90"),  # limbs have a pitch of their own
         ((16384, 4096, 4096), "float32", A100, {}, "cublas"),
+        ((1000, 1001, 777), "float32", H200, {}, "sm90"),  # its GEMM, and the portable passes
         ((4096, 4096, 32), "float32", H200, {}, "cublas"),  # IEEE is the more accurate
         ((16384, 4096, 4096), "float64", H200, {}, "cublas"),
         ((1024, 8192, 8191), "bfloat16", H200, {}, "cublas"),  # rows off 16 bytes
