@@ -20,17 +20,20 @@ KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU
 # ---- prepare
 
 
+def path_of(name: str) -> dict[str, str]:
+    """One path for float32: "auto" may find that a prepared weight makes another the faster one."""
+    return {"gemm": "sm90"} if name in GPU_KINDS and _kernels.gpu(0).capability == (9, 0) else {}
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prepared_weight_changes_no_bit(name: str, dtype: str, training: bool) -> None:
     kind = kind_of(name)
     arrays = Case((70, 96, 40), dtype, training).arrays()
-    # "auto" may find that a prepared weight makes another path the faster one
-    limbs = kind.name in GPU_KINDS and dtype == "float32" and _kernels.gpu(0).capability == (9, 0)
-    gemm = "sm90" if limbs else "auto"
-    plain = forward(kind, arrays, training=training, gemm=gemm)
-    got = forward(kind, arrays, prepared=True, training=training, gemm=gemm)
+    path = path_of(name) if dtype == "float32" else {}
+    plain = forward(kind, arrays, training=training, **path)
+    got = forward(kind, arrays, prepared=True, training=training, **path)
     for a, b in zip(got, plain, strict=True):
         assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))  # type: ignore[arg-type]
 
@@ -49,6 +52,22 @@ def test_a_prepared_weight_owns_its_memory(name: str) -> None:
     assert_same_bits(
         kind.get(gsbn.forward(**arrays, weight=weight)), kind.get(gsbn.forward(**arrays, weight=0 * weight))
     )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prepared_weight_is_trained_with(name: str) -> None:
+    """Saved then holds prepare's copy, which nobody changes; the gradients are those of the weight itself."""
+    kind = kind_of(name)
+    arrays = {n: kind.put(a) for n, a in without_out(Case((70, 96, 40), "float32", True).arrays()).items()}
+    dy = kind.put(np.random.default_rng(0).standard_normal((70, 40)).astype(np.float32))
+    weight = arrays.pop("weight")
+    gradients = []
+    for operand in (weight, gsbn.prepare(weight)):
+        fresh = {n: kind.put(kind.get(a)) for n, a in arrays.items()}
+        _, saved = gsbn.forward(**fresh, weight=operand, training=True, return_saved=True, **path_of(name))
+        gradients.append(gsbn.backward(dy, saved))
+    for plain, prepared in zip(*gradients, strict=True):
+        assert_same_bits(kind.get(prepared), kind.get(plain))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -130,7 +130,7 @@ def main():
     count = 0
     for name, run, choice in tuple(variants()):
         if words <= set(name.split()) and (hopper or (run is not sm90 and "limbs" not in name)):
-            clear = CLEAR and run is sm90
+            clear = CLEAR and (run is sm90 or "limbs" in name)
             cp.empty = cp.zeros if clear else new
             kind.scratch, kind.empty = (clear_scratch, clear_empty) if clear else (scratch, empty)
             _plan.plan.cache_clear()
