@@ -163,7 +163,7 @@ def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: floa
 @pytest.mark.parametrize("span", [0, 4, 8, 16])
 @pytest.mark.parametrize("k", [3, 64, 1000, 8192])
 def test_elementwise_where_a_row_spans_little(hopper: Any, k: int, span: int) -> None:
-    """|dg| <= (2**-21 + 3 min(K, 64) 2**-23 + ceil(K / 64) 2**-24) |x||w|ᵀ and the row's share of docs/float32.md."""
+    """|dg| <= (2**-21 + 3 min(K, 32) 2**-23 + ceil(K / 32) 2**-24) |x||w|ᵀ and the row's share of docs/float32.md."""
     cupy = hopper
     rng = cupy.random.default_rng(span)
 

@@ -10,9 +10,9 @@ with -ftz=true): at most K times that number. Together: E.
 
 **Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/float32.md): each operand is off by
 2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
-|x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 64 products at a time, and IEEE arithmetic these sums:
+|x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 32 products at a time, and IEEE arithmetic these sums:
 
-    E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 64) 2⁻²³ + ⌈K/64⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
+    E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 32) 2⁻²³ + ⌈K/32⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
 
 **The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds γ_n mean|g|, storing it
 and subtracting it two roundings more, so |d̂ − d| ≤ D with
@@ -109,7 +109,7 @@ def bounds(
     xw = np.abs(x) @ np.abs(w).T
     E = (K * u / (1 - K * u) + (1 + operand) ** 2 - 1) * xw + K * flushed
     if limbs:
-        relative = (1 + 2.0**-23) ** 2 - 1 + 2.0**-22 + 3 * min(K, 64) * 2.0**-23 + -(-K // 64) * 2.0**-24
+        relative = (1 + 2.0**-23) ** 2 - 1 + 2.0**-22 + 3 * min(K, 32) * 2.0**-23 + -(-K // 32) * 2.0**-24
         E = relative * xw + 2.0**-38 * K * np.outer(np.abs(x).max(axis=1), np.abs(w).max(axis=1)) + K * flushed
 
     if not training:
