@@ -89,15 +89,16 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - s
 
 
 def test_importing_takes_little_time() -> None:
-    """A tenth of a second of this process' own time beyond NumPy's; CuPy or torch alone would take several."""
+    """Less of this process' own time than NumPy takes, on any machine; CuPy or torch would take several times that."""
     script = """
 import time
-import numpy
 start = time.process_time()
+import numpy
+middle = time.process_time()
 import gsbn
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - start))
 """
-    assert min(float(python(script)) for _ in range(3)) < 0.1
+    assert min(float(python(script)) for _ in range(3)) < 1
 
 
 def test_the_public_names() -> None:
