@@ -121,8 +121,9 @@ def forward(
         GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
         an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
-        "sm90" is the whole forward in one launch on Hopper, after one that splits float32 operands into limbs. It takes
-        all but float64, and rows of y and, where there are no limbs, of x and weight that are multiples of 16 bytes.
+        "sm90" is the whole forward in one launch on Hopper, for all but float64, and for rows of x, weight and y that
+        are multiples of 16 bytes. float32 at "highest" has a launch before it, which makes limbs; it takes any rows of
+        x and weight, and with others of y, or `return_saved`, "sm90" is its GEMM alone, with two launches after it.
         "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
         but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
     out : (B, O) array, optional
@@ -154,9 +155,8 @@ def forward(
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
     With `return_saved` the deviations are one B x O array more, in x's dtype; float32 and float64 compute g in it.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
-    prepared, the weight's; in training it may hold a tile's deviations from
-    its own means in y, in y's dtype, until the batch's are known. On the CPU all arithmetic is NumPy's in float64, and
-    y is rounded once.
+    prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
+    batch's are known. On the CPU all arithmetic is NumPy's in float64, and y is rounded once.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.

@@ -20,6 +20,7 @@ import gsbn
 
 from . import _forward, _gradients, _kernels, _plan, _tma
 from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
+from ._interop import kind_of
 from ._system import has_gpu, path
 
 if TYPE_CHECKING:
@@ -206,11 +207,9 @@ def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     """forward_sm90's main loop and store, with the tile that the planner takes for it: what a fused forward adds to."""
     x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
-    device, itemsize = xp.cuda.Device().id, x.itemsize
-    at = [
-        _plan.Matrix.of(a.shape, (a.strides[0] // itemsize, a.strides[1] // itemsize), a.data.ptr % 16 == 0)
-        for a in (x, weight, g)
-    ]
+    device, kind = xp.cuda.Device().id, kind_of(x)
+    assert kind is not None
+    at = [_forward.matrix_of(kind.view(a)) for a in (x, weight, g)]
     shape = (case.batch, case.out_features, case.in_features)
     p = _plan.Matmul(*shape, case.dtype, _kernels.gpu(device), *at)
     try:
@@ -224,7 +223,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     problem = np.zeros(1, _kernels.PROBLEM)
     problem["m"], problem["n"], problem["k"] = shape
     problem["y_row"], problem["panel"] = at[2].strides[0], one.panel
-    boxes = _forward.map_arguments(one, shape, case.dtype, itemsize, *at)
+    boxes = _forward.map_arguments(one, shape, case.dtype, x.itemsize, *at)
     maps = [_tma.tensor_map(a.data.ptr, *box) for a, box in zip((x, weight, g), boxes, strict=True)]
     values = (problem.ctypes.data, *(address for _, address in maps))
     words = (g.data.ptr, *[0] * 12)  # neither workspace nor vectors

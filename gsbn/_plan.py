@@ -9,13 +9,18 @@ from typing import NamedTuple
 __all__ = [
     "Device",
     "Kernel",
+    "LimbGemm",
     "Matmul",
     "Matrix",
     "OneLaunch",
     "Plan",
     "backward_plan",
+    "column_grids",
+    "column_kernels",
+    "element_for",
     "forward_sm90",
     "gemm_for",
+    "limb_gemm",
     "limbs",
     "one_launch",
     "plan",
@@ -32,7 +37,7 @@ STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds a
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
-MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; no plan takes "gemm", the bench measures it
+MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for float32 through limbs, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
@@ -122,7 +127,7 @@ class Limbs(NamedTuple):
 
 
 class OneLaunch(NamedTuple):
-    """The whole forward by forward_sm90; offsets and sizes in bytes."""
+    """A launch of forward_sm90, the whole forward or its GEMM alone; offsets and sizes in bytes."""
 
     kernel: Kernel
     element: str
@@ -404,7 +409,7 @@ def backward_plan(
 
 
 def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
-    """Which GEMM makes dx or dw: the place to choose another one for a dtype and precision."""
+    """Which GEMM makes dx or dw."""
     obstacle = _cublas_obstacle(p, capturing)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -530,19 +535,17 @@ def _sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> st
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
         return "it has no float64"
-    if saved:
-        if element_for(dtype, precision) == "limbs" and training:
-            return None
-        # In inference the sums over g see all of its error that has one sign: what tensor cores cut off.
-        return "it keeps nothing for a backward (return_saved=True), but for float32 in training"
-    size = ITEMSIZE[dtype]
-    if k * size % 16 and element_for(dtype, precision) != "limbs":  # what is copied has rows of k elements
-        return "rows of x and weight must be multiples of 16 bytes"
-    if element_for(dtype, precision) != "limbs" and (obstacle := _parking_obstacle(p)) is not None:
-        return obstacle
+    size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
-    return None
+    if saved and not (limbs and training):
+        # In inference the sums over g see all of its error that has one sign: what tensor cores cut off.
+        return "it keeps nothing for a backward (return_saved=True), but for float32 in training"
+    if limbs:  # they have a pitch of their own, and their g need not lie in y
+        return None
+    if k * size % 16:  # what is copied has rows of k elements
+        return "rows of x and weight must be multiples of 16 bytes"
+    return _parking_obstacle(p)
 
 
 def _parking_obstacle(p: Matmul) -> str | None:

@@ -362,6 +362,15 @@ def test_more_than_2_31(sizes_: tuple[int, int, int], dtype: str) -> None:
             plan(p, training=True, gemm="cublas")
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_limbs_end_where_the_copy_engine_does(saved: bool) -> None:
+    """The kernel counts in 32 bits."""
+    p = contiguous(2, 8, 2**30 + 8, "float32")
+    assert plan(p, training=True, saved=saved).gemm == "cublas"
+    with pytest.raises(ValueError, match=r"gemm: .*copy engine"):
+        plan(p, training=True, gemm="sm90", saved=saved)
+
+
 def test_the_same_question_is_answered_once() -> None:
     p = contiguous(1024, 8192, 8192)
     assert plan(p, training=True) is plan(p, training=True)
