@@ -350,6 +350,9 @@ def _prepare_call(
             if one.limbs is not None:
                 call.launch_split = _kernels.launcher(one.limbs.kernel, device)
             call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            if plan.keep is not None:
+                rows, cols, _, *rest = call.maps[-1]
+                call.maps.append((rows, cols, plan.ldg * x.itemsize, *rest))
             return call
         if plan.through is not None:
             p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), x_at, w_at, _plan.Matrix((plan.ldg, 1), True))
@@ -441,12 +444,15 @@ def _launch(
                 words = (x_at, of_x, x_exponents, 0, 0, 0)
             call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
             x_at, w_at = of_x, of_w
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((x_at, w_at, y_at), call.maps, strict=True)]
+        mapped = (x_at, w_at, y_at, deviations_at) if plan.keep is not None else (x_at, w_at, y_at)
+        maps = [_tma.tensor_map(at, *rest) for at, rest in zip(mapped, call.maps, strict=True)]
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
         words += (count if call.counts else 0, x_exponents, w_exponents)
+        if plan.keep is not None:
+            words += (deviations_at, vectors_at)
         values += tuple(at for _, at in maps)
         call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
-        return _written(call, kind, arrays, y)
+        return _done(call, kind, arrays, y, deviations, vectors)
     if call.multiply is not None:
         call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
     elif call.gemm is None:
@@ -463,15 +469,14 @@ def _launch(
         call.launch_affine(call.affine_grid, _plan.THREADS, values, addresses, stream)
     addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
     call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
-    _written(call, kind, arrays, y)
-    return y if plan.keep is None else (y, _saved(arrays, call.options, deviations, vectors, kind.dtype))
+    return _done(call, kind, arrays, y, deviations, vectors)
 
 
-def _written(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any) -> Any:
+def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: Any, vectors: Any) -> Any:
     if kind.counts_writes:
         for i in call.written:
             kind.written(arrays[i])
-    return y
+    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, kind.dtype))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def _variants() -> Iterator[Kernel]:
     choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
     for element, mode, block_m, cluster in itertools.product(*choices):
         if (element, block_m) != ("limbs", 256):
-            yield _plan.forward_sm90(element, mode, block_m, cluster)
+            for keeps in (False, True) if mode == "training" else (False,):
+                yield _plan.forward_sm90(element, mode, block_m, cluster, keeps)
     yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
     yield from _plan.column_kernels()
 

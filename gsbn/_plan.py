@@ -264,10 +264,10 @@ def plan(
     # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
     ldg = y.strides[0] if y_is_g else _round_up(n, 16 // (y_size if saved else g_size))
-    keep = None
+    keep, fused = None, chosen == "sm90" and _parking_obstacle(p) is None
     if saved:  # in inference g itself: a float16 g overflows, and there are no statistics to scale it by
         wide = "float64" if dtype == "float64" else "float32"
-        keep = Keep(dtype if training else wide, not training or y_size == g_size)
+        keep = Keep(dtype if training else wide, not fused and (not training or y_size == g_size))
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
     splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
@@ -284,12 +284,12 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = _tiled(p, "forward")
     through, limbs_at = None, _round_up(workspace, 256)
-    if chosen == "sm90" and (saved or _parking_obstacle(p) is not None):
+    if chosen == "sm90" and not fused:
         a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
         workspace = limbs_at + through.workspace
-    elif chosen == "sm90":
-        one = one_launch(p, _mode(training), precision, prepared=prepared)
+    elif fused:
+        one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved)
     limbs = one is not None and one.limbs is not None
     return Plan(
         gemm=chosen,
@@ -502,9 +502,9 @@ def gemm_for(
         element = element_for(p.dtype, precision)
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
-        ours = _tile(p, _mode(training), element).us + _split_us(p, element, prepared=prepared)
+        ours = _tile(p, _mode(training), element, keeps=saved).us + _split_us(p, element, prepared=prepared)
         few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
-        if few_rows or _cublas_us(p, element, training) < ours:
+        if few_rows or _cublas_us(p, element, training, keeps=saved) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
@@ -538,9 +538,9 @@ def _sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> st
     size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
-    if saved and not (limbs and training):
-        # In inference the sums over g see all of its error that has one sign: what tensor cores cut off.
-        return "it keeps nothing for a backward (return_saved=True), but for float32 in training"
+    if saved and not training:
+        # The sums over g see all of its error that has one sign: what tensor cores cut off.
+        return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
     if limbs:  # they have a pitch of their own, and their g need not lie in y
         return None
     if k * size % 16:  # what is copied has rows of k elements
@@ -569,7 +569,7 @@ class _Tile(NamedTuple):
     clusters: int
 
 
-def _tile(p: Matmul, mode: str, element: str) -> _Tile:
+def _tile(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> _Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
     found = []
     for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
@@ -579,13 +579,14 @@ def _tile(p: Matmul, mode: str, element: str) -> _Tile:
         waves = _ceil(tiles, p.device.sms // cluster)
         # As few clusters as need no more waves: the power that the others would draw goes to these.
         clusters = _ceil(tiles, waves)
-        found.append(
-            _Tile(_one_launch_us(p, mode, element, block_m, cluster, waves, clusters), block_m, cluster, clusters)
-        )
+        us = _one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps)
+        found.append(_Tile(us, block_m, cluster, clusters))
     return min(found)
 
 
-def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: int, waves: int, clusters: int) -> float:
+def _one_launch_us(
+    p: Matmul, mode: str, element: str, block_m: int, cluster: int, waves: int, clusters: int, *, keeps: bool
+) -> float:
     """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
@@ -604,6 +605,7 @@ def _one_launch_us(p: Matmul, mode: str, element: str, block_m: int, cluster: in
     products = 3 if element == "limbs" else 1
     step = sum(us**6 for us in (products * MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
     y = ctas * block_m * SM90_BLOCK_N * ITEMSIZE[dtype] * 1e-6 * (OFF_LINE_Y if n * ITEMSIZE[dtype] % 128 else 1.0)
+    y *= 1 + keeps  # g - m is written as y is
     tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
     warps = _ceil(min(n, SM90_BLOCK_N), 32)  # of features
     if mode == "training":
@@ -624,31 +626,33 @@ def _split_us(p: Matmul, element: str, *, prepared: bool) -> float:
     return SPLIT_US + (p.m + (0 if prepared else p.n)) * p.k * 8e-6 / SPLIT_RATE
 
 
-def _cublas_us(p: Matmul, element: str, training: bool) -> float:
+def _cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool) -> float:
     """A forward by cuBLAS and two launches more."""
     m, n, k, dtype, device, *_ = p
-    size, g = ITEMSIZE[dtype], 4e-6 * m * n
+    size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
     cold = g > 0.8 * L2_MB
     us = CUBLAS_CALL_US[training] + (IEEE_CALL_US if element == "limbs" else 0.0)
     us += 2 * m * n * k / (CUBLAS_FLOPS[element] * device.sms / 132)
-    us += (m + n) * k * size * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
+    us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / OPERAND_RATE + g * (4 + size) / 4 / Y_CUBLAS_RATE[cold]
     return us + (g / G_RATE[cold] if training else 0.0)
 
 
-def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost."""
+def one_launch(
+    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False
+) -> OneLaunch:
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too."""
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters = _tile(p, mode, element)
+    _, block_m, cluster, clusters = _tile(p, mode, element, keeps=keeps)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
     merged = rows * blocks * SM90_BLOCK_N * 16
-    roll = merged + blocks * SM90_BLOCK_N * 16
+    roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
     workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
     split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster),
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps),
         element=element,
         limbs=split,
         block_m=block_m,
@@ -686,15 +690,15 @@ def split_limbs(k: int) -> Kernel:
     return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
 
 
-def forward_sm90(element: str, mode: str, block_m: int, cluster: int) -> Kernel:
+def forward_sm90(element: str, mode: str, block_m: int, cluster: int, keeps: bool = False) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
     staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
-    # Beside the rings: arguments (12 bytes a feature), coefficients (8 bytes), barriers and counters.
+    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
-    defines["CLUSTER"] = cluster
+    defines |= {"CLUSTER": cluster, "KEEP": int(keeps)}
     return Kernel(
         "forward_sm90",
         "forward_sm90",

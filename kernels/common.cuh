@@ -123,6 +123,17 @@ enum : int {
     SAVED_S = 6,       // inference: s
 };
 
+// Of a feature in training, of its scale, gamma and variance.
+__device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
+                                   double eps, double unit) {
+    const double r = 1.0 / sqrt(s * s * var + eps), in_units = s * r * unit;
+    saved[SAVED_A * n + i] = gamma * s * r;
+    saved[SAVED_SCALE * n + i] = gamma * eps * r * r * r * unit;
+    saved[SAVED_GAMMA * n + i] = in_units;
+    saved[SAVED_RATE * n + i] = in_units * in_units;
+    saved[SAVED_UNIT * n + i] = unit;
+}
+
 template <typename G>
 __device__ inline void store_affine(G* affine, long long pitch, long long i, double slope, double m, double a,
                                     double beta) {

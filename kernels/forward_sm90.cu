@@ -27,6 +27,8 @@
 //      block, in a fixed order, publishes (mean, a) to the workspace `merged`, and updates the running statistics;
 //   5. finishers: when a tile's features are all merged, they turn its deviations, most likely still in L2, into y,
 //      beside the main loop of later tiles. Consumers that have run out of tiles help.
+// With KEEP, step 5 also writes what a backward needs, g - mean in y's type (float16 in units, see SAVED_UNIT), and the
+// merger its float64 vectors.
 //
 // Flags. Every 16-byte word of the workspace carries the launch's number, so a word says by itself whether it is of
 // this launch: no flag is ever reset, the workspace may be uninitialised memory, and what an aborted launch or the last
@@ -41,8 +43,8 @@
 // finishes a row.
 //
 // Bytes. x and w stream through L2 to shared memory. y is written as deviations and rewritten in place, from L2 while
-// it still holds them; g itself is never stored. The workspace is 16 bytes per BLOCK_M rows and feature, written once,
-// read once or twice.
+// it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
+// and feature, written once, read once or twice.
 
 #include "common.cuh"
 
@@ -61,6 +63,9 @@
 #ifndef CLUSTER
 #define CLUSTER 2  // CTAs that share an x tile: 1, 2
 #endif
+#ifndef KEEP
+#define KEEP 0  // 1, in training: write g - mean, too
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -73,7 +78,7 @@ typedef float Wide;
 constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
-constexpr int HELPER_REGISTERS = ELEMENT >= 2 ? 136 : 152;  // of warpgroup 0: neither side spills
+constexpr int HELPER_REGISTERS = ELEMENT == 2 ? 136 : 152;  // of warpgroup 0: neither side spills
 constexpr int CONSUMER_REGISTERS =
     (3 * 168 - HELPER_REGISTERS) / 2;          // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int BLOCK_N = 64 * WARPGROUPS;       // features in a tile
@@ -108,21 +113,32 @@ struct Affine {  // of one feature
     __device__ float slope(float var, float eps) const { return gamma * scale / sqrtf(fmaf(scale * scale, var, eps)); }
 };
 
+// What becomes of a parked deviation d: y = a d + b, and unit d + shift is kept.
+struct Finish {
+    float2 y;
+#if KEEP
+    float2 kept;
+#endif
+};
+
 struct alignas(1024) Shared {
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
-    union {
-        float2 constants[BLOCK_N];  // inference: a and c of the features of the tile
-        Affine arguments[BLOCK_N];  // training: of the CTA's last tile
-    };
+#if MODE == 1
+    float2 constants[BLOCK_N];  // a and c of the features of the tile
+#elif KEEP
+    float beta[BLOCK_N];  // of the CTA's last tile
+#else
+    Affine arguments[BLOCK_N];  // of the CTA's last tile
+#endif
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
     u64 launch;                  // training: the launch's number
     Wide momentum;               // the weight of the new running statistics
     int ready;                   // warps that have published (training), laid out constants (inference)
     int stored[WARPGROUPS];      // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
-    float2 coef[BLOCK_N];        // of the tile that is being finished
+    Finish coef[BLOCK_N];        // of the tile that is being finished
 };
 
 // ---- PTX ---------------------------------------------------------------------------------------------------------
@@ -411,16 +427,16 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
 }
 
-// a d + b on the 16 bytes of one access
-__device__ __forceinline__ uint4 apply(uint4 d, const float2 (&ab)[CHUNK]) {
+// x d + y on the 16 bytes of one access
+__device__ __forceinline__ uint4 apply(uint4 d, const Finish (&coef)[CHUNK], float2 Finish::* of) {
     u32 word[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #if ELEMENT >= 2
-        word[i] = __float_as_uint(fmaf(ab[i].x, __uint_as_float(word[i]), ab[i].y));
+        word[i] = __float_as_uint(fmaf((coef[i].*of).x, __uint_as_float(word[i]), (coef[i].*of).y));
 #else
-        const float2 v = unpack(word[i]);
-        word[i] = pack(fmaf(ab[2 * i].x, v.x, ab[2 * i].y), fmaf(ab[2 * i + 1].x, v.y, ab[2 * i + 1].y));
+        const float2 v = unpack(word[i]), even = coef[2 * i].*of, odd = coef[2 * i + 1].*of;
+        word[i] = pack(fmaf(even.x, v.x, even.y), fmaf(odd.x, v.y, odd.y));
 #endif
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
@@ -453,6 +469,17 @@ __device__ __forceinline__ float2 await(const Word* word, u64 launch, int nap = 
     Word w;
     while ((w = peek(word)).launch != launch) __nanosleep(nap);
     return make_float2(w.x, w.y);
+}
+
+struct Merged {  // of one feature, over all tiles
+    float mean, a, unit;
+};
+
+// merged is [KEEP && ELEMENT == 1 ? 2 : 1][features]: (mean, a), and where units are not all 1, (unit, 0).
+__device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
+    const float2 all = await(merged + feature, launch);
+    const float unit = KEEP && ELEMENT == 1 ? await(merged + features + feature, launch).x : 1.f;
+    return {all.x, all.y, unit};
 }
 
 // A number for this launch that every CTA knows and no earlier user of the workspace can have left in it: a time
@@ -605,14 +632,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const __grid_constant__ TensorMap x_map,  // boxes of BLOCK_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
     const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
+#if KEEP
+    const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ldg elements
+#endif
     char* y,
     Word* partial,  // [feature block][tile row][BLOCK_N]: mean and M2 of a tile's feature
-    Word* merged,   // [feature block][BLOCK_N]: mean and a
+    Word* merged,   // await_merged's
     u64* roll,      // [1 + gridDim.x]: agree_on_number's
     const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
     long long* batches,      // num_batches_tracked, or null; +1
     const int* x_exponents,  // limbs: row i of x is 2^x_exponents[i] times the sum of its limbs, and so on
-    const int* w_exponents) {
+    const int* w_exponents
+#if KEEP
+    ,
+    char* kept, double* saved  // g - mean (m, n), and rows of n: SAVED_
+#endif
+) {
     const long long m = p.m, n = p.n, k = p.k, panel = p.panel;
     [[maybe_unused]] const long long y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
@@ -623,6 +658,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const int clusters = gridDim.x / CLUSTER;
     const int steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
     const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);  // of features
+    [[maybe_unused]] const size_t features = (size_t)blocks * BLOCK_N;
     const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
     [[maybe_unused]] const Features f = {bias,        p.bias,        scale,       p.scale,      gamma,
                                          p.gamma,     beta,          p.beta,      running_mean, p.running_mean,
@@ -644,7 +680,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 
 #if MODE == 2
     // Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order.
-    auto finish_unit = [&](int unit, u64 launch, int nap) {
+    auto finish_unit = [&](int unit, int nap) {
+        const u64 launch = *(volatile u64*)&sh.launch;
         constexpr int ACROSS = BLOCK_N / CHUNK;                      // lanes along a row
         const int lane = lane_id(), within = lane % ACROSS * CHUNK;  // first of this lane's columns in the block
         int row, block;
@@ -662,11 +699,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll 1
             for (int i = lane; i < BLOCK_N; i += 32) {
                 if (block * BLOCK_N + i < n) {
-                    const float2 all = await(merged + (size_t)block * BLOCK_N + i, launch);
+                    const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + i, launch);
                     const float2 own = await(partial + ((size_t)block * order.rows + row) * BLOCK_N + i, launch);
                     const float unit_of = deviation_unit(own.y, min((int)m - row * BLOCK_M, BLOCK_M));
                     const float b = fetch(f.beta, f.beta_code, block * BLOCK_N + i).or_else(0.f);
-                    sh.coef[i] = make_float2(all.y * unit_of, fmaf(all.y, own.x - all.x, b));
+                    const float shift = own.x - all.mean;
+                    sh.coef[i].y = make_float2(all.a * unit_of, fmaf(all.a, shift, b));
+#if KEEP
+                    sh.coef[i].kept = make_float2(unit_of / all.unit, shift / all.unit);
+#endif
                 }
             }
             __syncwarp();
@@ -674,40 +715,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         } else {
             wait_count(&sh.laid, unit / UNITS + 1, nap);
         }
-        float2 ab[CHUNK];
+        Finish coef[CHUNK];
 #pragma unroll
-        for (int e = 0; e < CHUNK; e++) ab[e] = sh.coef[within + e];
+        for (int e = 0; e < CHUNK; e++) coef[e] = sh.coef[within + e];
         // deviations are read past L1, which might hold older lines
-        constexpr int STEP = 32 / ACROSS, BATCH = 8;
+        constexpr int STEP = 32 / ACROSS, BATCH = KEEP ? 4 : 8;
         const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
         const int end = feature < n ? (int)m - first : 0;
         char* at = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES;
         const size_t step = STEP * y_pitch;
+#if KEEP
+        const size_t kept_pitch = p.ldg * Y_BYTES;
+        char* keep_at = kept + (size_t)first * kept_pitch + (size_t)feature * Y_BYTES;
+#endif
+        auto finish = [&](int i, uint4 d) {  // i rows of the warp after the first
+            *(uint4*)(at + i * step) = apply(d, coef, &Finish::y);
+#if KEEP
+            *(uint4*)(keep_at + i * (STEP * kept_pitch)) = apply(d, coef, &Finish::kept);
+#endif
+        };
         if (end >= UNIT) {
 #pragma unroll 1
-            for (int r = 0; r < UNIT; r += BATCH * STEP, at += BATCH * step) {
+            for (int r = 0; r < UNIT / STEP; r += BATCH) {
                 uint4 d[BATCH];
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) d[i] = __ldcg((const uint4*)(at + i * step));
+                for (int i = 0; i < BATCH; i++) d[i] = __ldcg((const uint4*)(at + (r + i) * step));
 #pragma unroll
-                for (int i = 0; i < BATCH; i++) *(uint4*)(at + i * step) = apply(d[i], ab);
+                for (int i = 0; i < BATCH; i++) finish(r + i, d[i]);
             }
         } else {
 #pragma unroll 1
-            for (int r = 0; r < min(end, UNIT); r += STEP, at += step)
-                *(uint4*)at = apply(__ldcg((const uint4*)at), ab);
+            for (int r = 0; r * STEP < min(end, UNIT); r++) finish(r, __ldcg((const uint4*)(at + r * step)));
         }
         __syncwarp();
         if (lane == 0) count_up(&sh.finished);
     };
-    auto finish_tiles = [&](u64 launch, int nap) {
+    auto finish_tiles = [&](int nap) {
         const int finishing = (order.count() - 1 - cluster_id()) / clusters * UNITS;
         while (true) {
             int unit;
             if (lane_id() == 0) unit = atomicAdd(&sh.ticket, 1);
             unit = __shfl_sync(0xFFFFFFFF, unit, 0);
             if (unit >= finishing) break;
-            finish_unit(unit, launch, nap);
+            finish_unit(unit, nap);
         }
     };
 #endif
@@ -769,8 +819,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 if (batches && blockIdx.x == 0) *batches = count;  // all CTAs have read it
             }
             __syncwarp();
-            const u64 launch = sh.launch;
-            const int share = share_of(order.rows), lanes = lanes_of(order.rows), member = lane % lanes;
+            const int share = share_of(order.rows), lanes = lanes_of(order.rows);
             const Wide unbiased = (Wide)m / (Wide)(m - 1);
             int nth = 0;
             for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
@@ -778,9 +827,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 order.at(i, row, block);
                 block = block * CLUSTER + rank;
                 if (block >= blocks) continue;
-                const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
 #pragma unroll 1
                 for (int base = 0; base < share; base += 32 / lanes) {
+                    const int lane = lane_id(), member = lane % lanes;  // anew: less to hold beside finish_unit
                     const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
                     const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
                     const bool mine = speaks && feature < n, running = mine && (f.running_mean_code & 7) != KIND_ABSENT;
@@ -807,13 +856,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                         if (unit < 0)
                             __nanosleep(nap);
                         else
-                            finish_unit(unit, launch, nap);
+                            finish_unit(unit, nap);
                     }
                     __syncwarp();
+                    const u64 launch = *(volatile u64*)&sh.launch;
+                    const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
                     await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
                     float mean, var;
                     merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
                     if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
+#if KEEP
+                    if (speaks && ELEMENT == 1)
+                        publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
+#endif
                     if (running) {
                         const Wide weight = sh.momentum, s = u.scale;
                         rm = (1 - weight) * rm + weight * (s * (mean + b));
@@ -821,6 +876,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                         store_vector(f.running_mean, f.running_mean_code, feature, rm);
                         store_vector(f.running_var, f.running_var_code, feature, rv);
                     }
+#if KEEP
+                    if (mine) store_saved(saved, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1));
+#endif
                 }
             }
         } else {
@@ -831,11 +889,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 block = block * CLUSTER + cluster_rank();
 #pragma unroll
                 for (int c = lane; c < BLOCK_N; c += 32)
-                    if (block * BLOCK_N + c < n) sh.arguments[c] = f.affine(block * BLOCK_N + c);
+                    if (block * BLOCK_N + c < n) {
+#if KEEP
+                        sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
+#else
+                        sh.arguments[c] = f.affine(block * BLOCK_N + c);
+#endif
+                    }
                 mbar_arrive(&sh.laid_out);
             }
             mbar_wait(&sh.agreed, 0);
-            finish_tiles(sh.launch, LONG_NAP);
+            finish_tiles(LONG_NAP);
         }
 #endif
     } else {
@@ -845,6 +909,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
         int s = 0, phase = 0, nth = 0;
         float d[ACC];
+        // ---- d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
+        auto store = [&](const TensorMap& map, const float (&d)[ACC], int row, int block) {
+            const int lane = lane_id();
+#pragma unroll
+            for (int pass = 0; pass < PASSES; pass++) {
+                char* staging = sh.staging[half][pass & 1];
+                const float* e = d + pass * (ACC / PASSES);
+                if (storer) tma_store_wait_read<1>();  // the last store but one
+                warpgroup_sync(half);
+#if ELEMENT >= 2
+#pragma unroll
+                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
+                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;
+                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                              (lane / 4 & 3) * 4) = e[i];
+                }
+#else
+                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                 (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+                for (int j = 0; j < PASS_M / 8; j += 2)
+                    stmatrix_trans(line + j * (8 * 128), pack(e[4 * j], e[4 * j + 1]), pack(e[4 * j + 2], e[4 * j + 3]),
+                                   pack(e[4 * j + 4], e[4 * j + 5]), pack(e[4 * j + 6], e[4 * j + 7]));
+#endif
+                fence_async();
+                warpgroup_sync(half);
+                if (storer) {
+                    if (block < blocks)
+                        for (int box = 0; box < BOXES; box++)
+                            tma_store(&map, staging + box * (PASS_M * 128),
+                                      block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
+                    tma_store_commit();
+                }
+            }
+            if (PASSES & 1) {  // an odd number would leave the slots out of step
+                if (storer) tma_store_wait_read<0>();
+                warpgroup_sync(half);
+            }
+        };
+
         for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
             int row, block;
             order.at(i, row, block);
@@ -919,6 +1023,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 
             // d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the tile;
             // a thread has two features, h = 0, 1
+            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
             const int within = 64 * half + 16 * warp + lane / 4;
             [[maybe_unused]] const int feature = block * BLOCK_N + within;
             if (block < blocks) {
@@ -982,6 +1087,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 if (cluster_id() + (nth + 1) * clusters >= order.count()) {
                     // the CTA's last tile: wait for the others and finish it here
                     mbar_wait(&sh.laid_out, 0);
+                    // d = xy.x d + xy.y, where this thread has xy of feature h
+                    auto map_features = [&](float2 xy) {
+                        const float2 other =
+                            make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
+                        const float2 xy0 = h ? other : xy, xy1 = h ? xy : other;
+#pragma unroll
+                        for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++) {
+                                d[4 * j + e] = fmaf(xy0.x, d[4 * j + e], xy0.y);
+                                d[4 * j + 2 + e] = fmaf(xy1.x, d[4 * j + 2 + e], xy1.y);
+                            }
+                    };
+#if KEEP
+                    const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+                    map_features(make_float2(1.f / all.unit, (own - all.mean) / all.unit));
+                    store(kept_map, d, row, block);
+                    map_features(make_float2(all.a * all.unit, sh.beta[within + 8 * h]));
+#else
                     const Affine u = sh.arguments[within + 8 * h];
                     float2 all;                       // mean and a
                     if (lanes_of(order.rows) == 1) {  // few tiles share a feature: merging them here saves a round trip
@@ -992,17 +1116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     } else {
                         all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
                     }
-                    const float2 ab = make_float2(all.y, all.y * (own - all.x) + u.beta);
-                    const float2 other =
-                        make_float2(__shfl_xor_sync(0xFFFFFFFF, ab.x, 1), __shfl_xor_sync(0xFFFFFFFF, ab.y, 1));
-                    const float2 ab0 = h ? other : ab, ab1 = h ? ab : other;
-#pragma unroll
-                    for (int j = 0; j < ACC / 4; j++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            d[4 * j + e] = fmaf(ab0.x, d[4 * j + e], ab0.y);
-                            d[4 * j + 2 + e] = fmaf(ab1.x, d[4 * j + 2 + e], ab1.y);
-                        }
+                    map_features(make_float2(all.y, all.y * (own - all.x) + u.beta));
+#endif
                 } else if (ELEMENT == 1) {
                     const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
 #pragma unroll
@@ -1011,48 +1126,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #endif
             }
 
-            // ---- to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
-#pragma unroll
-            for (int pass = 0; pass < PASSES; pass++) {
-                char* staging = sh.staging[half][pass & 1];
-                const float* e = d + pass * (ACC / PASSES);
-                if (storer) tma_store_wait_read<1>();  // the last store but one
-                warpgroup_sync(half);
-#if ELEMENT >= 2
-#pragma unroll
-                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
-                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;
-                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
-                              (lane / 4 & 3) * 4) = e[i];
-                }
-#else
-                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
-                                 (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
-#pragma unroll
-                for (int j = 0; j < PASS_M / 8; j += 2)
-                    stmatrix_trans(line + j * (8 * 128), pack(e[4 * j], e[4 * j + 1]), pack(e[4 * j + 2], e[4 * j + 3]),
-                                   pack(e[4 * j + 4], e[4 * j + 5]), pack(e[4 * j + 6], e[4 * j + 7]));
-#endif
-                fence_async();
-                warpgroup_sync(half);
-                if (storer) {
-                    if (block < blocks)
-                        for (int box = 0; box < BOXES; box++)
-                            tma_store(&y_map, staging + box * (PASS_M * 128),
-                                      block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
-                    tma_store_commit();
-                }
-            }
-            if (PASSES & 1) {  // an odd number would leave the slots out of step
-                if (storer) tma_store_wait_read<0>();
-                warpgroup_sync(half);
-            }
+            store(y_map, d, row, block);
 #if MODE == 1
             if (storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
 #endif
         }
 #if MODE == 2
-        finish_tiles(sh.launch, SHORT_NAP);
+        finish_tiles(SHORT_NAP);
 #endif
         if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
     }

@@ -153,14 +153,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
     const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
     store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, a, beta_at.or_else(0.0));
-    if (saved != nullptr) {
-        const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        saved[SAVED_A * p.n + c] = a;
-        saved[SAVED_SCALE * p.n + c] = gamma_of * p.eps * r * r * r * unit;
-        saved[SAVED_GAMMA * p.n + c] = s * r * unit;
-        saved[SAVED_RATE * p.n + c] = s * r * unit * (s * r * unit);
-        saved[SAVED_UNIT * p.n + c] = unit;
-    }
+    if (saved != nullptr)
+        store_saved(saved, p.n, c, s, gamma_of, v, p.eps, p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0);
     if (p.running_mean != 0) {
         // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
