@@ -3,7 +3,8 @@
 The bound goes on where that of ``gsbn._accuracy`` ends, in its notation: ``e``, ``δ``, ``t``, ``η``, ``r₋ ≤ r̂ ≤ r₊``.
 
 1. What the forward keeps of a deviation is rounded to x's dtype: ``δ`` grows by ``ū (|d| + δ)``, for float16 by
-   ``2⁻²⁴ t`` more, the smallest step of what is kept in units of at most ``2 t``.
+   ``2⁻²⁴ t`` more, the smallest step of what is kept in units of at most ``2 t``; and by ``ū (|d| + t)`` where 16 bits
+   were parked before.
 2. ``S = Σ dy`` and ``D = Σ dy d``, 16 rows in float32 and the rest in float64, err by ``ΔS = 17u Σ|dy|`` and
    ``ΔD = Σ |dy| (δ + 18u (|d| + δ))``. In inference ``d`` is ``g`` less a centre, at most four times the spread of the
    first eight rows from the first of them, and ``δ = e`` of both.
@@ -69,7 +70,7 @@ def expected(xp: Any, operands: Operands, dy: Any, precision: str, training: boo
         t = xp.sqrt((d * d).mean(0))
         delta = e + e.mean(0) + 4 * u * (xp.abs(m) + xp.abs(d))
         eta = xp.sqrt((delta * delta).mean(0)) + LAMBDA * rows**0.5 * u * t
-        delta = delta + short * (xp.abs(d) + delta) + (2.0**-24 * (t + eta) if dtype == "float16" else 0.0)
+        delta = delta + short * (2 * xp.abs(d) + t + delta) + (2.0**-24 * (t + eta) if dtype == "float16" else 0.0)
         r, low = 1 / xp.sqrt(s * s * t * t + EPS), 1 / xp.sqrt(s * s * (t + eta) ** 2 + EPS)
         high = 1 / xp.sqrt(s * s * xp.maximum(t - eta, 0) ** 2 + EPS)
     else:

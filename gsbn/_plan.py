@@ -50,7 +50,7 @@ OFF_LINE, OFF_LINE_Y = 1.4, 1.45  # times the traffic where rows of x and weight
 TILE_US = {"training": 7.1, "inference": 1.65, "gemm": 1.65}  # beginning and end of a tile
 Y_RATE, PARKED_RATE = {"training": 4.1, "inference": 3.75, "gemm": 3.75}, 10.9
 CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
-LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 32 features, by one warp; of a later tile
+LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 96 features, by three warps; of a later tile
 PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
 TRIP_US = 2.2  # and of more rows
 SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
@@ -613,7 +613,7 @@ def _one_launch_us(
         around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
         later = max(tile + y / PARKED_RATE, PARK_US)
     else:
-        laying = warps if mode == "inference" else 0
+        laying = _ceil(warps, 3) if mode == "inference" else 0
         around, later = LAYING_US * laying, max(tile, RELAYING_US * laying)
     us: float = CALL_US[mode] + tile + (waves - 1) * later + around
     return us
@@ -637,9 +637,7 @@ def _cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool) -> float
     return us + (g / G_RATE[cold] if training else 0.0)
 
 
-def one_launch(
-    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False
-) -> OneLaunch:
+def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False) -> OneLaunch:
     """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too."""
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
@@ -658,7 +656,7 @@ def one_launch(
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
-        panel=1 if m <= 8192 else 4 if element == "limbs" else 2,
+        panel=1 if m <= 8192 else 2 if mode == "training" and element != "limbs" else 4,
         merged=merged,
         roll=roll,
         workspace=workspace,

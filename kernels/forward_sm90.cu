@@ -13,10 +13,10 @@
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
 //
 // Threads. Three warpgroups. Warpgroups 1 and 2 are the consumers: 64 features of the tile each, with wgmma
-// m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA,
-// warp 1 merges statistics, and warps 2 and 3 finish tiles. Two CTAs with neighbouring features form a cluster: each
-// loads its own w tile and one half of the x tile, which it multicasts to both. The grid is persistent: cluster q of Q
-// takes tiles q, q + Q, q + 2 Q, ... (Order).
+// m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
+// training warp 1 merges statistics, and warps 2 and 3 finish tiles; in inference the three lay out a and c. Two CTAs
+// with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
+// both. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
 // Training. Batch normalisation needs all m rows of a feature before it can write any. Each tile:
 //   1. consumers take the tile's mean and squared deviations about it, feature by feature, from the float32 accumulators,
@@ -83,7 +83,7 @@ constexpr int CONSUMER_REGISTERS =
     (3 * 168 - HELPER_REGISTERS) / 2;          // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int BLOCK_N = 64 * WARPGROUPS;       // features in a tile
 constexpr int LIMBS = ELEMENT == 3 ? 2 : 1;    // matrices that make up an operand
-constexpr int PARTS = 2;                       // of a stage of limbs, each with a sum of its own
+[[maybe_unused]] constexpr int PARTS = 2;      // of a stage of limbs, each with a sum of its own
 constexpr int Y_BYTES = ELEMENT >= 2 ? 4 : 2;  // of an element of y
 constexpr int OPERAND_BYTES = ELEMENT == 2 ? 4 : 2;
 constexpr int BLOCK_K = 128 / OPERAND_BYTES;    // one 128-byte swizzle atom
@@ -98,6 +98,7 @@ constexpr int PASS_M = Y_BYTES == 4   ? 32
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = Y_BYTES == 4 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
+[[maybe_unused]] constexpr int LAYERS = 3;              // warps that lay out constants in inference
 constexpr int CHUNK = 16 / Y_BYTES;                     // columns of y in a 16-byte access
 constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;       // rows that a finishing warp takes at a time
 [[maybe_unused]] constexpr int UNITS = BLOCK_M / UNIT;  // of a tile
@@ -792,7 +793,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             }
         }
 #if MODE == 1
-        else if (warp == 1) {
+        else if (warp <= LAYERS) {
             // ---- constants, beside the main loop
             int nth = 0;
             for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
@@ -800,7 +801,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 order.at(i, row, col);
                 const int first = (col * CLUSTER + rank) * BLOCK_N;
                 for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth, LONG_NAP);
-                for (int c = lane; c < BLOCK_N; c += 32)
+                for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYERS)
                     sh.constants[c] = first + c < n ? f.frozen(first + c) : make_float2(0.f, 0.f);
                 __syncwarp();
                 if (lane == 0) count_up(&sh.ready);
@@ -1031,7 +1032,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
 #endif
 #if MODE == 1
-                wait_count(&sh.ready, nth + 1, SHORT_NAP);
+                wait_count(&sh.ready, (nth + 1) * LAYERS, SHORT_NAP);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float2 ac = sh.constants[within + 8 * h];

@@ -2,7 +2,8 @@
 
 **The bounds**, in the notation of tolerance.py and from its E, D, M, t, τ, r̂ ≤ ř. With r̬ = 1 / (t + τ), r̂ lies between
 r̬ and ř. The forward keeps d rounded to x's dtype, of roundoff ū (float16: in units of at most twice the spread, whose
-smallest step counts), so that the backward reads a deviation within δ = D + ū (|d| + D) of d.
+smallest step counts), so that the backward reads a deviation within δ = D + ū (|d| + D) of d. A path that parks
+deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
 
 - S = Σ dy adds 16 rows in float32 and the rest in float64: |Ŝ − S| ≤ 17 u Σ|dy| =: ΔS.
 - D̂ = Σ dy d: |ΔD| ≤ Σ|dy| δ + 18 u Σ|dy| (|d| + δ).
@@ -95,8 +96,9 @@ def gradient_bounds(
     training: bool,
     eps: float = 1e-5,
     operand: float = 0.0,
+    parked: bool = False,
 ) -> dict[str, np.ndarray]:
-    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands."""
+    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``parked`` as in `bounds`."""
     dtype = arrays["x"].dtype
     u, short = arithmetic(dtype), roundoff(dtype)
     flushed = 0.0 if dtype == np.float64 else FLUSHED
@@ -122,6 +124,8 @@ def gradient_bounds(
         tau = abs_s * rms_D + (n + 8) * u * t
         r, r_low, r_max = 1 / t, 1 / (t + tau), 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
         delta = D + (short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
+        if parked and dtype.itemsize == 2:
+            delta = delta + short * (np.abs(d) + np.abs(d).max(0))
         if dtype == np.float16:
             delta = delta + 2.0**-25 * 2 * (sigma + rms_D)
         dots = (dy * d).sum(0)

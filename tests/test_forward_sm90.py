@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gradients import backward, draw_dy, gradient_bounds, truth_of
 from harness import DTYPES, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
-from tolerance import TF32, assert_outcome_within, assert_within, bounds
+from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundoff
 
 import gsbn
 from gsbn import _kernels, _plan, reference
@@ -64,6 +65,59 @@ def test_every_tile_is_right(
     operand = TF32 if dtype == "float32" else 0.0
     limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_keeps_what_a_backward_needs(
+    shape: tuple[int, int, int], dtype: str, precision: str, tile: Any
+) -> None:
+    """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
+    if (dtype, precision) == ("float32", "highest") and tile[0] == 256:
+        pytest.skip("limbs have no tile of 256 rows")
+    arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, dtype, True).arrays()).items()}
+    alone = {name: a.copy() for name, a in arrays.items()}
+    options = {"training": True, "gemm": "sm90", "precision": precision}
+    y, saved = gsbn.forward(**arrays, **options, return_saved=True)
+    gsbn.forward(**alone, **options)
+    for name, a in arrays.items():  # the running statistics, and what may not be written
+        assert_same_bits(a.get(), alone[name].get())
+
+    def of(name: str, default: float) -> Any:
+        return arrays[name].astype("f8") if name in arrays else cupy.full(shape[2], default)
+
+    wide = y.astype("f8")
+    a, of_scale, of_gamma, rate, unit = saved.vectors[:5]
+    d = saved.deviations[:, : shape[2]].astype("f8") * unit
+    short = roundoff(DTYPES[dtype])
+    # y and d each come from a parked deviation or from g, with one rounding more, and float32 arithmetic between
+    error = abs(a) * (short * (4 * abs(d) + 2 * abs(d).max(0)) + 2.0**-24 * unit) + short * abs(wide)
+    error += 8 * 2.0**-24 * (abs(a * d) + abs(of("beta", 0))) + 2.0**-24
+    assert (abs(a * d + of("beta", 0) - wide) <= error).all()
+    s, gamma, r = of("scale", 1), of("gamma", 1), 1 / cupy.sqrt(of("scale", 1) ** 2 * (d * d).mean(0) + 1e-5)
+    close = 1e-5 if dtype == "float32" else 8 * short  # of the spread, here that of what was rounded
+    assert (cupy.frexp(unit)[0] == 0.5).all()
+    for got, want in (
+        (a, gamma * s * r),
+        (of_scale, gamma * 1e-5 * r**3 * unit),
+        (of_gamma, s * r * unit),
+        (rate, (s * r * unit) ** 2),
+    ):
+        assert (abs(got - want) <= 4 * close * abs(want)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> None:
+    arrays = without_out(Case(shape, dtype, True).arrays())
+    dy = draw_dy(arrays)
+    got = backward(kind_of("cupy"), arrays, dy, training=True, **SM90)
+    truth = truth_of(arrays, dy, training=True)
+    operand = TF32 if dtype == "float32" else 0.0
+    limits = gradient_bounds(arrays, dy, truth, training=True, operand=operand, parked=True)
+    for name, gradient in got.items():
+        if gradient is not None:
+            assert_within(gradient, getattr(truth, name), limits[name], name)
 
 
 @pytest.mark.parametrize("resident", [1, 5])

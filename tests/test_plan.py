@@ -176,8 +176,11 @@ FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing, saved=True)
-    assert (decided.gemm == "sm90") == (decided.through is not None)
-    assert decided.one is None
+    assert (decided.gemm == "sm90") == (decided.through is not None or decided.one is not None)
+    if decided.one is not None:
+        assert training
+        assert dict(decided.one.kernel.defines)["KEEP"] == "1"
+        assert not decided.keep.is_g  # type: ignore[union-attr]
     assert_fits(p, decided._replace(workspace=2**62), training=training)
     assert decided.keep is not None
     assert decided.normalize_kernel in set(_kernels.all_kernels())

@@ -46,10 +46,15 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(shape, dtype, gemm, training, precision="highest"):
+def forward(shape, dtype, gemm, training, precision="highest", keeps=False):
     host, native = operands(shape, dtype)
-    y = gsbn.forward(**native, training=training, precision=precision, gemm=gemm)
-    agree(y, reference.forward(**host, training=training).y)
+    y = gsbn.forward(**native, training=training, precision=precision, gemm=gemm, return_saved=keeps)
+    want = reference.forward(**host, training=training)
+    if keeps:
+        y, saved = y
+        g = host["x"].astype("f8") @ host["weight"].astype("f8").T
+        agree(saved.deviations[:, : shape[2]].astype("f8") * saved.vectors[4], g - g.mean(0))
+    agree(y, want.y)
 
 
 def tiled(dtype, g_type, tile):
@@ -80,12 +85,12 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster):
+def sm90(element, mode, block_m, cluster, keeps=False):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
     _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
-        return forward(shape, dtype, "sm90", mode == "training", precision)
+        return forward(shape, dtype, "sm90", mode == "training", precision, keeps)
     o = _accuracy.make_operands(np, *shape, dtype)
     x, weight = cp.asarray(o.x), cp.asarray(o.weight)
     case = bench.Case(*shape, dtype, precision)
@@ -103,9 +108,9 @@ def variants():
     yield "backward limbs", backward, ("float32", "float", _plan.TILES["float"][0], "sm90")
     yield "backward tf32", backward, ("float32", "float", _plan.TILES["float"][0], "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
-    for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)):
+    for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS, (False, True))):
         if _plan.forward_sm90(*choice) in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
-            yield "sm90 {} {} {}x{}".format(*choice), sm90, choice
+            yield "sm90 {} {} {}x{}".format(*choice) + " keeps" * choice[-1], sm90, choice
 
 
 def main():
