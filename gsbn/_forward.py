@@ -122,8 +122,9 @@ def forward(
         an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "sm90" is the whole forward in one launch on Hopper, for all but float64, and for rows of x, weight and y that
-        are multiples of 16 bytes. float32 at "highest" has a launch before it, which makes limbs; it takes any rows of
-        x and weight, and with others of y, or `return_saved`, "sm90" is its GEMM alone, with two launches after it.
+        are multiples of 16 bytes; with `return_saved` in training only. float32 at "highest" has a launch before it,
+        which makes limbs; it takes any rows of x and weight, and with others of y "sm90" is its GEMM alone, with two
+        launches after it.
         "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
         but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
     out : (B, O) array, optional
@@ -153,7 +154,8 @@ def forward(
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
     that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
-    With `return_saved` the deviations are one B x O array more, in x's dtype; float32 and float64 compute g in it.
+    With `return_saved` the deviations are one B x O array more, in x's dtype; but for "sm90", float32 and float64
+    compute g in it.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
     prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
     batch's are known. On the CPU all arithmetic is NumPy's in float64, and y is rounded once.
