@@ -12,6 +12,10 @@
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
 //
+// Across (16-bit, MODE 0). With W_ACROSS the w operand lies as (k, n) in memory, with X_ACROSS x as (k, m): so the
+// backward makes dx = dg w (w across) and dw = dg^T x (both across). wgmma takes 16-bit operands either way round; a
+// stage then holds them as columns of 64 rows (Lies).
+//
 // Threads. Three warpgroups. Warpgroups 1 and 2 are the consumers: 64 features of the tile each, with wgmma
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
 // training warp 1 merges statistics, and warps 2 and 3 finish tiles; in inference the three lay out a and c. Two CTAs
@@ -65,6 +69,12 @@
 #endif
 #ifndef KEEP
 #define KEEP 0  // 1, in training: write g - mean, too
+=======
+#endif
+#define W_ACROSS 0  // 1: w is (k, n) in memory, row-major
+#endif
+#ifndef X_ACROSS
+#define X_ACROSS 0  // 1: x is (k, m)
 #endif
 
 typedef unsigned int u32;
@@ -91,6 +101,9 @@ constexpr int MMA_K = 32 / OPERAND_BYTES;       // k of one wgmma
 constexpr int W_BYTES = LIMBS * BLOCK_N * 128;  // of one stage
 constexpr int X_BYTES = LIMBS * BLOCK_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int COLUMN = 64;  // rows of an operand that lies across: 128 bytes of k at a time
+static_assert(!(W_ACROSS || X_ACROSS) || (MODE == 0 && ELEMENT <= 1), "only the GEMM of 16-bit operands takes them so");
+static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
 constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
 constexpr int PASS_M = Y_BYTES == 4   ? 32
                        : BLOCK_M < 64 ? BLOCK_M
@@ -208,18 +221,18 @@ __device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int k, int row, int limb) {
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
     if (LIMBS == 1)
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
             "[%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(k), "r"(row)
+            "l"(map), "r"(smem(bar)), "r"(x), "r"(y)
             : "memory");
     else
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
             "[%1, {%3, %4, %5}], [%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "r"(limb)
+            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb)
             : "memory");
 }
 
@@ -228,19 +241,19 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 }
 
 // to the same place, and the same barrier, in every CTA of the cluster
-__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int k, int row, int limb) {
+__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
     constexpr short ALL = (1 << CLUSTER) - 1;
     if (LIMBS == 1)
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
             "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "h"(ALL)
+            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "h"(ALL)
             : "memory");
     else
         asm volatile(
             "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
             "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(k), "r"(row), "r"(limb), "h"(ALL)
+            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(ALL)
             : "memory");
 }
 
@@ -302,10 +315,33 @@ __device__ __forceinline__ void wait_count(const int* counter, int least, int na
 
 // ---- wgmma -------------------------------------------------------------------------------------------------------
 
-// K-major operand, 128-byte swizzle: 8-row groups 1024 bytes apart
-__device__ __forceinline__ u64 operand(const void* tile) {
-    return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
+// How an operand lies in a stage, its rows being those of x or features of w, swizzled by 128 bytes: along k (K-major),
+// rows of 128 bytes, 8-row groups 1024 bytes apart; or ACROSS (MN-major), [rows / COLUMN][BLOCK_K][128 bytes], 8-k
+// groups 1024 bytes apart. `ROWS` rows are 128 ROWS bytes either way, so an operand may be split at any column.
+template <bool ACROSS>
+struct Lies {
+    static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
+    static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
+
+    static __device__ __forceinline__ u64 operand(const void* tile) {
+        return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)(LEADING >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+    }
+
+    // ROWS rows from `row` on, at one step of k; to all CTAs of the cluster at once with ALL
+    template <int ROWS, bool ALL>
+    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
+#pragma unroll
+        for (int r = 0; r < (ACROSS ? ROWS : 1); r += COLUMN) {
+            const int x = ACROSS ? row + r : step * BLOCK_K, y = ACROSS ? step * BLOCK_K : row;
+            if (ALL)
+                tma_load_multicast(to + r * 128, map, bar, x, y, limb);
+            else
+                tma_load(to + r * 128, map, bar, x, y, limb);
+        }
+    }
+};
+typedef Lies<W_ACROSS> W;
+typedef Lies<X_ACROSS> X;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -314,12 +350,15 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+#define TEXT_OF(macro) #macro
+#define TEXT(macro) TEXT_OF(macro)
+#define MMA_LIES TEXT(W_ACROSS) ", " TEXT(X_ACROSS)
 #if ELEMENT == 0
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define MMA_TAIL ", p, 1, 1, 0, 0;\n}"
+#define MMA_TAIL ", p, 1, 1, " MMA_LIES ";\n}"
 #elif ELEMENT == 1 || ELEMENT == 3
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
-#define MMA_TAIL ", p, 1, 1, 0, 0;\n}"
+#define MMA_TAIL ", p, 1, 1, " MMA_LIES ";\n}"
 #else
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
 #define MMA_TAIL ", p, 1, 1;\n}"
@@ -782,11 +821,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                         mbar_expect(&sh.full[s], STAGE_BYTES);
                         char* w_tile = sh.stage[s];
                         char* x_part = w_tile + W_BYTES + rank * (X_BYTES / CLUSTER);
-                        tma_load(w_tile, &w_map, &sh.full[s], step * BLOCK_K, w_row, 0);
-                        if (CLUSTER == 1)
-                            tma_load(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row, 0);
-                        else
-                            tma_load_multicast(x_part, &x_map, &sh.full[s], step * BLOCK_K, x_row, x_limb);
+                        W::load<BLOCK_N, false>(w_tile, &w_map, &sh.full[s], step, w_row, 0);
+                        X::load<BLOCK_M / CLUSTER, (CLUSTER > 1)>(x_part, &x_map, &sh.full[s], step, x_row, x_limb);
                         if (++s == STAGES) s = 0, phase ^= 1;
                     }
                 }
@@ -972,13 +1008,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if ELEMENT != 3
             // one stage's wgmmas stay in flight while the next stage's are issued
             int before = 0;  // the stage before s
+#if SKEW
+            if (half == 1 && nth == 0) asm volatile("bar.sync 3, 256;" ::: "memory");
+#endif
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
-                const u64 a = operand(sh.stage[s] + half * (64 * 128)), b = operand(sh.stage[s] + W_BYTES);
+#if SKEW
+                if (half == 0 && nth == 0 && step == min(SKEW, steps - 1)) asm volatile("bar.arrive 3, 256;" ::: "memory");
+#endif
+                const u64 a = W::operand(sh.stage[s] + half * (64 * 128)), b = X::operand(sh.stage[s] + W_BYTES);
                 wgmma_fence();
 #pragma unroll
-                for (int j = 0; j < BLOCK_K / MMA_K; j++) wgmma(d, a + 2 * j, b + 2 * j, step | j);
+                for (int j = 0; j < BLOCK_K / MMA_K; j++) wgmma(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
                 wgmma_commit();
                 if (step > 0) {
                     wgmma_wait<1>();
@@ -999,19 +1041,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
-                const u64 a = operand(sh.stage[s] + half * (64 * 128)), b = operand(sh.stage[s] + W_BYTES);
+                const u64 a = W::operand(sh.stage[s] + half * (64 * 128)), b = X::operand(sh.stage[s] + W_BYTES);
                 constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = BLOCK_M * 128 / 16;
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) {
                     constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
-                    const u64 a_part = a + 2 * STEPS * part, b_part = b + 2 * STEPS * part;
+                    const u64 a_part = a + W::NEXT * STEPS * part, b_part = b + X::NEXT * STEPS * part;
                     wgmma_fence();
 #pragma unroll
-                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + A_LOW + 2 * j, b_part + 2 * j, j);
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
 #pragma unroll
-                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + 2 * j, b_part + B_LOW + 2 * j, 1);
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
 #pragma unroll
-                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + 2 * j, b_part + 2 * j, 1);
+                    for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
                     wgmma_commit();
                     wgmma_wait<0>();
                     if (part == PARTS - 1) release(s);
