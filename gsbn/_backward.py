@@ -12,6 +12,7 @@ from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, on_device
 from ._forward import Saved, matrix_of
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
+from ._sm90 import Alone
 from .reference import Gradients
 
 __all__ = ["Gradients", "backward"]
@@ -128,7 +129,7 @@ class _Call:
         self.shapes, self.dtypes = shapes, dtypes  # of the gradients; a dtype of None is not made
         self.launch_sums: Any = None
         self.launch_dg: Any = None
-        self.products: list[tuple[_plan.Product, Any]] = []  # with cuBLAS's arguments, or a launcher and its problem
+        self.products: list[tuple[_plan.Product, Any]] = []  # with what _product made of it
 
 
 _calls: dict[Any, _Call] = {}
@@ -183,6 +184,8 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     p = product.p
     if product.through is not None:
         return Multiply(p, product.through, device)
+    if product.one is not None:
+        return Alone(p, product.one, device)
     if product.kernel is None:
         return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False)
     problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
@@ -242,6 +245,8 @@ def _launch(
             operands = (workspace + plan.across_at if plan.across else dg_at, x_at, at[1])
         if product.through is not None:
             how(*operands, workspace + plan.limbs_at, stream)
+        elif product.one is not None:
+            how(*operands, stream)
         elif product.kernel is None:
             gemm_ex(how, stream, *operands)
         else:

@@ -11,7 +11,7 @@ from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_devic
 from ._interop import Kind, Prepared, kind_of, kinds_of
 from ._limbs import Multiply
 
-__all__ = ["Saved", "fold", "forward", "map_arguments", "matrix_of"]
+__all__ = ["Saved", "fold", "forward", "matrix_of"]
 
 ARRAYS = (
     "x",
@@ -298,8 +298,9 @@ def _prepare_call(
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
+    p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), y_at)
     plan = _plan.plan(
-        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), y_at),
+        p,
         training=bool(training),
         precision=precision,
         gemm=gemm,
@@ -351,13 +352,13 @@ def _prepare_call(
             call.launch_one = _kernels.launcher(one.kernel, device)
             if one.limbs is not None:
                 call.launch_split = _kernels.launcher(one.limbs.kernel, device)
-            call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            call.maps = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
             if plan.keep is not None:
                 rows, cols, _, *rest = call.maps[-1]
                 call.maps.append((rows, cols, plan.ldg * x.itemsize, *rest))
             return call
         if plan.through is not None:
-            p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), x_at, w_at, _plan.Matrix((plan.ldg, 1), True))
+            p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
             call.multiply = Multiply(p, plan.through, device)
         if plan.gemm_kernel is not None:
             call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
@@ -369,27 +370,6 @@ def _prepare_call(
 def matrix_of(view: Any) -> _plan.Matrix:
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
-
-
-def map_arguments(
-    one: _plan.OneLaunch,
-    shape: tuple[int, int, int],
-    dtype: str,
-    itemsize: int,
-    x: _plan.Matrix,
-    w: _plan.Matrix,
-    y: _plan.Matrix,
-) -> list[tuple[Any, ...]]:
-    """What `tensor_map` wants beside a pointer, for x, weight and y: boxes of 128 bytes by the rows of a transfer."""
-    if one.limbs is not None:
-        return _tma.limb_maps(one, shape, y.strides[0])
-    (m, n, k), width = shape, 128 // itemsize
-    store_rows = 32 if itemsize == 4 else min(one.block_m, 64)
-    return [
-        (m, k, x.strides[0] * itemsize, one.element, one.block_m // one.cluster, width, _tma.L2_256B),
-        (n, k, w.strides[0] * itemsize, one.element, _plan.SM90_BLOCK_N, width, _tma.L2_256B),
-        (m, n, y.strides[0] * itemsize, dtype, store_rows, width, _tma.L2_NONE),
-    ]
 
 
 def _vector_code(view: Any) -> int:

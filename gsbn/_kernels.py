@@ -74,6 +74,10 @@ def _variants() -> Iterator[Kernel]:
         if (element, block_m) != ("limbs", 256):
             for keeps in (False, True) if mode == "training" else (False,):
                 yield _plan.forward_sm90(element, mode, block_m, cluster, keeps)
+    for element, block_m, cluster in itertools.product(("float16", "bfloat16"), _plan.BLOCKS_M, _plan.CLUSTERS):
+        for x_across in (False, True):  # dx and dw of the backward
+            if not x_across or block_m // cluster >= _plan.COLUMN:
+                yield _plan.forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
     yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
     yield from _plan.column_kernels()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import _kernels, _plan, _tma
+from . import _kernels, _plan
 from ._device import cuda
+from ._sm90 import Alone
 
 __all__ = ["Multiply"]
 
@@ -14,19 +15,15 @@ class Multiply:
     """A product as `_plan.limb_gemm` decides it, ready but for its addresses."""
 
     def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, device: int) -> None:
-        one = gemm.one
-        one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))
-        assert one.limbs is not None
-        self._one, self._limbs, self._gemm = one, one.limbs, gemm
+        assert gemm.one.limbs is not None
+        self._limbs, self._gemm = gemm.one.limbs, gemm
         self._problem = np.zeros(1, _kernels.PROBLEM)
-        fields = dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel)
-        fields |= dict(ldx=p.x.strides[0], ldw=p.w.strides[0])
+        fields = dict(m=p.m, n=p.n, k=p.k, ldx=p.x.strides[0], ldw=p.w.strides[0])
         flags = _kernels.FLAGS
         fields["flags"] = flags["vector_x"] * _whole(p.x, 0) + flags["vector_w"] * _whole(p.w, 0)
         for name, value in fields.items():
             self._problem[name] = value
-        self._maps = _tma.limb_maps(one, (p.m, p.n, p.k), p.y.strides[0])
-        self._launch = _kernels.launcher(one.kernel, device)
+        self._multiply = Alone(p, gemm.one, device)
         self._split = _kernels.launcher(self._limbs.kernel, device)
         self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
         self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x)
@@ -39,9 +36,8 @@ class Multiply:
         # The rows of both operands in one launch; the grid leaves out who is not there.
         rows = [0, 0, 0] if self._of_a else [a, of_a, a_exponents]
         rows += [0, 0, 0] if self._of_b else [b, of_b, b_exponents]
-        values: tuple[int, ...] = (self._problem.ctypes.data,)
         if any(rows):
-            self._split(gemm.split_grid, _plan.THREADS, values, tuple(rows), stream)
+            self._split(gemm.split_grid, _plan.THREADS, (self._problem.ctypes.data,), tuple(rows), stream)
         for columns, at, to, exponents, maxima in (
             (self._of_a, a, of_a, a_exponents, gemm.a_maxima),
             (self._of_b, b, of_b, b_exponents, gemm.b_maxima),
@@ -53,11 +49,7 @@ class Multiply:
                 self._maxima(columns.maxima_grid, _plan.THREADS, address, (at, workspace + maxima), stream)
                 words = (at, workspace + maxima, to, exponents)
                 self._columns(columns.grid, _plan.THREADS, address, words, stream)
-        one = self._one
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((of_a, of_b, c), self._maps, strict=True)]
-        values += tuple(at for _, at in maps)
-        everything = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
-        self._launch(one.clusters * one.cluster, _plan.SM90_THREADS, values, everything, stream)
+        self._multiply(of_a, of_b, c, stream, a_exponents, b_exponents)
 
 
 class _Columns:

@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import gsbn
 
-from . import _forward, _gradients, _kernels, _plan, _tma
+from . import _forward, _gradients, _kernels, _plan, _sm90
 from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
 from ._interop import kind_of
 from ._system import has_gpu, path
@@ -219,21 +217,13 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     one = _plan.one_launch(p, "gemm", case.precision)
     if one.limbs is not None:
         raise Unavailable("the GEMM of limbs is not alone: they are made first")
-    launch = _kernels.launcher(one.kernel, device)
-    problem = np.zeros(1, _kernels.PROBLEM)
-    problem["m"], problem["n"], problem["k"] = shape
-    problem["y_row"], problem["panel"] = at[2].strides[0], one.panel
-    boxes = _forward.map_arguments(one, shape, case.dtype, x.itemsize, *at)
-    maps = [_tma.tensor_map(a.data.ptr, *box) for a, box in zip((x, weight, g), boxes, strict=True)]
-    values = (problem.ctypes.data, *(address for _, address in maps))
-    words = (g.data.ptr, *[0] * 12)  # neither workspace nor vectors
+    multiply = _sm90.Alone(p, one, device)
 
     def call() -> Any:
-        grid, stream = one.clusters * one.cluster, xp.cuda.get_current_stream().ptr
-        launch(grid, _plan.SM90_THREADS, values, words, stream)
-        return g, problem, maps  # which the launch reads
+        multiply(x.data.ptr, weight.data.ptr, g.data.ptr, xp.cuda.get_current_stream().ptr)
+        return g
 
-    return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call()[0], None, None), path="sm90")
+    return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call(), None, None), path="sm90")
 
 
 def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:

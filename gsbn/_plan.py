@@ -37,10 +37,11 @@ STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds a
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
-MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for float32 through limbs, and the bench
+MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
+COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
 # What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
 # the choice is right rather than each time. See _one_launch_us and _cublas_us.
@@ -205,6 +206,7 @@ class Product(NamedTuple):
     grid: int
     block: int
     through: LimbGemm | None = None
+    one: OneLaunch | None = None
 
 
 class BackwardPlan(NamedTuple):
@@ -417,6 +419,10 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
         copy = 1 not in p.w.strides
         p = p._replace(w=Matrix((1, p.n), True)) if copy else p
         return Product(p, "sm90", copy, None, 0, 0, limb_gemm(p))
+    if _wants_sm90(p, gemm, obstacle):
+        copy = not _lies_across(p)
+        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
+        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision))
     if gemm != "tiled" and obstacle is None:
         copy = not _takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
         return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
@@ -438,6 +444,23 @@ def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> 
     )
     ieee = 2 * p.m * p.n * p.k / (CUBLAS_FLOPS["limbs"] * p.device.sms / 132) + IEEE_CALL_US
     return obstacle is not None or (p.k >= 64 and ours < ieee)
+
+
+def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
+    """Whether forward_sm90 makes a 16-bit product: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
+        return False
+    if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
+        return False
+    if gemm != "auto" or obstacle is not None:
+        return gemm in ("auto", "sm90")
+    return _lies_across(p) and _tile(p, "gemm", p.dtype).us < _cublas_product_us(p)
+
+
+def _lies_across(p: Matmul) -> bool:
+    """Whether forward_sm90 takes the weight, or x, as it lies across what is summed over."""
+    row, col = p.w.strides
+    return row == 1 and p.n <= col < 2**39 and p.w.aligned and col % 8 == 0
 
 
 def limb_gemm(p: Matmul) -> LimbGemm:
@@ -575,6 +598,8 @@ def _tile(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> _Tile:
     for block_m, cluster in itertools.product(BLOCKS_M, CLUSTERS):
         if element == "limbs" and block_m == 256:
             continue  # no room for sums beside its accumulators
+        if _across(p, mode, element)[0] and block_m // cluster < COLUMN:
+            continue
         tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
         waves = _ceil(tiles, p.device.sms // cluster)
         # As few clusters as need no more waves: the power that the others would draw goes to these.
@@ -619,6 +644,10 @@ def _one_launch_us(
     return us
 
 
+def _cublas_product_us(p: Matmul) -> float:
+    return 2 * p.m * p.n * p.k / (CUBLAS_FLOPS[p.dtype] * p.device.sms / 132) + 4.0
+
+
 def _split_us(p: Matmul, element: str, *, prepared: bool) -> float:
     """What comes before the one launch."""
     if element != "limbs":
@@ -643,14 +672,16 @@ def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, 
     element = element_for(p.dtype, precision)
     _, block_m, cluster, clusters = _tile(p, mode, element, keeps=keeps)
     rows, blocks = _ceil(m, block_m), _ceil(n, SM90_BLOCK_N)
-    merged = rows * blocks * SM90_BLOCK_N * 16
-    roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
-    workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
+    merged = roll = workspace = 0
+    if mode != "gemm":  # which has neither statistics nor flags
+        merged = rows * blocks * SM90_BLOCK_N * 16
+        roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
+        workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
     split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster, keeps),
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *_across(p, mode, element)),
         element=element,
         limbs=split,
         block_m=block_m,
@@ -661,6 +692,13 @@ def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, 
         roll=roll,
         workspace=workspace,
     )
+
+
+def _across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
+    """Whether forward_sm90 reads x, and the weight, across what is summed over: in all other modes none lies so."""
+    if mode != "gemm" or element not in ("float16", "bfloat16"):
+        return False, False
+    return p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
 def limbs(m: int, n: int, k: int, start: int) -> Limbs:
@@ -688,7 +726,15 @@ def split_limbs(k: int) -> Kernel:
     return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
 
 
-def forward_sm90(element: str, mode: str, block_m: int, cluster: int, keeps: bool = False) -> Kernel:
+def forward_sm90(
+    element: str,
+    mode: str,
+    block_m: int,
+    cluster: int,
+    keeps: bool = False,
+    x_across: bool = False,
+    w_across: bool = False,
+) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
@@ -697,6 +743,7 @@ def forward_sm90(element: str, mode: str, block_m: int, cluster: int, keeps: boo
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines |= {"CLUSTER": cluster, "KEEP": int(keeps)}
+    defines |= dict.fromkeys(("X_ACROSS",) * x_across + ("W_ACROSS",) * w_across, 1)
     return Kernel(
         "forward_sm90",
         "forward_sm90",

@@ -9,7 +9,7 @@ from typing import Any
 from . import _plan
 from ._driver import check, driver
 
-__all__ = ["limb_maps", "tensor_map"]
+__all__ = ["map_arguments", "tensor_map"]
 
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
 _INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
@@ -55,12 +55,24 @@ def tensor_map(
     return owner, at
 
 
-def limb_maps(one: _plan.OneLaunch, shape: tuple[int, int, int], y_row: int) -> list[tuple[Any, ...]]:
-    """What `tensor_map` wants beside a pointer, for the limbs of x and weight, and for y in float32."""
-    (m, n, k), limbs = shape, one.limbs
-    assert limbs is not None
-    return [
-        (m, k, limbs.pitch, "float16", one.block_m, 64, L2_256B, 3 - one.cluster),
-        (n, k, limbs.pitch, "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
-        (m, n, 4 * y_row, "float32", 32, 32, L2_NONE),
-    ]
+def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:
+    """What `tensor_map` wants beside a pointer, for forward_sm90's x, weight and y: boxes of 128 bytes by the rows of a
+    transfer, which are rows of k where an operand lies across it."""
+    m, n, k, dtype, _, x, w, y = p
+    if one.limbs is not None:
+        pitch = one.limbs.pitch
+        return [
+            (m, k, pitch, "float16", one.block_m, 64, L2_256B, 3 - one.cluster),
+            (n, k, pitch, "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
+            (m, n, 4 * y.strides[0], "float32", 32, 32, L2_NONE),
+        ]
+    size = _plan.ITEMSIZE[dtype]
+    width = 128 // size
+    store_rows = 32 if size == 4 else min(one.block_m, 64)
+    maps: list[tuple[Any, ...]] = []
+    for at, rows, box in ((x, m, one.block_m // one.cluster), (w, n, _plan.SM90_BLOCK_N)):
+        if at.strides[1] == 1:
+            maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
+        else:
+            maps.append((k, rows, at.strides[1] * size, one.element, width, _plan.COLUMN, L2_256B))
+    return [*maps, (m, n, y.strides[0] * size, dtype, store_rows, width, L2_NONE)]

@@ -587,15 +587,15 @@ struct Features {  // the caller's per-feature arguments
 // ---- tiles -------------------------------------------------------------------------------------------------------
 
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
-// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time: less
-// is then left to finish at the end.
+// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
+// tiles are finished later: less is then left to finish at the end.
 struct Order {
     int rows, cols, panel;
     __device__ int count() const { return rows * cols; }
     __device__ void at(int i, int& row, int& col) const {
         const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
-        int width = panel, first = i / (rows * panel) * panel;
-        if (first >= grouped) width = 1, first = i / rows;
+        int first = i / (rows * panel) * panel, width = min(panel, cols - first);
+        if (MODE == 2 && first >= grouped) width = 1, first = i / rows;
         i -= first * rows;
         row = i / width;
         col = first + i % width;
@@ -1008,15 +1008,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if ELEMENT != 3
             // one stage's wgmmas stay in flight while the next stage's are issued
             int before = 0;  // the stage before s
-#if SKEW
-            if (half == 1 && nth == 0) asm volatile("bar.sync 3, 256;" ::: "memory");
-#endif
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
-#if SKEW
-                if (half == 0 && nth == 0 && step == min(SKEW, steps - 1)) asm volatile("bar.arrive 3, 256;" ::: "memory");
-#endif
                 const u64 a = W::operand(sh.stage[s] + half * (64 * 128)), b = X::operand(sh.stage[s] + W_BYTES);
                 wgmma_fence();
 #pragma unroll

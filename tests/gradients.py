@@ -46,18 +46,20 @@ def backward(
     dy: np.ndarray,
     layouts: Mapping[str, str] | None = None,
     needs: tuple[str, ...] = NAMES,
+    products: str | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray | None]:
     """``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must hold of every call.
 
     A gradient has its argument's shape and dtype and x's kind; one that nobody needs, or whose argument is absent, is
-    None. The backward leaves every array as it was.
+    None. The backward leaves every array as it was. `products` takes the place of the forward's `gemm`.
     """
     layouts = layouts or {}
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
     y, saved = gsbn.forward(**views, **options, return_saved=True)
     assert isinstance(saved, gsbn.Saved)
+    saved = saved if products is None else saved._replace(gemm=products)
     assert saved.x is views["x"]
     assert saved.weight is views["weight"]
     if "out" in views:

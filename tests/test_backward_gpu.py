@@ -71,6 +71,18 @@ def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gem
     assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training)
 
 
+@pytest.mark.parametrize("name", GPU_KINDS)
+@given(case=cases(limit=400, dtypes=("float16", "bfloat16")), layout=st.sampled_from(LAYOUTS), whole=st.booleans())
+@settings(max_examples=60)
+def test_sm90_stays_within_the_bounds(name: str, case: Case, layout: str, whole: bool) -> None:
+    """Asked for, with operands in any layout; rows of gradients that are no multiples of 16 bytes go to cuBLAS."""
+    B, I, O = case.shape
+    case = replace(case, shape=(B, -(-I // 8) * 8 if whole else I, O))
+    arrays = case.arrays()
+    layouts = {**dict(case.layouts), "dy": layout}
+    assert_right(kind_of(name), arrays, draw_dy(arrays), layouts, products="sm90", **case.options)
+
+
 def test_tf32() -> None:
     arrays = Case((520, 264, 136), "float32", True).arrays()
     assert_right(kind_of("cupy"), arrays, draw_dy(arrays), operand=TF32, training=True, precision="high")

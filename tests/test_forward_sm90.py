@@ -14,7 +14,7 @@ from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundoff
 
 import gsbn
-from gsbn import _kernels, _plan, reference
+from gsbn import _kernels, _plan, _sm90, reference
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -118,6 +118,36 @@ def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> 
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("across", [(False, False), (False, True), (True, True)], ids=str)  # x, weight
+@pytest.mark.parametrize("shape", [(1, 8, 1), (33, 16, 33), (257, 136, 72), (2049, 520, 130), (1000, 1000, 777)])
+def test_products_of_integers_are_exact(
+    shape: tuple[int, int, int], across: tuple[bool, bool], dtype: str, tile: Any
+) -> None:
+    """The GEMM alone, as the backward takes it: each operand along what is summed over, or across; NaN after each row."""
+    if across[0] and tile != "any" and tile[0] // tile[1] < _plan.COLUMN:
+        pytest.skip("a CTA loads whole columns of x")
+    (m, n, k), t, device = shape, DTYPES[dtype], cupy.cuda.Device().id
+    rng = np.random.default_rng(0)
+
+    def padded(a: np.ndarray) -> Any:
+        rows = np.full((a.shape[0], -(-a.shape[1] // 8) * 8 + 8), np.nan, t)
+        rows[:, : a.shape[1]] = a
+        return cupy.asarray(rows)
+
+    x, w = (rng.integers(-3, 4, (rows, k)).astype(t) for rows in (m, n))
+    a, b = (padded(o.T if turned else o) for o, turned in zip((x, w), across, strict=True))
+    c = padded(np.full((m, n), np.nan, t))
+    at = [_plan.Matrix((o.shape[1], 1), True) for o in (a, b, c)]
+    x_at, w_at = (where.T if turned else where for where, turned in zip(at, across, strict=False))
+    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2])
+    multiply = _sm90.Alone(p, _plan.one_launch(p, "gemm", "highest"), device)
+    multiply(a.data.ptr, b.data.ptr, c.data.ptr, cupy.cuda.get_current_stream().ptr)
+    got = cupy.asnumpy(c)
+    np.testing.assert_array_equal(got[:, :n], reference.round_to(x.astype("f8") @ w.astype("f8").T, t))
+    assert np.isnan(got[:, n:].astype("f4")).all()
 
 
 @pytest.mark.parametrize("resident", [1, 5])

@@ -147,6 +147,20 @@ def assert_limb_gemm_fits(p: Matmul, through: LimbGemm) -> None:
     assert rows * maxima_grid >= p.k * -(-p.m // 128)
 
 
+def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
+    assert p.dtype in ("float16", "bfloat16") and p.device == H200
+    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel.shared <= 227 << 10
+    assert (one.workspace, one.limbs) == (0, None)
+    tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
+    assert 1 <= one.clusters <= min(tiles, p.device.sms // one.cluster)
+    macros = dict(one.kernel.defines)
+    for at, rows, across in ((p.x, p.m, "X_ACROSS" in macros), (p.w, p.n, "W_ACROSS" in macros)):
+        (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
+        assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
+    assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
+
+
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_auto_serves_every_call(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing)
@@ -196,7 +210,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool)
     training=st.booleans(),
     capturing=st.booleans(),
     needs=st.sets(st.sampled_from(FIELDS)),
-    gemm=st.sampled_from(["auto", "cublas", "tiled"]),
+    gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
     precision=st.sampled_from(["highest", "high"]),
 )
 def test_a_backward_fits(
@@ -246,6 +260,10 @@ def test_a_backward_fits(
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.through)
             assert decided.limbs_at + product.through.workspace <= decided.workspace
+            continue
+        if product.one is not None:
+            assert product.gemm == "sm90"
+            assert_sm90_product_fits(q, product.one)
             continue
         assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
         if product.kernel is not None:

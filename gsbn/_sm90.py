@@ -1,0 +1,28 @@
+"""c = a bᵀ by forward_sm90's GEMM alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import _kernels, _plan, _tma
+
+__all__ = ["Alone"]
+
+
+class Alone:
+    """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'."""
+
+    def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
+        one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))
+        self._grid = one.clusters * one.cluster
+        self._problem = np.zeros(1, _kernels.PROBLEM)
+        for name, value in dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel).items():
+            self._problem[name] = value
+        self._at = self._problem.ctypes.data
+        self._maps = _tma.map_arguments(one, p)
+        self._launch = _kernels.launcher(one.kernel, device)
+
+    def __call__(self, a: int, b: int, c: int, stream: int, a_exponents: int = 0, b_exponents: int = 0) -> None:
+        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((a, b, c), self._maps, strict=True)]
+        words = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
+        self._launch(self._grid, _plan.SM90_THREADS, (self._at, *(at for _, at in maps)), words, stream)
