@@ -126,7 +126,7 @@ def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> 
 def test_products_of_integers_are_exact(
     shape: tuple[int, int, int], across: tuple[bool, bool], dtype: str, tile: Any
 ) -> None:
-    """The GEMM alone, as the backward takes it: each operand along what is summed over, or across; NaN after each row."""
+    """The GEMM alone, as the backward takes it: operands along what is summed over, or across; NaN after each row."""
     if across[0] and tile != "any" and tile[0] // tile[1] < _plan.COLUMN:
         pytest.skip("a CTA loads whole columns of x")
     (m, n, k), t, device = shape, DTYPES[dtype], cupy.cuda.Device().id
