@@ -69,14 +69,15 @@
 #endif
 #ifndef KEEP
 #define KEEP 0  // 1, in training: write g - mean, too
-=======
 #endif
+#ifndef W_ACROSS
 #define W_ACROSS 0  // 1: w is (k, n) in memory, row-major
+#endif
 #ifndef X_ACROSS
 #define X_ACROSS 0  // 1: x is (k, m)
 #endif
 
-    typedef unsigned int u32;
+typedef unsigned int u32;
 typedef unsigned long long u64;
 #if ELEMENT == 3
 typedef double Wide;  // of the running statistics' update: with float32 that is more than float32, its roundings show
