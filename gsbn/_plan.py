@@ -454,7 +454,17 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    return _lies_across(p) and _tile(p, "gemm", p.dtype).us < _cublas_product_us(p)
+    return _lies_across(p) and _fills_waves(p)
+
+
+def _fills_waves(p: Matmul) -> bool:
+    """Whether the largest tiles fill several waves: measured to beat cuBLAS, which cuts other shapes better."""
+    tile = _tile(p, "gemm", p.dtype)
+    resident = p.device.sms // tile.cluster
+    block_n = SM90_BLOCK_N * tile.cluster
+    waves = _ceil(_ceil(p.m, tile.block_m) * _ceil(p.n, block_n), resident)
+    largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
+    return largest and waves > 1 and p.m * p.n >= 0.9 * waves * resident * tile.block_m * block_n
 
 
 def _lies_across(p: Matmul) -> bool:
@@ -642,10 +652,6 @@ def _one_launch_us(
         around, later = LAYING_US * laying, max(tile, RELAYING_US * laying)
     us: float = CALL_US[mode] + tile + (waves - 1) * later + around
     return us
-
-
-def _cublas_product_us(p: Matmul) -> float:
-    return 2 * p.m * p.n * p.k / (CUBLAS_FLOPS[p.dtype] * p.device.sms / 132) + 4.0
 
 
 def _split_us(p: Matmul, element: str, *, prepared: bool) -> float:
