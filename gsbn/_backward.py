@@ -219,10 +219,10 @@ def _launch(
         dy = kind.contiguous(dy)
         dy_at = kind.pointer(dy)
     if plan.weight is not None and plan.weight.copy:
-        x = kind.contiguous(x)
+        x = kind.copy(x)
         x_at = kind.pointer(x)
     if plan.x is not None and plan.x.copy:
-        weight = kind.contiguous(weight)
+        weight = kind.copy(weight)
         w_at = kind.pointer(weight)
     scratch, workspace = kind.scratch(plan.workspace, x)
     if capturing:

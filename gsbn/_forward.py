@@ -392,10 +392,10 @@ def _launch(
     x, w, y = arrays[0], arrays[1], arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
     if plan.copy_x:
-        x = kind.contiguous(x)
+        x = kind.copy(x)
         x_at = kind.pointer(x)
     if plan.copy_w:
-        w = kind.contiguous(w)
+        w = kind.copy(w)
         w_at = kind.pointer(w)
     if y is None:
         y = kind.empty(call.shape, x)

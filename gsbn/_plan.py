@@ -60,6 +60,8 @@ IEEE_CALL_US = 6.1  # more than a GEMM on tensor cores
 CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
+PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
+FILL = 0.94  # of several waves of the largest tiles, at which forward_sm90 is never slower than cuBLAS
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -464,7 +466,7 @@ def _fills_waves(p: Matmul) -> bool:
     block_n = SM90_BLOCK_N * tile.cluster
     waves = _ceil(_ceil(p.m, tile.block_m) * _ceil(p.n, block_n), resident)
     largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
-    return largest and waves > 1 and p.m * p.n >= 0.9 * waves * resident * tile.block_m * block_n
+    return largest and waves > 1 and p.m * p.n >= FILL * waves * resident * tile.block_m * block_n
 
 
 def _lies_across(p: Matmul) -> bool:
@@ -693,11 +695,18 @@ def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, 
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
-        panel=1 if m <= 8192 else 2 if mode == "training" and element != "limbs" else 4,
+        panel=_panel(p, mode, element),
         merged=merged,
         roll=roll,
         workspace=workspace,
     )
+
+
+def _panel(p: Matmul, mode: str, element: str) -> int:
+    """Columns of blocks of features that clusters take together: x is then streamed less often, but more of w is."""
+    if mode == "gemm" and element != "limbs":
+        return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
+    return 1 if p.m <= 8192 else 2 if mode == "training" and element != "limbs" else 4
 
 
 def _across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import backward, draw_dy, gradient_bounds, truth_of
-from harness import DTYPES, assert_same_bits, forward, kind_of, without_out
+from harness import DTYPES, GPU_KINDS, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundoff
 
@@ -148,6 +148,15 @@ def test_products_of_integers_are_exact(
     got = cupy.asnumpy(c)
     np.testing.assert_array_equal(got[:, :n], reference.round_to(x.astype("f8") @ w.astype("f8").T, t))
     assert np.isnan(got[:, n:].astype("f4")).all()
+
+
+@pytest.mark.parametrize("name", GPU_KINDS)
+def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
+    arrays = Case((300, 72, 520), "bfloat16", True, layouts=()).arrays()
+    layouts = dict.fromkeys(("x", "weight"), "unaligned")
+    got = forward(kind_of(name), arrays, layouts, training=True, **SM90)
+    truth = reference.forward(**without_out(arrays), training=True)
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
 @pytest.mark.parametrize("resident", [1, 5])
