@@ -337,6 +337,47 @@ def test_auto_takes_what_was_measured_to_win(
     assert plan(contiguous(*shape, dtype, device), training=True, **options).gemm == want
 
 
+@pytest.mark.parametrize(
+    ("shape", "options", "dx", "dw"),
+    [  # cuBLAS's us and forward_sm90's, for dx and for dw
+        ((1024, 8192, 8192), {}, "sm90", "sm90"),  # 174 and 174, 199 and 190
+        ((16384, 4096, 4096), {}, "sm90", "sm90"),  # 861 and 833, 818 and 811
+        ((3072, 5120, 5120), {}, "cublas", "cublas"),  # 221 and 231, 236 and 256: a wave is half empty
+        ((4096, 1024, 1024), {}, "cublas", "cublas"),  # 20.0 and 20.8: one wave; 17.7 and 19.2: cuBLAS splits k
+        ((32768, 1024, 1024), {}, "sm90", "cublas"),  # 122 and 121; 99 and 142
+        ((128, 1024, 512), {}, "cublas", "cublas"),
+        ((128, 1024, 512), {"capturing": True}, "sm90", "sm90"),
+        ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
+        ((128, 1020, 512), {"gemm": "sm90"}, "cublas", "cublas"),  # rows of dx off 16 bytes
+        ((128, 1020, 512), {"capturing": True}, "tiled", "tiled"),
+        ((128, 1024, 511), {"capturing": True}, "sm90", "sm90"),  # dg has a pitch of its own
+        ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
+        ((1024, 8192, 8192), {"gemm": "tiled"}, "tiled", "tiled"),
+    ],
+)
+def test_a_backward_takes_what_was_measured_to_win(
+    shape: tuple[int, int, int], options: dict[str, Any], dx: str, dw: str
+) -> None:
+    B, I, O = shape
+    decided = backward_plan(
+        contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), ldd=O + O % 2, **options
+    )
+    assert decided.x is not None and decided.weight is not None
+    assert (decided.x.gemm, decided.weight.gemm) == (dx, dw)
+
+
+def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
+    """What starts off 16 bytes is copied where it is asked for, and left to cuBLAS where not; dw reads dg in place."""
+    p = contiguous(1024, 8192, 8192)
+    p = p._replace(w=p.w._replace(aligned=False))
+    asked, auto = (backward_plan(p, training=True, needs=FIELDS, ldd=8192, gemm=gemm) for gemm in ("sm90", "auto"))
+    assert asked.x is not None and asked.weight is not None and auto.x is not None
+    assert (asked.x.gemm, asked.x.copy, asked.weight.copy) == ("sm90", True, False)
+    assert (auto.x.gemm, auto.x.copy) == ("cublas", False)
+    assert asked.weight.p.x.strides == (1, asked.pitch)
+    assert asked.across == 0
+
+
 def test_few_features_take_clusters_of_one() -> None:
     """A second CTA without features would only load."""
     few, many = (

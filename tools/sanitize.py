@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _accuracy, _backward, _forward, _gradients, _interop, _kernels, _peers, _plan, bench, reference
+from gsbn import _accuracy, _backward, _forward, _gradients, _interop, _kernels, _peers, _plan, _sm90, bench, reference
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
@@ -98,6 +98,22 @@ def sm90(element, mode, block_m, cluster, keeps=False):
     return agree(g, o.x.astype("f8") @ o.weight.astype("f8").T)
 
 
+def product_of(name, dtype, block_m, cluster):
+    """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
+    _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
+    m, n, k = 2 * block_m - 8, 4 * _plan.SM90_BLOCK_N + 40, 136  # the last rows, features and k fill no tile
+    o = _accuracy.make_operands(np, m, k, n, dtype)
+    across = name == "dw"
+    a, b = (cp.ascontiguousarray(cp.asarray(at)) for at in (o.x.T if across else o.x, o.weight.T))
+    c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
+    device = cp.cuda.Device().id
+    a_at = a_at.T if across else a_at
+    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), a_at, b_at.T, _plan.Matrix((n, 1), True))
+    multiply = _sm90.Alone(p, _plan.one_launch(p, "gemm", "highest"), device)
+    multiply(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
+    agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
+
+
 def variants():
     """Names, and what runs them."""
     for dtype, g_type in ((d, "double" if d == "float64" else "float") for d in _plan.C_TYPE):
@@ -111,6 +127,10 @@ def variants():
     for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS, (False, True))):
         if _plan.forward_sm90(*choice) in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             yield "sm90 {} {} {}x{}".format(*choice) + " keeps" * choice[-1], sm90, choice
+    for choice in product(("dx", "dw"), ("float16", "bfloat16"), _plan.BLOCKS_M, _plan.CLUSTERS):
+        name, dtype, *tile = choice
+        if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:
+            yield "sm90 {} {} {}x{}".format(*choice), product_of, choice
 
 
 def main():
@@ -134,8 +154,9 @@ def main():
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
-        if words <= set(name.split()) and (hopper or (run is not sm90 and "limbs" not in name)):
-            clear = CLEAR and (run is sm90 or "limbs" in name)
+        of_hopper = name.startswith("sm90") or "limbs" in name
+        if words <= set(name.split()) and (hopper or not of_hopper):
+            clear = CLEAR and of_hopper
             cp.empty = cp.zeros if clear else new
             kind.scratch, kind.empty = (clear_scratch, clear_empty) if clear else (scratch, empty)
             _plan.plan.cache_clear()
