@@ -46,6 +46,7 @@ SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs take
 # What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
 # the choice is right rather than each time. See _one_launch_us and _cublas_us.
 MMA_US, STEP_US = 0.0018, 0.067  # a step, 128 bytes of k: a row of x in it, and whatever is in it
+SHARED_US = 1 / 1950  # 128 bytes in or out of shared memory, a clock; in the other modes' fit it is in other terms
 L2_RATE, MEMORY_RATE = 10.2, 11.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
 OFF_LINE, OFF_LINE_Y = 1.4, 1.45  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
 TILE_US = {"training": 7.1, "inference": 1.65, "gemm": 1.65}  # beginning and end of a tile
@@ -640,7 +641,10 @@ def _one_launch_us(
     if limbs == 1 and k * size % 128:
         feed *= OFF_LINE
     products = 3 if element == "limbs" else 1
-    step = sum(us**6 for us in (products * MMA_US * block_m, STEP_US, feed)) ** (1 / 6)  # the largest, smoothly
+    pace = [products * MMA_US * block_m, STEP_US, feed]
+    if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
+        pace.append(SHARED_US * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
+    step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = ctas * block_m * SM90_BLOCK_N * ITEMSIZE[dtype] * 1e-6 * (OFF_LINE_Y if n * ITEMSIZE[dtype] % 128 else 1.0)
     y *= 1 + keeps  # g - m is written as y is
     tile = _ceil(k * size, 128) * step + TILE_US[mode] + y / Y_RATE[mode]
