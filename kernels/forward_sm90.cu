@@ -14,7 +14,7 @@
 //
 // Across (16-bit, MODE 0). With W_ACROSS the w operand lies as (k, n) in memory, with X_ACROSS x as (k, m): so the
 // backward makes dx = dg w (w across) and dw = dg^T x (both across). wgmma takes 16-bit operands either way round; a
-// stage then holds them as columns of 64 rows (Lies).
+// stage then holds them as columns of 64 rows (Operand).
 //
 // Threads. Three warpgroups. Warpgroups 1 and 2 are the consumers: 64 features of the tile each, with wgmma
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
@@ -101,7 +101,7 @@ constexpr int MMA_K = 32 / OPERAND_BYTES;       // k of one wgmma
 constexpr int W_BYTES = LIMBS * BLOCK_N * 128;  // of one stage
 constexpr int X_BYTES = LIMBS * BLOCK_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int COLUMN = 64;  // rows of an operand that lies across: 128 bytes of k at a time
+constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
 static_assert(!(W_ACROSS || X_ACROSS) || (MODE == 0 && ELEMENT <= 1), "only the GEMM of 16-bit operands takes them so");
 static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
 constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
@@ -317,13 +317,13 @@ __device__ __forceinline__ void wait_count(const int* counter, int least, int na
 
 // How an operand lies in a stage, its rows being those of x or features of w, swizzled by 128 bytes: along k (K-major),
 // rows of 128 bytes, 8-row groups 1024 bytes apart; or ACROSS (MN-major), [rows / COLUMN][BLOCK_K][128 bytes], 8-k
-// groups 1024 bytes apart. `ROWS` rows are 128 ROWS bytes either way, so an operand may be split at any column.
+// groups 1024 bytes apart. So many rows are 128 times as many bytes either way, and whole columns may be split off.
 template <bool ACROSS>
-struct Lies {
+struct Operand {
     static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
     static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
 
-    static __device__ __forceinline__ u64 operand(const void* tile) {
+    static __device__ __forceinline__ u64 descriptor(const void* tile) {
         return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)(LEADING >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
     }
 
@@ -340,8 +340,8 @@ struct Lies {
         }
     }
 };
-typedef Lies<W_ACROSS> W;
-typedef Lies<X_ACROSS> X;
+typedef Operand<W_ACROSS> W;
+typedef Operand<X_ACROSS> X;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -670,7 +670,7 @@ __device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
     const __grid_constant__ TensorMap x_map,  // boxes of BLOCK_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
-    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes
+    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes; across: BLOCK_K of k x COLUMN rows
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
 #if KEEP
     const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ldg elements
@@ -1011,7 +1011,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
-                const u64 a = W::operand(sh.stage[s] + half * (64 * 128)), b = X::operand(sh.stage[s] + W_BYTES);
+                const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < BLOCK_K / MMA_K; j++) wgmma(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
@@ -1035,7 +1035,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
-                const u64 a = W::operand(sh.stage[s] + half * (64 * 128)), b = X::operand(sh.stage[s] + W_BYTES);
+                const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
                 constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = BLOCK_M * 128 / 16;
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) {
