@@ -266,10 +266,11 @@ class _Call:
         self.training = self.counts = False
         self.options: tuple[Any, ...] = ()
         self.spans: list[tuple[int, int, int]] = []
+        self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
         self.written: list[int] = []
         self.launch_one: Any = None
         self.launch_split: Any = None
-        self.maps: list[tuple[Any, ...]] = []
+        self.matrices: Any = None
         self.launch_gemm: Any = None
         self.multiply: Multiply | None = None
         self.launch_affine: Any = None
@@ -278,13 +279,17 @@ class _Call:
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
-        if not self.written:
+        where = tuple(pointers)
+        if not self.written or where in self.apart:
             return False
         end = 0
-        for start, stop in sorted([(pointers[i] + low, pointers[i] + high) for i, low, high in self.spans]):
+        for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self.spans]):
             if start < end:
                 return True
             end = stop
+        if len(self.apart) >= _MAX_CALLS:
+            self.apart.clear()
+        self.apart.add(where)
         return False
 
 
@@ -351,10 +356,11 @@ def _prepare_call(
             call.launch_one = _kernels.launcher(one.kernel, device)
             if one.limbs is not None:
                 call.launch_split = _kernels.launcher(one.limbs.kernel, device)
-            call.maps = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
+            boxes = map_arguments(one, (m, n, k), x.dtype, x.itemsize, x_at, w_at, y_at)
             if plan.keep is not None:
-                rows, cols, _, *rest = call.maps[-1]
-                call.maps.append((rows, cols, plan.ldg * x.itemsize, *rest))
+                rows, cols, _, *rest = boxes[-1]
+                boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
+            call.matrices = _tma.Matrices(boxes)
             return call
         if plan.through is not None:
             p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), x_at, w_at, _plan.Matrix((plan.ldg, 1), True))
@@ -447,13 +453,12 @@ def _launch(
             call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
             x_at, w_at = of_x, of_w
         mapped = (x_at, w_at, y_at, deviations_at) if plan.keep is not None else (x_at, w_at, y_at)
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip(mapped, call.maps, strict=True)]
+        _owners, maps = _tma.tensor_maps(call.matrices, *mapped)  # the owners live until the launch is made
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
         words += (count if call.counts else 0, x_exponents, w_exponents)
         if plan.keep is not None:
             words += (deviations_at, vectors_at)
-        values += tuple(at for _, at in maps)
-        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
+        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, words, stream)
         return _done(call, kind, arrays, y, deviations, vectors)
     if call.multiply is not None:
         call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)

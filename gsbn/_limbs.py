@@ -25,7 +25,7 @@ class Multiply:
         fields["flags"] = flags["vector_x"] * _whole(p.x, 0) + flags["vector_w"] * _whole(p.w, 0)
         for name, value in fields.items():
             self._problem[name] = value
-        self._maps = _tma.limb_maps(one, (p.m, p.n, p.k), p.y.strides[0])
+        self._matrices = _tma.Matrices(_tma.limb_maps(one, (p.m, p.n, p.k), p.y.strides[0]))
         self._launch = _kernels.launcher(one.kernel, device)
         self._split = _kernels.launcher(self._limbs.kernel, device)
         self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
@@ -54,10 +54,9 @@ class Multiply:
                 words = (at, workspace + maxima, to, exponents)
                 self._columns(columns.grid, _plan.THREADS, address, words, stream)
         one = self._one
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((of_a, of_b, c), self._maps, strict=True)]
-        values += tuple(at for _, at in maps)
+        _owners, maps = _tma.tensor_maps(self._matrices, of_a, of_b, c)  # the owners live until the launch is made
         everything = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
-        self._launch(one.clusters * one.cluster, _plan.SM90_THREADS, values, everything, stream)
+        self._launch(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, everything, stream)
 
 
 class _Columns:
