@@ -93,7 +93,7 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         key = None  # something is not what it should be: the checks say what
     if call is None:
         views = _views(kind, dy, saved)
-        call = _prepare_call(views, saved, wanted, device, capturing)
+        call = _prepare_call(kind, views, saved, wanted, device, capturing)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -122,10 +122,12 @@ _MAX_CALLS = 1024
 class _Call:
     """A backward call, ready but for its addresses."""
 
-    def __init__(self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None]) -> None:
+    def __init__(
+        self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None], makers: list[Any]
+    ) -> None:
         self.plan, self.problem = plan, problem
         self.values = (problem.ctypes.data,)
-        self.shapes, self.dtypes = shapes, dtypes  # of the gradients; a dtype of None is not made
+        self.shapes, self.dtypes, self.makers = shapes, dtypes, makers  # of the gradients; None is not made
         self.launch_sums: Any = None
         self.launch_dg: Any = None
         self.products: list[tuple[_plan.Product, Any]] = []  # with cuBLAS's arguments, or a launcher and its problem
@@ -135,7 +137,7 @@ _calls: dict[Any, _Call] = {}
 
 
 def _prepare_call(
-    views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
+    kind: Kind, views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
 ) -> _Call:
     dy, x, weight = views["dy"], views["x"], views["weight"]
     (m, k), n = x.shape, weight.shape[0]
@@ -145,8 +147,12 @@ def _prepare_call(
     made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     problem = np.zeros(1, _kernels.PROBLEM)
     problem["m"], problem["n"], problem["k"] = m, n, k
+    makers = [
+        None if dtype is None else kind.maker(shape, saved.x, dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
     if m == 0:
-        return _Call(None, problem, shapes, dtypes)  # type: ignore[arg-type]
+        return _Call(None, problem, shapes, dtypes, makers)  # type: ignore[arg-type]
 
     ldd = saved.deviations.shape[1]
     plan = _plan.backward_plan(
@@ -166,7 +172,7 @@ def _prepare_call(
     fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
     for name, value in fields.items():
         problem[name] = value
-    call = _Call(plan, problem, shapes, dtypes)
+    call = _Call(plan, problem, shapes, dtypes, makers)
     with on_device(device):
         if plan.sums:
             call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
@@ -201,10 +207,7 @@ def _launch(
 ) -> Gradients:
     plan, x, weight = call.plan, saved.x, saved.weight
     dy_at, x_at, w_at, d_at, saved_at = pointers
-    made = [
-        None if dtype is None else kind.empty(shape, x, dtype)
-        for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
-    ]
+    made = [None if make is None else make() for make in call.makers]
     at = [0 if array is None else kind.pointer(array) for array in made]
     if plan is None:  # an empty batch
         for target, shape, dtype in zip(at, call.shapes, call.dtypes, strict=True):

@@ -208,7 +208,7 @@ def _forward(
         if views["x"].shape[0] == 0:
             with on_device(device):
                 return _nothing(kind, arrays, options, views["weight"].shape[0])
-        call = _prepare_call(views, options, device, capturing, prepared)
+        call = _prepare_call(kind, arrays, views, options, device, capturing, prepared)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -228,14 +228,17 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[5]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, kind.dtype)
+    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
 
 
-def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtype: Any) -> Saved:
-    x, weight, scale, bias, gamma, beta = arrays[:6]
+def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
+    """Of bias, scale, gamma and beta."""
+    return tuple(None if a is None else kind.dtype(a) for a in (arrays[3], arrays[2], *arrays[4:6]))
+
+
+def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any) -> Saved:
     training, _, _, precision, gemm, _ = options
-    dtypes = tuple(None if a is None else dtype(a) for a in (bias, scale, gamma, beta))
-    return Saved(x, weight, deviations, vectors, bool(training), precision, gemm, dtypes)  # type: ignore[arg-type]
+    return Saved(arrays[0], arrays[1], deviations, vectors, bool(training), precision, gemm, dtypes)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -276,6 +279,10 @@ class _Call:
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
         self.affine_grid = 0
+        self.make_y: Any = None
+        self.make_deviations: Any = None
+        self.make_vectors: Any = None
+        self.dtypes: Any = None
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
@@ -297,7 +304,13 @@ _calls: dict[Any, _Call] = {}
 
 
 def _prepare_call(
-    views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool, prepared: Prepared | None
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    views: dict[str, Any],
+    options: tuple[Any, ...],
+    device: int,
+    capturing: bool,
+    prepared: Prepared | None,
 ) -> _Call:
     training, momentum, eps, precision, gemm, return_saved = options
     x, weight, out = views["x"], views["weight"], views["out"]
@@ -348,6 +361,11 @@ def _prepare_call(
         if views[name] is not None and 0 not in views[name].shape
     ]
     call.affine_grid = -(-n // _plan.THREADS)
+    call.make_y = kind.maker((m, n), arrays[0])
+    if plan.keep is not None:
+        call.make_deviations = kind.maker((m, plan.ldg), arrays[0], plan.keep.dtype)
+        call.make_vectors = kind.maker((_plan.SAVED_ROWS, n), arrays[0], "float64")
+        call.dtypes = _dtypes(kind, arrays)
     with on_device(device):
         if plan.one is not None:
             one = plan.one
@@ -424,15 +442,14 @@ def _launch(
         w = kind.contiguous(w)
         w_at = kind.pointer(w)
     if y is None:
-        y = kind.empty(call.shape, x)
+        y = call.make_y()
         y_at = kind.pointer(y)
     scratch, workspace = kind.scratch(plan.workspace if plan.one is None else plan.one.workspace, x)
     g = y_at if plan.y_is_g else workspace + plan.g
     deviations = vectors = None
     deviations_at = vectors_at = 0
     if plan.keep is not None:
-        deviations = kind.empty((call.shape[0], plan.ldg), x, plan.keep.dtype)
-        vectors = kind.empty((_plan.SAVED_ROWS, call.shape[1]), x, "float64")
+        deviations, vectors = call.make_deviations(), call.make_vectors()
         deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
         g = deviations_at if plan.keep.is_g else g
     if capturing:
@@ -480,10 +497,9 @@ def _launch(
 
 
 def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: Any, vectors: Any) -> Any:
-    if kind.counts_writes:
-        for i in call.written:
-            kind.written(arrays[i])
-    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, kind.dtype))
+    if kind.counts_writes and call.written:
+        kind.written([arrays[i] for i in call.written])
+    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, call.dtypes))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -507,8 +523,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
                 target[...] = value if name == "num_batches_tracked" else reference.round_to(value, target.dtype)
     if host["out"] is not None:
         host["out"][...] = y
-    for name in _check.written(views, training=bool(training)):
-        kind.written(given[name])
+    kind.written([given[name] for name in _check.written(views, training=bool(training))])
     result_y = given["out"] if given["out"] is not None else kind.from_numpy(y)
     if not return_saved:
         return result_y
@@ -518,7 +533,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
         row[...] = absent if host[name] is None else host[name]
     deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), kind.dtype)
+    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), _dtypes(kind, arrays))
 
 
 # ---- fold ------------------------------------------------------------------------------------------------------------

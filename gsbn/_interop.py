@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,10 @@ class Kind:
         """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
         raise NotImplementedError
 
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
+        """`empty` of these arguments, for many times (CUDA kinds)."""
+        raise NotImplementedError
+
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
@@ -96,8 +101,8 @@ class Kind:
         """A C-contiguous array of its own memory."""
         raise NotImplementedError
 
-    def written(self, array: Any) -> None:
-        """Tell the library that its array was changed in place."""
+    def written(self, arrays: list[Any]) -> None:
+        """Tell the library that its arrays were changed in place."""
 
     def side(self, array: Any) -> Kind | None:
         """The kind for the device that this array is on; None for a device that gsbn cannot use."""
@@ -164,8 +169,11 @@ class _Cupy(Kind):
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return self.maker(shape, like, dtype)()
+
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
         # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
-        return self._ndarray(shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
+        return partial(self._ndarray, shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
@@ -193,7 +201,6 @@ class _Torch(Kind):
             torch.int64: "int64",
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        self._templates: dict[tuple[str, Any], Any] = {}
 
     def view(self, array: Any) -> View:
         size = array.element_size()
@@ -216,13 +223,9 @@ class _Torch(Kind):
             raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        if dtype is not None:  # an empty tensor of that dtype: new_empty takes half the time without one to read
-            key = dtype, like.device
-            found = self._templates.get(key)
-            if found is None:
-                found = self._templates[key] = self._torch.empty(0, dtype=self._dtypes[dtype], device=like.device)
-            like = found
-        return like.new_empty(*shape)
+        if dtype is None:
+            return like.new_empty(shape)
+        return self._torch.empty(shape, dtype=self._dtypes[dtype], device=like.device)
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
@@ -238,9 +241,14 @@ class _Torch(Kind):
     def copy(self, array: Any) -> Any:
         return array.detach().clone(memory_format=self._torch.contiguous_format)
 
-    def written(self, array: Any) -> None:
-        if not array.is_inference():  # such a tensor has no version counter
-            self._torch.autograd.graph.increment_version(array)
+    def written(self, arrays: list[Any]) -> None:
+        increment = self._torch.autograd.graph.increment_version
+        try:
+            increment(arrays)
+        except (RuntimeError, TypeError):  # older versions take one, and none that inference mode made
+            for array in arrays:
+                if not array.is_inference():
+                    increment(array)
 
     def side(self, array: Any) -> Kind | None:
         return self.cuda if array.is_cuda else self if array.is_cpu else None
@@ -276,6 +284,10 @@ class _TorchCuda(_Torch):
 
     def stream(self, device: int) -> int:
         return self._raw_stream(device)
+
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
+        # The quickest way that torch has: no dtype or device to parse, no tuple to unpack.
+        return partial(self.empty((0,), like, dtype).new_empty, *shape)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)
