@@ -128,6 +128,7 @@ class _Call:
         self.plan, self.problem = plan, problem
         self.values = (problem.ctypes.data,)
         self.shapes, self.dtypes, self.makers = shapes, dtypes, makers  # of the gradients; None is not made
+        self.device = 0
         self.launch_sums: Any = None
         self.launch_dg: Any = None
         self.products: list[tuple[_plan.Product, Any]] = []  # with cuBLAS's arguments, or a launcher and its problem
@@ -173,6 +174,7 @@ def _prepare_call(
     for name, value in fields.items():
         problem[name] = value
     call = _Call(plan, problem, shapes, dtypes, makers)
+    call.device = device
     with on_device(device):
         if plan.sums:
             call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
@@ -196,7 +198,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
     for name, value in dict(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags).items():
         problem[name] = value
-    return _kernels.launcher(product.kernel, device), problem
+    return _kernels.launcher(product.kernel, device), problem, (problem.ctypes.data,)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -224,7 +226,9 @@ def _launch(
     if plan.x is not None and plan.x.copy:
         weight = kind.contiguous(weight)
         w_at = kind.pointer(weight)
-    scratch, workspace = kind.scratch(plan.workspace, x)
+    where = None if capturing else (call.device, stream)
+    scratch = kind.borrow(plan.workspace, x, where)
+    workspace = scratch[1]
     if capturing:
         _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
 
@@ -248,8 +252,9 @@ def _launch(
         elif product.kernel is None:
             gemm_ex(how, stream, *operands)
         else:
-            launch, problem = how
-            launch(product.grid, product.block, (problem.ctypes.data,), operands, stream)
+            launch, _, values = how
+            launch(product.grid, product.block, values, operands, stream)
+    kind.give_back(scratch, plan.workspace, where)
     return Gradients(*made)
 
 

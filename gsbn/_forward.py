@@ -279,6 +279,7 @@ class _Call:
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
         self.affine_grid = 0
+        self.device = self.workspace = 0
         self.make_y: Any = None
         self.make_deviations: Any = None
         self.make_vectors: Any = None
@@ -352,7 +353,8 @@ def _prepare_call(
     if plan.gemm == "cublas":
         product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True)
     call = _Call(plan, problem, product)
-    call.training, call.options = bool(training), options
+    call.training, call.options, call.device = bool(training), options, device
+    call.workspace = plan.workspace if plan.one is None else plan.one.workspace
     call.counts = call.training and views["num_batches_tracked"] is not None
     call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
     call.spans = [
@@ -444,7 +446,9 @@ def _launch(
     if y is None:
         y = call.make_y()
         y_at = kind.pointer(y)
-    scratch, workspace = kind.scratch(plan.workspace if plan.one is None else plan.one.workspace, x)
+    where = None if capturing else (call.device, stream)
+    scratch = kind.borrow(call.workspace, x, where)
+    workspace = scratch[1]
     g = y_at if plan.y_is_g else workspace + plan.g
     deviations = vectors = None
     deviations_at = vectors_at = 0
@@ -476,6 +480,7 @@ def _launch(
         if plan.keep is not None:
             words += (deviations_at, vectors_at)
         call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, words, stream)
+        kind.give_back(scratch, call.workspace, where)
         return _done(call, kind, arrays, y, deviations, vectors)
     if call.multiply is not None:
         call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
@@ -493,6 +498,7 @@ def _launch(
         call.launch_affine(call.affine_grid, _plan.THREADS, values, addresses, stream)
     addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
     call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
+    kind.give_back(scratch, call.workspace, where)
     return _done(call, kind, arrays, y, deviations, vectors)
 
 

@@ -18,6 +18,9 @@ from ._check import View
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
 
 
+_KEPT_BYTES, _MAX_KEPT = 1 << 20, 64  # of scratch memory for a stream, and for how many streams
+
+
 class Prepared:
     """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
 
@@ -46,6 +49,9 @@ class Kind:
     name: str  # as error messages say it
     on_gpu = False
     counts_writes = False  # `written` has something to tell
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[Any, int]] = {}  # scratch memory by device and stream
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
@@ -94,6 +100,24 @@ class Kind:
         """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
 
+    def borrow(self, nbytes: int, like: Any, at: tuple[int, int] | None) -> tuple[Any, int]:
+        """`scratch` for a call on a device and a stream; a small one may be what an earlier call there gave back.
+
+        Safe without a lock: whoever pops it is alone until it is back, and by then has enqueued all that uses it, on
+        the stream where the next one's work follows. Nothing is kept of a captured call, which has None for `at`: its
+        graph may run on any stream.
+        """
+        if at is None or nbytes > _KEPT_BYTES:
+            return self.scratch(nbytes, like)
+        return self._kept.pop(at, None) or self.scratch(_KEPT_BYTES, like)
+
+    def give_back(self, scratch: tuple[Any, int], nbytes: int, at: tuple[int, int] | None) -> None:
+        """What was borrowed with these arguments, once all that uses it is on the stream."""
+        if at is not None and nbytes <= _KEPT_BYTES:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[at] = scratch
+
     def contiguous(self, array: Any) -> Any:
         raise NotImplementedError
 
@@ -137,6 +161,7 @@ class _Cupy(Kind):
     def __init__(self) -> None:
         import cupy
 
+        super().__init__()
         self._ndarray = cupy.ndarray
         self._alloc = cupy.cuda.alloc
         self._current_stream = cupy.cuda.get_current_stream
@@ -192,6 +217,7 @@ class _Torch(Kind):
     cuda: Kind
 
     def __init__(self, torch: Any) -> None:
+        super().__init__()
         self._torch = torch
         self._names = {
             torch.float32: "float32",
@@ -265,14 +291,15 @@ class _TorchCuda(_Torch):
         )
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        key: list[Any] = [self._torch.is_grad_enabled()]
+        grad = self._torch.is_grad_enabled()
+        key: list[Any] = [grad]
         pointers = []
         for a in arrays:
             if a is None:
                 key.append(None)
                 pointers.append(0)
             else:
-                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, a.requires_grad, a.is_neg()))
+                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
                 pointers.append(a.data_ptr())
         return tuple(key), pointers
 
