@@ -149,7 +149,7 @@ class _Parameters:
     def __init__(self, values: int, words: int) -> None:
         self.memory = (ctypes.c_uint64 * (2 * words + values))()
         start = ctypes.addressof(self.memory)
-        self.memory[words + values :] = range(start, start + 8 * words, 8)
+        self.memory[words + values :] = list(range(start, start + 8 * words, 8))
         self.at = start + 8 * words
         self.pack = struct.Struct(f"{words + values}Q").pack_into
 
