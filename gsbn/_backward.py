@@ -94,7 +94,7 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         key = None  # something is not what it should be: the checks say what
     if call is None:
         views = _views(kind, dy, saved)
-        call = _prepare_call(views, saved, wanted, device, capturing)
+        call = _prepare_call(kind, views, saved, wanted, device, capturing)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -123,10 +123,13 @@ _MAX_CALLS = 1024
 class _Call:
     """A backward call, ready but for its addresses."""
 
-    def __init__(self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None]) -> None:
+    def __init__(
+        self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None], makers: list[Any]
+    ) -> None:
         self.plan, self.problem = plan, problem
         self.values = (problem.ctypes.data,)
-        self.shapes, self.dtypes = shapes, dtypes  # of the gradients; a dtype of None is not made
+        self.shapes, self.dtypes, self.makers = shapes, dtypes, makers  # of the gradients; None is not made
+        self.device = 0
         self.launch_sums: Any = None
         self.launch_dg: Any = None
         self.products: list[tuple[_plan.Product, Any]] = []  # with what _product made of it
@@ -136,7 +139,7 @@ _calls: dict[Any, _Call] = {}
 
 
 def _prepare_call(
-    views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
+    kind: Kind, views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
 ) -> _Call:
     dy, x, weight = views["dy"], views["x"], views["weight"]
     (m, k), n = x.shape, weight.shape[0]
@@ -146,8 +149,12 @@ def _prepare_call(
     made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     problem = np.zeros(1, _kernels.PROBLEM)
     problem["m"], problem["n"], problem["k"] = m, n, k
+    makers = [
+        None if dtype is None else kind.maker(shape, saved.x, dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
     if m == 0:
-        return _Call(None, problem, shapes, dtypes)  # type: ignore[arg-type]
+        return _Call(None, problem, shapes, dtypes, makers)  # type: ignore[arg-type]
 
     ldd = saved.deviations.shape[1]
     plan = _plan.backward_plan(
@@ -167,7 +174,8 @@ def _prepare_call(
     fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
     for name, value in fields.items():
         problem[name] = value
-    call = _Call(plan, problem, shapes, dtypes)
+    call = _Call(plan, problem, shapes, dtypes, makers)
+    call.device = device
     with on_device(device):
         if plan.sums:
             call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
@@ -193,7 +201,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
     for name, value in dict(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags).items():
         problem[name] = value
-    return _kernels.launcher(product.kernel, device), problem
+    return _kernels.launcher(product.kernel, device), problem, (problem.ctypes.data,)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -204,10 +212,7 @@ def _launch(
 ) -> Gradients:
     plan, x, weight = call.plan, saved.x, saved.weight
     dy_at, x_at, w_at, d_at, saved_at = pointers
-    made = [
-        None if dtype is None else kind.empty(shape, x, dtype)
-        for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
-    ]
+    made = [None if make is None else make() for make in call.makers]
     at = [0 if array is None else kind.pointer(array) for array in made]
     if plan is None:  # an empty batch
         for target, shape, dtype in zip(at, call.shapes, call.dtypes, strict=True):
@@ -224,7 +229,9 @@ def _launch(
     if plan.x is not None and plan.x.copy:
         weight = kind.copy(weight)
         w_at = kind.pointer(weight)
-    scratch, workspace = kind.scratch(plan.workspace, x)
+    where = None if capturing else (call.device, stream)
+    scratch = kind.borrow(plan.workspace, x, where)
+    workspace = scratch[1]
     if capturing:
         _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
 
@@ -250,8 +257,9 @@ def _launch(
         elif product.kernel is None:
             gemm_ex(how, stream, *operands)
         else:
-            launch, problem = how
-            launch(product.grid, product.block, (problem.ctypes.data,), operands, stream)
+            launch, _, values = how
+            launch(product.grid, product.block, values, operands, stream)
+    kind.give_back(scratch, plan.workspace, where)
     return Gradients(*made)
 
 

@@ -208,7 +208,7 @@ def _forward(
         if views["x"].shape[0] == 0:
             with on_device(device):
                 return _nothing(kind, arrays, options, views["weight"].shape[0])
-        call = _prepare_call(views, options, device, capturing, prepared)
+        call = _prepare_call(kind, arrays, views, options, device, capturing, prepared)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -228,14 +228,17 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[5]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, kind.dtype)
+    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
 
 
-def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtype: Any) -> Saved:
-    x, weight, scale, bias, gamma, beta = arrays[:6]
+def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
+    """Of bias, scale, gamma and beta."""
+    return tuple(None if a is None else kind.dtype(a) for a in (arrays[3], arrays[2], *arrays[4:6]))
+
+
+def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any) -> Saved:
     training, _, _, precision, gemm, _ = options
-    dtypes = tuple(None if a is None else dtype(a) for a in (bias, scale, gamma, beta))
-    return Saved(x, weight, deviations, vectors, bool(training), precision, gemm, dtypes)  # type: ignore[arg-type]
+    return Saved(arrays[0], arrays[1], deviations, vectors, bool(training), precision, gemm, dtypes)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -253,7 +256,7 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
-_MAX_CALLS = 1024
+_MAX_CALLS, _MAX_APART = 1024, 64
 
 
 class _Call:
@@ -266,25 +269,35 @@ class _Call:
         self.training = self.counts = False
         self.options: tuple[Any, ...] = ()
         self.spans: list[tuple[int, int, int]] = []
+        self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
         self.written: list[int] = []
         self.launch_one: Any = None
         self.launch_split: Any = None
-        self.maps: list[tuple[Any, ...]] = []
+        self.matrices: Any = None
         self.launch_gemm: Any = None
         self.multiply: Multiply | None = None
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
         self.affine_grid = 0
+        self.device = self.workspace = 0
+        self.make_y: Any = None
+        self.make_deviations: Any = None
+        self.make_vectors: Any = None
+        self.dtypes: Any = None
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
-        if not self.written:
+        where = tuple(pointers)
+        if not self.written or where in self.apart:
             return False
         end = 0
-        for start, stop in sorted([(pointers[i] + low, pointers[i] + high) for i, low, high in self.spans]):
+        for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self.spans]):
             if start < end:
                 return True
             end = stop
+        if len(self.apart) >= _MAX_APART:
+            self.apart.clear()
+        self.apart.add(where)
         return False
 
 
@@ -292,7 +305,13 @@ _calls: dict[Any, _Call] = {}
 
 
 def _prepare_call(
-    views: dict[str, Any], options: tuple[Any, ...], device: int, capturing: bool, prepared: Prepared | None
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    views: dict[str, Any],
+    options: tuple[Any, ...],
+    device: int,
+    capturing: bool,
+    prepared: Prepared | None,
 ) -> _Call:
     training, momentum, eps, precision, gemm, return_saved = options
     x, weight, out = views["x"], views["weight"], views["out"]
@@ -335,7 +354,8 @@ def _prepare_call(
     if plan.gemm == "cublas":
         product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True)
     call = _Call(plan, problem, product)
-    call.training, call.options = bool(training), options
+    call.training, call.options, call.device = bool(training), options, device
+    call.workspace = plan.workspace if plan.one is None else plan.one.workspace
     call.counts = call.training and views["num_batches_tracked"] is not None
     call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
     call.spans = [
@@ -344,6 +364,11 @@ def _prepare_call(
         if views[name] is not None and 0 not in views[name].shape
     ]
     call.affine_grid = -(-n // _plan.THREADS)
+    call.make_y = kind.maker((m, n), arrays[0])
+    if plan.keep is not None:
+        call.make_deviations = kind.maker((m, plan.ldg), arrays[0], plan.keep.dtype)
+        call.make_vectors = kind.maker((_plan.SAVED_ROWS, n), arrays[0], "float64")
+        call.dtypes = _dtypes(kind, arrays)
     with on_device(device):
         if plan.one is not None:
             one = plan.one
@@ -352,10 +377,11 @@ def _prepare_call(
             call.launch_one = _kernels.launcher(one.kernel, device)
             if one.limbs is not None:
                 call.launch_split = _kernels.launcher(one.limbs.kernel, device)
-            call.maps = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
+            boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
             if plan.keep is not None:
-                rows, cols, _, *rest = call.maps[-1]
-                call.maps.append((rows, cols, plan.ldg * x.itemsize, *rest))
+                rows, cols, _, *rest = boxes[-1]
+                boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
+            call.matrices = _tma.Matrices(boxes)
             return call
         if plan.through is not None:
             p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
@@ -398,15 +424,16 @@ def _launch(
         w = kind.copy(w)
         w_at = kind.pointer(w)
     if y is None:
-        y = kind.empty(call.shape, x)
+        y = call.make_y()
         y_at = kind.pointer(y)
-    scratch, workspace = kind.scratch(plan.workspace if plan.one is None else plan.one.workspace, x)
+    where = None if capturing else (call.device, stream)
+    scratch = kind.borrow(call.workspace, x, where)
+    workspace = scratch[1]
     g = y_at if plan.y_is_g else workspace + plan.g
     deviations = vectors = None
     deviations_at = vectors_at = 0
     if plan.keep is not None:
-        deviations = kind.empty((call.shape[0], plan.ldg), x, plan.keep.dtype)
-        vectors = kind.empty((_plan.SAVED_ROWS, call.shape[1]), x, "float64")
+        deviations, vectors = call.make_deviations(), call.make_vectors()
         deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
         g = deviations_at if plan.keep.is_g else g
     if capturing:
@@ -427,13 +454,13 @@ def _launch(
             call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
             x_at, w_at = of_x, of_w
         mapped = (x_at, w_at, y_at, deviations_at) if plan.keep is not None else (x_at, w_at, y_at)
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip(mapped, call.maps, strict=True)]
+        _owners, maps = _tma.tensor_maps(call.matrices, *mapped)  # the owners live until the launch is made
         words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
         words += (count if call.counts else 0, x_exponents, w_exponents)
         if plan.keep is not None:
             words += (deviations_at, vectors_at)
-        values += tuple(at for _, at in maps)
-        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values, words, stream)
+        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, words, stream)
+        kind.give_back(scratch, call.workspace, where)
         return _done(call, kind, arrays, y, deviations, vectors)
     if call.multiply is not None:
         call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
@@ -451,14 +478,14 @@ def _launch(
         call.launch_affine(call.affine_grid, _plan.THREADS, values, addresses, stream)
     addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
     call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
+    kind.give_back(scratch, call.workspace, where)
     return _done(call, kind, arrays, y, deviations, vectors)
 
 
 def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: Any, vectors: Any) -> Any:
-    if kind.counts_writes:
-        for i in call.written:
-            kind.written(arrays[i])
-    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, kind.dtype))
+    if kind.counts_writes and call.written:
+        kind.written([arrays[i] for i in call.written])
+    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, call.dtypes))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -482,8 +509,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
                 target[...] = value if name == "num_batches_tracked" else reference.round_to(value, target.dtype)
     if host["out"] is not None:
         host["out"][...] = y
-    for name in _check.written(views, training=bool(training)):
-        kind.written(given[name])
+    kind.written([given[name] for name in _check.written(views, training=bool(training))])
     result_y = given["out"] if given["out"] is not None else kind.from_numpy(y)
     if not return_saved:
         return result_y
@@ -493,7 +519,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
         row[...] = absent if host[name] is None else host[name]
     deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), kind.dtype)
+    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), _dtypes(kind, arrays))
 
 
 # ---- fold ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ import numpy as np
 from ._check import View
 
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
+
+
+_KEPT_BYTES, _MAX_KEPT = 1 << 20, 64  # of scratch memory for a stream, and for how many streams
+_PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for every thread
 
 
 class Prepared:
@@ -45,6 +50,9 @@ class Kind:
     name: str  # as error messages say it
     on_gpu = False
     counts_writes = False  # `written` has something to tell
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[Any, int]] = {}  # scratch memory by device and stream
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
@@ -85,9 +93,31 @@ class Kind:
         """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
         raise NotImplementedError
 
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
+        """`empty` of these arguments, for many times (CUDA kinds)."""
+        raise NotImplementedError
+
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
+
+    def borrow(self, nbytes: int, like: Any, at: tuple[int, int] | None) -> tuple[Any, int]:
+        """`scratch` for a call on a device and a stream; a small one may be what an earlier call there gave back.
+
+        Safe without a lock: whoever pops it is alone until it is back, and by then has enqueued all that uses it, on
+        the stream where the next one's work follows. Nothing is kept of a captured call, which has None for `at`: its
+        graph may run on any stream.
+        """
+        if not _is_kept(nbytes, at):
+            return self.scratch(nbytes, like)
+        return self._kept.pop(at, None) or self.scratch(_KEPT_BYTES, like)  # type: ignore[arg-type]
+
+    def give_back(self, scratch: tuple[Any, int], nbytes: int, at: tuple[int, int] | None) -> None:
+        """What was borrowed with these arguments, once all that uses it is on the stream."""
+        if _is_kept(nbytes, at):
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            self._kept[at] = scratch  # type: ignore[index]
 
     def contiguous(self, array: Any) -> Any:
         raise NotImplementedError
@@ -96,12 +126,16 @@ class Kind:
         """A C-contiguous array of its own memory."""
         raise NotImplementedError
 
-    def written(self, array: Any) -> None:
-        """Tell the library that its array was changed in place."""
+    def written(self, arrays: list[Any]) -> None:
+        """Tell the library that its arrays were changed in place."""
 
     def side(self, array: Any) -> Kind | None:
         """The kind for the device that this array is on; None for a device that gsbn cannot use."""
         return self
+
+
+def _is_kept(nbytes: int, at: tuple[int, int] | None) -> bool:
+    return at is not None and at[1] != _PER_THREAD and nbytes <= _KEPT_BYTES
 
 
 class _Numpy(Kind):
@@ -132,6 +166,7 @@ class _Cupy(Kind):
     def __init__(self) -> None:
         import cupy
 
+        super().__init__()
         self._ndarray = cupy.ndarray
         self._alloc = cupy.cuda.alloc
         self._current_stream = cupy.cuda.get_current_stream
@@ -164,8 +199,11 @@ class _Cupy(Kind):
         return self._current_stream(device).ptr  # type: ignore[no-any-return]
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
+        return self.maker(shape, like, dtype)()
+
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
         # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
-        return self._ndarray(shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
+        return partial(self._ndarray, shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
@@ -184,6 +222,7 @@ class _Torch(Kind):
     cuda: Kind
 
     def __init__(self, torch: Any) -> None:
+        super().__init__()
         self._torch = torch
         self._names = {
             torch.float32: "float32",
@@ -193,7 +232,6 @@ class _Torch(Kind):
             torch.int64: "int64",
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        self._templates: dict[tuple[str, Any], Any] = {}
 
     def view(self, array: Any) -> View:
         size = array.element_size()
@@ -216,13 +254,9 @@ class _Torch(Kind):
             raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        if dtype is not None:  # an empty tensor of that dtype: new_empty takes half the time without one to read
-            key = dtype, like.device
-            found = self._templates.get(key)
-            if found is None:
-                found = self._templates[key] = self._torch.empty(0, dtype=self._dtypes[dtype], device=like.device)
-            like = found
-        return like.new_empty(*shape)
+        if dtype is None:
+            return like.new_empty(shape)
+        return self._torch.empty(shape, dtype=self._dtypes[dtype], device=like.device)
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
@@ -238,9 +272,14 @@ class _Torch(Kind):
     def copy(self, array: Any) -> Any:
         return array.detach().clone(memory_format=self._torch.contiguous_format)
 
-    def written(self, array: Any) -> None:
-        if not array.is_inference():  # such a tensor has no version counter
-            self._torch.autograd.graph.increment_version(array)
+    def written(self, arrays: list[Any]) -> None:
+        increment = self._torch.autograd.graph.increment_version
+        try:
+            increment(arrays)
+        except (RuntimeError, TypeError):  # older versions take one, and none that inference mode made
+            for array in arrays:
+                if not array.is_inference():
+                    increment(array)
 
     def side(self, array: Any) -> Kind | None:
         return self.cuda if array.is_cuda else self if array.is_cpu else None
@@ -257,14 +296,15 @@ class _TorchCuda(_Torch):
         )
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        key: list[Any] = [self._torch.is_grad_enabled()]
+        grad = self._torch.is_grad_enabled()
+        key: list[Any] = [grad]
         pointers = []
         for a in arrays:
             if a is None:
                 key.append(None)
                 pointers.append(0)
             else:
-                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, a.requires_grad, a.is_neg()))
+                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
                 pointers.append(a.data_ptr())
         return tuple(key), pointers
 
@@ -276,6 +316,10 @@ class _TorchCuda(_Torch):
 
     def stream(self, device: int) -> int:
         return self._raw_stream(device)
+
+    def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
+        # The quickest way that torch has: no dtype or device to parse, no tuple to unpack.
+        return partial(self.empty((0,), like, dtype).new_empty, *shape)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)

@@ -19,10 +19,10 @@ class Alone:
         for name, value in dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel).items():
             self._problem[name] = value
         self._at = self._problem.ctypes.data
-        self._maps = _tma.map_arguments(one, p)
+        self._matrices = _tma.Matrices(_tma.map_arguments(one, p))
         self._launch = _kernels.launcher(one.kernel, device)
 
     def __call__(self, a: int, b: int, c: int, stream: int, a_exponents: int = 0, b_exponents: int = 0) -> None:
-        maps = [_tma.tensor_map(at, *rest) for at, rest in zip((a, b, c), self._maps, strict=True)]
+        _owners, maps = _tma.tensor_maps(self._matrices, a, b, c)  # the owners live until the launch is made
         words = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
-        self._launch(self._grid, _plan.SM90_THREADS, (self._at, *(at for _, at in maps)), words, stream)
+        self._launch(self._grid, _plan.SM90_THREADS, (self._at, *maps), words, stream)

@@ -9,7 +9,7 @@ from typing import Any
 from . import _plan
 from ._driver import check, driver
 
-__all__ = ["map_arguments", "tensor_map"]
+__all__ = ["Matrices", "map_arguments", "tensor_map", "tensor_maps"]
 
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
 _INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
@@ -53,6 +53,20 @@ def tensor_map(
     )
     check(result, f"encoding the tensor map of {(rows, cols)} {dtype} with a pitch of {pitch} bytes")
     return owner, at
+
+
+class Matrices:
+    """What `tensor_map` wants beside a pointer, for each matrix of a call. A key by identity: quicker than by value."""
+
+    def __init__(self, arguments: list[tuple[Any, ...]]) -> None:
+        self.arguments = arguments
+
+
+@lru_cache(maxsize=4096)
+def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Their maps, where they lie now: the owners and the addresses."""
+    maps = [tensor_map(at, *rest) for at, rest in zip(pointers, matrices.arguments, strict=True)]
+    return tuple(owner for owner, _ in maps), tuple(at for _, at in maps)
 
 
 def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:

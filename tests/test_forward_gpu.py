@@ -382,6 +382,90 @@ def test_threads_and_streams_at_once(gpu_kind: Kind, gemm: str) -> None:
         assert_within(other["out"], truth.y, limit.y)  # y does not depend on the running statistics
 
 
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_threads_on_one_stream(gpu_kind: Kind, gemm: str) -> None:
+    """What calls keep for the next one, four threads share: plan, launchers, scratch memory."""
+    problems = [Case((300, 64, 200), "float32", training=True, seed=i).arrays() for i in range(4)]
+    native = [{name: gpu_kind.put(a) for name, a in arrays.items()} for arrays in problems]
+    wrong: list[BaseException] = []
+    together = threading.Barrier(len(problems))
+
+    def train(i: int) -> None:
+        try:
+            together.wait()
+            for _ in range(50):
+                _, saved = gsbn.forward(**native[i], training=True, gemm=gemm, return_saved=True)
+                gsbn.backward(native[i]["out"], saved)
+            arrays = problems[i]
+            truth, limit = truth_and_bounds(arrays, training=True)
+            assert_within(gpu_kind.get(native[i]["out"]), truth.y, limit.y)
+            _, saved = gsbn.forward(**native[i], training=True, gemm=gemm, return_saved=True)
+            ones = gpu_kind.put(np.ones_like(arrays["out"]))
+            np.testing.assert_allclose(gpu_kind.get(gsbn.backward(ones, saved).beta), len(arrays["x"]), rtol=1e-6)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+# ---- one call after another
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None:
+    """Whatever was found out about the arguments of a call serves the next one only where it still holds."""
+    import torch
+
+    kind = kind_of("torch-cuda")
+    arrays = without_out(Case((96, 64, 96), "bfloat16", training=True, layouts=()).arrays())
+    native = {name: kind.put(a) for name, a in arrays.items()}
+    x, weight, gamma, beta, mean = (native[name] for name in ("x", "weight", "gamma", "beta", "running_mean"))
+
+    def check() -> None:
+        now = {name: kind.get(a) for name, a in native.items()}
+        y = gsbn.forward(**native, training=True, gemm=gemm)
+        truth, limit = truth_and_bounds(now, training=True)
+        assert_within(kind.get(y), truth.y, bounds(now, truth, training=True, parked=True).y)
+        assert_within(kind.get(mean), truth.running_mean, limit.running_mean)
+
+    def noise(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda")
+
+    for change in (
+        lambda: x.resize_(40, 64),
+        lambda: x.set_(noise(200, 64).bfloat16()),
+        lambda: x.set_(noise(64, 200).bfloat16().t()),
+        lambda: weight.set_(noise(96 * 64 + 1).bfloat16()[1:].view(96, 64)),  # off 16 bytes
+        lambda: gamma.set_(noise(2 * 96).to(gamma.dtype)[::2]),
+        lambda: setattr(beta, "data", noise(96).to(torch.float32 if beta.dtype != torch.float32 else x.dtype)),
+        lambda: mean.set_(noise(96)),
+    ):
+        check()
+        change()
+        check()
+
+    weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"^weight: requires grad"):
+        gsbn.forward(**native, training=True, gemm=gemm)
+    with torch.no_grad():
+        check()
+    weight.requires_grad_(False)
+    check()
+    with pytest.raises(ValueError, match=r"^beta: .* negated"):
+        gsbn.forward(**{**native, "beta": torch._neg_view(beta)}, training=True, gemm=gemm)
+    apart = mean.clone()
+    mean.set_(native["running_var"])
+    with pytest.raises(ValueError, match=r"^(running_mean|running_var): "):
+        gsbn.forward(**native, training=True, gemm=gemm)
+    mean.set_(apart)
+    check()
+
+
 # ---- CUDA graphs
 
 

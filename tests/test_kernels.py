@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from gsbn import _kernels
+from gsbn import _interop, _kernels
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -51,3 +55,63 @@ def test_an_edited_kernel_is_not_served_from_the_cache(
     assert digests[0] == _kernels.digest() != digests[1]
     kernel = next(iter(_kernels.all_kernels()))
     assert any(_kernels.digest() in option for option in _kernels._options(kernel))
+
+
+def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else launches the same kernel meanwhile: other threads, or this one from a signal handler."""
+    pytest.importorskip("cupy", reason="the launcher is CuPy's driver's")
+    monkeypatch.setattr(_kernels, "_thread", SimpleNamespace(has_context=True))
+    launcher = _kernels.Launcher(SimpleNamespace(ptr=0))
+    wrong: list[Any] = []
+    together = threading.Barrier(4)
+
+    def launch(_: int, grid: int, *rest: int) -> None:
+        """A driver in no hurry, told by the grid what it ought to read."""
+        depth = grid % 3
+        if depth:
+            run(grid - 1)
+        parameters = (ctypes.c_uint64 * 5).from_address(rest[-2])
+        words = [ctypes.c_uint64.from_address(at).value for at in parameters[2:]]
+        if (*parameters[:2], *words) != (grid, grid + 1, grid + 2, grid + 3, 2**64 - 1):
+            wrong.append((grid, list(parameters), words))
+
+    def run(grid: int) -> None:
+        launcher(grid, 32, (grid, grid + 1), (grid + 2, grid + 3, 2**64 - 1), 0)
+
+    def many(first: int) -> None:
+        together.wait()
+        for i in range(500):
+            run(30_000 * first + 3 * i + 2)
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+    assert len(launcher._free) <= 12  # three launches at a time in each thread
+
+
+def test_scratch_is_handed_on_along_its_stream_alone() -> None:
+    class Fresh(_interop.Kind):
+        def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
+            owner = ctypes.create_string_buffer(nbytes)
+            return owner, ctypes.addressof(owner)
+
+    kind, here, there = Fresh(), (0, 1), (0, 2)
+    first = kind.borrow(1000, None, here)
+    second = kind.borrow(1000, None, here)
+    assert second is not first  # which is still in use
+    kind.give_back(first, 1000, here)
+    assert kind.borrow(1000, None, there) is not first
+    assert kind.borrow(1000, None, None) is not first  # a graph's own
+    kind.give_back(second, 1000, None)
+    assert len(kind.borrow(2000, None, here)[0]) >= 2000  # the first, which has room for any that is kept
+    assert kind.borrow(2000, None, here) is not second
+    large = kind.borrow(2 << 20, None, here)
+    kind.give_back(large, 2 << 20, here)
+    assert kind.borrow(2 << 20, None, here) is not large  # too much to keep
+    for stream in range(1000):
+        kind.give_back(kind.borrow(8, None, (0, stream)), 8, (0, stream))
+    assert len(kind._kept) < 100
