@@ -65,9 +65,10 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
     -----
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
-    as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
-    in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
-    fixed order. On the CPU all arithmetic is NumPy's in float64, g included, and each gradient is rounded once.
+    as well), O(O) scratch (up to 1 MiB of both is kept for the next call on the stream), and copies of operands whose
+    strides the kernels cannot take. dg passes through x's dtype as in PyTorch: beyond 65504 a float16 gradient
+    overflows. S and D are float32 sums of 16 rows, merged in float64 in a fixed order. On the CPU all arithmetic is
+    NumPy's in float64, g included, and each gradient is rounded once.
     """
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
     kind = kind_of(dy)

@@ -137,19 +137,23 @@ def main():
     global NAME
     words = {word for word in sys.argv[1:] if not word.startswith("--")}
     cp.cuda.set_allocator(None)
+    _interop._KEPT_BYTES = -1  # each call has scratch memory of its own, of the size that it asked for
     _kernels.resident_clusters = lambda kernel, cluster, device: 2
     kind = _interop._Cupy
-    scratch, empty, new = kind.scratch, kind.empty, cp.empty
+    scratch, maker, new = kind.scratch, kind.maker, cp.empty
 
     def clear_scratch(self, nbytes, like):
         memory, at = scratch(self, nbytes, like)
         memory.memset(0, nbytes)
         return memory, at
 
-    def clear_empty(self, shape, like, dtype=None):
-        y = empty(self, shape, like, dtype)
-        y.data.memset(0, y.nbytes)
-        return y
+    def clear_maker(self, shape, like, dtype=None):
+        def make():
+            y = maker(self, shape, like, dtype)()
+            y.data.memset(0, y.nbytes)
+            return y
+
+        return make
 
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
@@ -158,7 +162,7 @@ def main():
         if words <= set(name.split()) and (hopper or not of_hopper):
             clear = CLEAR and of_hopper
             cp.empty = cp.zeros if clear else new
-            kind.scratch, kind.empty = (clear_scratch, clear_empty) if clear else (scratch, empty)
+            kind.scratch, kind.maker = (clear_scratch, clear_maker) if clear else (scratch, maker)
             _plan.plan.cache_clear()
             _forward._calls.clear()
             _backward._calls.clear()
