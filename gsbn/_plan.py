@@ -57,6 +57,7 @@ PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # tra
 TRIP_US = 2.2  # and of more rows
 SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
 CUBLAS_FLOPS = {"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 53e6}  # FLOP/us; for limbs, IEEE float32
+CUBLAS_HOST_US = 8.0  # what a call costs the host; a launch of ours 3.5. On the GPU no product of cuBLAS is below 6.5
 IEEE_CALL_US = 6.1  # more than a GEMM on tensor cores
 CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
@@ -450,14 +451,15 @@ def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> 
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
-    """Whether forward_sm90 makes a 16-bit product: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    """Whether forward_sm90 makes a 16-bit product: asked for, or faster than cuBLAS, or than the host calls cuBLAS, or
+    cuBLAS cannot."""
     if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
         return False
     if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    return _lies_across(p) and _fills_waves(p)
+    return _lies_across(p) and (_fills_waves(p) or _tile(p, "gemm", p.dtype).us <= CUBLAS_HOST_US)
 
 
 def _fills_waves(p: Matmul) -> bool:
