@@ -173,11 +173,15 @@ def test_a_context_that_holds_few_clusters(resident: int, monkeypatch: pytest.Mo
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-def test_the_context_holds_what_the_planner_counts_on() -> None:
+@pytest.mark.parametrize("block_m", _plan.BLOCKS_M)
+@pytest.mark.parametrize("element", _plan.ELEMENTS)
+def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id
     for kernel in _kernels.all_kernels("sm_90a"):
-        if kernel.name == "forward_sm90":
-            cluster = int(dict(kernel.defines)["CLUSTER"])
+        defines = dict(kernel.defines)
+        chosen = str(_plan.ELEMENTS[element]), str(block_m)
+        if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
+            cluster = int(defines["CLUSTER"])
             assert _kernels.resident_clusters(kernel, cluster, device) == _kernels.gpu(device).sms // cluster
 
 
