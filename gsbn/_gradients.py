@@ -153,7 +153,7 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     def outputs() -> tuple[Any, ...]:
         return tuple(map(library.give, call()))
 
-    path = "numpy" if xp is np else "cublas" if gemm == "auto" else gemm
+    path = "numpy" if xp is np else gemm
     return Candidate(name, library.name, call, outputs, path == "tiled", path)
 
 
