@@ -237,14 +237,17 @@ def _launch(
         _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
 
     dg_at = workspace + plan.dg_at
-    if plan.sums:
+    if plan.whole:
+        words: tuple[int, ...] = (dy_at, d_at if plan.reads_d else 0, saved_at, dg_at, *at[2:])
+        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
+    elif plan.sums:
         if plan.tickets_bytes:
             cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
         words = (dy_at, d_at if plan.reads_d else 0, saved_at, workspace, *at[2:])
         call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
     elif at[2]:  # in training, and nothing but zeros is wanted
         cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
-    if plan.dg:
+    if plan.dg and not plan.whole:
         words = (dy_at, d_at, saved_at, workspace, dg_at, workspace + plan.across_at)
         call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
     for product, how in call.products:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import os
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -193,20 +195,20 @@ def compile_all(arch: str) -> dict[Kernel, bytes]:
     from cupy.cuda import nvrtc
 
     headers = find_nvidia_header_directory("cudart")
-    cubins: dict[tuple[str, tuple[tuple[str, str], ...]], bytes] = {}
-    found = {}
-    for kernel in all_kernels(arch):
-        key = (kernel.file, kernel.defines)
-        if key not in cubins:
-            program = nvrtc.createProgram(_source(kernel.file), f"{kernel.file}.cu", (), ())
-            target = () if kernel.arch else (f"-arch={arch}",)
-            options = (*_options(kernel), f"-I{headers}", "-ftz=true", *target)
-            try:
-                nvrtc.compileProgram(program, options)
-                cubins[key] = nvrtc.getCUBIN(program)
-            except nvrtc.NVRTCError as error:
-                raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
-            finally:
-                nvrtc.destroyProgram(program)
-        found[kernel] = cubins[key]
-    return found
+
+    def cubin(kernel: Kernel) -> bytes:
+        program = nvrtc.createProgram(_source(kernel.file), f"{kernel.file}.cu", (), ())
+        target = () if kernel.arch else (f"-arch={arch}",)
+        try:
+            nvrtc.compileProgram(program, (*_options(kernel), f"-I{headers}", "-ftz=true", *target))
+            return nvrtc.getCUBIN(program)  # type: ignore[no-any-return]
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    kernels = list(all_kernels(arch))
+    variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # of which several functions are
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cubins = dict(zip(variants, pool.map(cubin, variants.values()), strict=True))
+    return {kernel: cubins[kernel.file, kernel.defines] for kernel in kernels}

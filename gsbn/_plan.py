@@ -36,6 +36,7 @@ THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
+WHOLE_ROWS = 1024  # up to which backward_whole makes one launch of the two
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -218,6 +219,7 @@ class BackwardPlan(NamedTuple):
 
     sums: bool  # whether backward_sums has anything to do, and backward_dg
     dg: bool
+    whole: bool  # both in one launch, by sums_kernel
     reads_d: bool
     copy_dy: bool  # the kernels would not take these strides at speed
     dy: Matrix
@@ -358,16 +360,7 @@ def backward_plan(
     if copy_dy:
         dy = Matrix((n, 1), True)
 
-    blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
-    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
     pitch = _round_up(n, 16 // size)
-    coefficients = 0
-    partials = _round_up(4 * ldd * max(size, 4), 256)
-    tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
-    tickets_bytes = blocks * 4 if splits > 1 else 0
-    dg_at = _round_up(tickets + tickets_bytes, 256)
-
     # m, n, k of the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True))
@@ -379,15 +372,28 @@ def backward_plan(
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
         across = _round_up(m, 16 // size)
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
+
+    blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
+    splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
+    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
+    whole = sums and dg and not across and m <= WHOLE_ROWS
+    if whole:  # all rows of 64 bytes of columns by one CTA: nobody else's sums are needed
+        blocks, splits, sums_rows = _ceil(n, 64 // size), 1, m
+    coefficients = 0
+    partials = _round_up(0 if whole else 4 * ldd * max(size, 4), 256)
+    tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
+    tickets_bytes = blocks * 4 if splits > 1 else 0
+    dg_at = _round_up(tickets + tickets_bytes, 256)
     across_at = _round_up(dg_at + (m * pitch * size if dg else 0), 256)
     limbs_at = _round_up(across_at + n * across * size, 256)
     limbs_bytes = max(
         (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
     )
-    sums_kernel, dg_kernel = backward_kernels(dtype, training=training, across=across > 0)
+    sums_kernel, dg_kernel, whole_kernel = backward_kernels(dtype, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
         dg=dg,
+        whole=whole,
         reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
         copy_dy=copy_dy,
         dy=dy,
@@ -407,7 +413,7 @@ def backward_plan(
         across_at=across_at,
         limbs_at=limbs_at,
         workspace=limbs_at + limbs_bytes,
-        sums_kernel=sums_kernel,
+        sums_kernel=whole_kernel if whole else sums_kernel,
         dg_kernel=dg_kernel,
         x=dx,
         weight=dw,
@@ -506,13 +512,14 @@ def column_grids(k: int, count: int) -> tuple[int, int, int]:
     return blocks * _ceil(k, rows), rows, _ceil(count, 64) * _ceil(k, 64)
 
 
-def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel]:
-    """The variants of backward_sums and backward_dg for a dy of this dtype and what the forward kept."""
+def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
+    """The variants of backward_sums, backward_dg and backward_whole for a dy of this dtype and what was kept."""
     t = C_TYPE[dtype]
     g = "double" if t == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     dg_defines = (*defines, ("ACROSS", "true")) if across else defines
-    return Kernel("backward_sums", "backward", defines), Kernel("backward_dg", "backward", dg_defines)
+    sums, whole = (Kernel(name, "backward", defines) for name in ("backward_sums", "backward_whole"))
+    return sums, Kernel("backward_dg", "backward", dg_defines), whole
 
 
 def gemm_for(

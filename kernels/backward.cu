@@ -21,6 +21,9 @@
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
+// backward_whole is both where rows are few: a CTA takes NARROW_COLUMNS columns (64 bytes of a row) whole, so that their
+// sums need nobody else's, and reads its rows once more, backwards, from L2. No tickets, no workspace.
+//
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) bfloat16 268 MB and 403 MB.
 #include "common.cuh"
 
@@ -47,10 +50,13 @@ using G = G_TYPE;
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
+constexpr int THREADS = LANES * WARPS;
 constexpr int GROUP = 16;
 constexpr int FLIGHT = 4;  // rows that a thread has on their way at once
+constexpr int NARROW = 4, NARROW_COLUMNS = NARROW * VEC,
+              NARROW_ROWS = THREADS / NARROW;  // threads along a row, and down
 
-enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3 };  // rows of n in G, pitch ldg
+enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // of coefficients, in G
 
 // VEC columns of a row of dy.
 template <bool WHOLE>
@@ -91,22 +97,23 @@ struct Sum {
 // A thread's sums in shared memory, [j][lane]: the lanes' words are adjacent.
 __device__ inline int slot(int column) { return column % VEC * LANES + column / VEC; }
 
-template <bool WHOLE>
+// A thread's rows row, row + DOWN, ... < end are added to sum[j APART] and dot[j APART], j < VEC.
+template <bool WHOLE, int DOWN, int APART>
 __device__ inline void add_rows(const Problem& p, const T* dy, const D* d, long long row, long long end, long long col,
                                 int inside, const G* centre, double* sum, double* dot) {
     constexpr int ROWS = WHOLE ? FLIGHT : 1;
     dy += row * p.y_row + col * p.y_col;
     if (d != nullptr) d += row * p.ldg + col;
-    const long long dy_step = WARPS * p.y_row, d_step = WARPS * p.ldg;
+    const long long dy_step = DOWN * p.y_row, d_step = DOWN * p.ldg;
     while (row < end) {
         Sum sum_of[VEC], dot_of[VEC];
 #pragma unroll 1
-        for (int first = 0; first < GROUP; first += ROWS, row += ROWS * WARPS) {
+        for (int first = 0; first < GROUP; first += ROWS, row += ROWS * DOWN) {
             Vector<T, VEC> dy_at[ROWS];
             Vector<D, VEC> d_at[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const bool here = row + i * WARPS < end;
+                const bool here = row + i * DOWN < end;
                 dy_at[i] = {};
                 d_at[i] = {};
                 if (here) dy_at[i] = load_dy<WHOLE>(dy, p.y_col, inside);
@@ -126,10 +133,72 @@ __device__ inline void add_rows(const Problem& p, const T* dy, const D* d, long 
         }
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            sum[j * LANES] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
-            dot[j * LANES] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
+            sum[j * APART] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
+            dot[j * APART] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
         }
     }
+}
+
+// Of feature c, everything of size O: its gradients, and in training the coefficients of dg, rows of `pitch`, at `at`.
+__device__ inline void settle(const Problem& p, const double* saved, long long c, double S, double E, void* to_bias,
+                              void* to_scale, void* to_gamma, void* to_beta, G* coefficients, long long pitch,
+                              long long at) {
+    const auto of = [&](int row) { return saved[row * p.n + c]; };
+    const double a = of(SAVED_A), rows = static_cast<double>(p.m);
+    store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
+    store_vector(to_scale, p.scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
+    store_vector(to_gamma, p.gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
+    store_vector(to_beta, p.beta, c, S);
+    if (!TRAINING) return;
+
+    const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
+    const G mean_high = static_cast<G>(mean);
+    coefficients[DG_A * pitch + at] = static_cast<G>(a);
+    coefficients[DG_MEAN * pitch + at] = mean_high;
+    coefficients[DG_MEAN_LOW * pitch + at] = static_cast<G>(isfinite(mean_high) ? mean - mean_high : 0.0);
+    coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
+}
+
+// dg of the VEC columns from col on: in training of what settle left at `coefficients`, of which col is `at`.
+struct Slope {
+    Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
+
+    __device__ Slope(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
+                     long long col, int inside) {
+        if (TRAINING) {
+            a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
+            mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
+            mean_low = load<G, VEC>(coefficients + DG_MEAN_LOW * pitch + at, inside);
+            rate = load<G, VEC>(coefficients + DG_RATE * pitch + at, inside);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) a.at[j] = static_cast<G>(saved[SAVED_A * p.n + col + j]);
+        }
+    }
+
+    __device__ Vector<T, VEC> dg(const Vector<T, VEC>& dy, const Vector<D, VEC>& d) const {
+        Vector<T, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const G u = to_float(dy.at[j]);
+            const G centred = TRAINING ? fma(-rate.at[j], to_float(d.at[j]), (u - mean.at[j]) - mean_low.at[j]) : u;
+            from_float(a.at[j] * centred, out.at[j]);
+        }
+        return out;
+    }
+};
+
+// One row of dg where its columns, or dy's, are no whole access.
+__device__ inline Vector<T, VEC> write_ragged(const Problem& p, const Slope& slope, const T* dy, const D* d, T* dg,
+                                              long long row, long long col, int inside) {
+    Vector<D, VEC> d_in = {};
+    if (TRAINING) d_in = load<D, VEC>(d + row * p.ldg + col, inside);
+    const Vector<T, VEC> out = slope.dg(load_dy<false>(dy + row * p.y_row + col * p.y_col, p.y_col, inside), d_in);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        if (j < inside) dg[row * p.ldx + col + j] = out.at[j];
+    return out;
 }
 
 // d may be null where no gradient asks for E. The vectors' codes in p are the gradients': one that is absent is not made.
@@ -155,9 +224,9 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 #pragma unroll
     for (int j = 0; j < VEC; ++j) sum[j * LANES] = dot[j * LANES] = 0.0;
     if (inside == VEC && p.flags & FLAG_VECTOR_Y)
-        add_rows<true>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
+        add_rows<true, WARPS, LANES>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
     else
-        add_rows<false>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
+        add_rows<false, WARPS, LANES>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
     __syncthreads();
 
     const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
@@ -194,23 +263,9 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
             }
         }
     }
-    if (!mine) return;
-
-    const auto of = [&](int row) { return saved[row * p.n + c]; };
-    const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-    store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
-    store_vector(to_scale, p.scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
-    store_vector(to_gamma, p.gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
-    store_vector(to_beta, p.beta, c, S);
-    if (!TRAINING) return;
-
-    const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
-    G* coefficients = reinterpret_cast<G*>(workspace + p.affine);
-    const G mean_high = static_cast<G>(mean);
-    coefficients[DG_A * p.ldg + c] = static_cast<G>(a);
-    coefficients[DG_MEAN * p.ldg + c] = mean_high;
-    coefficients[DG_MEAN_LOW * p.ldg + c] = static_cast<G>(isfinite(mean_high) ? mean - mean_high : 0.0);
-    coefficients[DG_RATE * p.ldg + c] = static_cast<G>(rate);
+    if (mine)
+        settle(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta, reinterpret_cast<G*>(workspace + p.affine),
+               p.ldg, c);
 }
 
 // dg (m, n) of T, row pitch ldx, rows on 16 bytes. In inference it needs neither d nor any sum.
@@ -230,28 +285,11 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
     const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
-    Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
-    if (TRAINING) {
-        const G* coefficients = reinterpret_cast<const G*>(workspace + p.affine) + col;
-        a = load<G, VEC>(coefficients + DG_A * p.ldg, inside);
-        mean = load<G, VEC>(coefficients + DG_MEAN * p.ldg, inside);
-        mean_low = load<G, VEC>(coefficients + DG_MEAN_LOW * p.ldg, inside);
-        rate = load<G, VEC>(coefficients + DG_RATE * p.ldg, inside);
-    } else {
+    const Slope slope(p, saved, reinterpret_cast<const G*>(workspace + p.affine), p.ldg, col, col, inside);
+    const auto turn = [&](const Vector<T, VEC>& out, int i) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            if (j < inside) a.at[j] = static_cast<G>(saved[SAVED_A * p.n + col + j]);
-    }
-    const auto apply = [&](const Vector<T, VEC>& dy_in, const Vector<D, VEC>& d_in, int i) {
-        Vector<T, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            const G u = to_float(dy_in.at[j]);
-            const G centred = TRAINING ? fma(-rate.at[j], to_float(d_in.at[j]), (u - mean.at[j]) - mean_low.at[j]) : u;
-            from_float(a.at[j] * centred, out.at[j]);
             if constexpr (ACROSS) tile[slot(lane * VEC + j)][i * WARPS + warp] = out.at[j];
-        }
-        return out;
     };
 
     for (long long row0 = begin; row0 < end; row0 += TILE) {
@@ -265,25 +303,91 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
                 if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + (row + i * WARPS) * p.ldg + col);
             }
 #pragma unroll
-            for (int i = 0; i < FLIGHT; ++i)
-                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = apply(dy_in[i], d_in[i], i);
-        } else {
-            for (int i = 0; i < FLIGHT && row + i * WARPS < end; ++i) {
-                const long long r = row + i * WARPS;
-                Vector<D, VEC> d_in = {};
-                if (TRAINING) d_in = load<D, VEC>(d + r * p.ldg + col, inside);
-                const Vector<T, VEC> out =
-                    apply(load_dy<false>(dy + r * p.y_row + col * p.y_col, p.y_col, inside), d_in, i);
-#pragma unroll
-                for (int j = 0; j < VEC; ++j)
-                    if (j < inside) dg[r * p.ldx + col + j] = out.at[j];
+            for (int i = 0; i < FLIGHT; ++i) {
+                const Vector<T, VEC> out = slope.dg(dy_in[i], d_in[i]);
+                turn(out, i);
+                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = out;
             }
+        } else {
+            for (int i = 0; i < FLIGHT && row + i * WARPS < end; ++i)
+                turn(write_ragged(p, slope, dy, d, dg, row + i * WARPS, col, inside), i);
         }
         if constexpr (ACROSS) {
             __syncthreads();
             for (int c = warp; c < COLUMNS && col0 + c < p.n; c += WARPS)
                 if (row0 + lane < end) across[(col0 + c) * p.ldw + row0 + lane] = tile[slot(c)][lane];
             __syncthreads();
+        }
+    }
+}
+
+// backward_sums and backward_dg of NARROW_COLUMNS columns and all rows.
+extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
+    backward_whole(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
+                   void* to_gamma, void* to_beta) {
+    __shared__ double sum_of[VEC][THREADS], dot_of[VEC][THREADS];
+    __shared__ alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][NARROW_COLUMNS];
+
+    const int across_row = threadIdx.x % NARROW * VEC, down = threadIdx.x / NARROW;
+    const long long col0 = static_cast<long long>(blockIdx.x) * NARROW_COLUMNS, col = col0 + across_row;
+    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
+
+    G centre[VEC] = {};
+    if (!TRAINING) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
+    }
+    double *const sum = &sum_of[0][threadIdx.x], *const dot = &dot_of[0][threadIdx.x];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) sum[j * THREADS] = dot[j * THREADS] = 0.0;
+    if (whole)
+        add_rows<true, NARROW_ROWS, THREADS>(p, dy, d, down, p.m, col, inside, centre, sum, dot);
+    else
+        add_rows<false, NARROW_ROWS, THREADS>(p, dy, d, down, p.m, col, inside, centre, sum, dot);
+    __syncthreads();
+
+    constexpr int PARTS = 8;  // threads that add up a column
+    if (threadIdx.x < NARROW_COLUMNS * PARTS) {
+        const int of_block = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+        double S = 0.0, E = 0.0;
+#pragma unroll
+        for (int i = part; i < NARROW_ROWS; i += PARTS) {
+            S += sum_of[of_block % VEC][i * NARROW + of_block / VEC];
+            E += dot_of[of_block % VEC][i * NARROW + of_block / VEC];
+        }
+#pragma unroll
+        for (int bit = 1; bit < PARTS; bit *= 2) {
+            S += __shfl_xor_sync(0xFFFFFFFF, S, bit);
+            E += __shfl_xor_sync(0xFFFFFFFF, E, bit);
+        }
+        if (part == 0 && col0 + of_block < p.n)
+            settle(p, saved, col0 + of_block, S, E, to_bias, to_scale, to_gamma, to_beta, &coefficients[0][0],
+                   NARROW_COLUMNS, of_block);
+    }
+    __syncthreads();
+
+    const Slope slope(p, saved, &coefficients[0][0], NARROW_COLUMNS, across_row, col, inside);
+    constexpr int TILE = FLIGHT * NARROW_ROWS;
+    for (long long row0 = (p.m - 1) / TILE * TILE; row0 >= 0; row0 -= TILE) {
+        const long long row = row0 + down;
+        if (whole && row0 + TILE <= p.m) {
+            Vector<T, VEC> dy_in[FLIGHT];
+            Vector<D, VEC> d_in[FLIGHT] = {};
+#pragma unroll
+            for (int i = 0; i < FLIGHT; ++i) {
+                const long long r = row + i * NARROW_ROWS;
+                dy_in[i] = load_dy<true>(dy + r * p.y_row + col, 1, VEC);
+                if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + r * p.ldg + col);
+            }
+#pragma unroll
+            for (int i = 0; i < FLIGHT; ++i)
+                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * NARROW_ROWS) * p.ldx + col) =
+                    slope.dg(dy_in[i], d_in[i]);
+        } else {
+            for (int i = 0; i < FLIGHT && row + i * NARROW_ROWS < p.m; ++i)
+                write_ragged(p, slope, dy, d, dg, row + i * NARROW_ROWS, col, inside);
         }
     }
 }

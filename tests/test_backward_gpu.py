@@ -18,7 +18,7 @@ from test_forward_gpu import capture, new_stream
 from tolerance import TF32, assert_within, norm_error
 
 import gsbn
-from gsbn import reference
+from gsbn import _plan, reference
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -65,8 +65,15 @@ def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("whole_rows", [0, 1024], ids=["two passes", "whole columns"])
 @pytest.mark.parametrize("shape", [(3000, 64, 40), (130, 2050, 70), (70, 33, 2100), (2, 1, 1), (1200, 264, 520)])
-def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gemm: str) -> None:
+def test_long_sides(
+    shape: tuple[int, int, int], whole_rows: int, dtype: str, training: bool, gemm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if whole_rows and shape[0] > whole_rows:
+        pytest.skip("too many rows for one CTA")
+    monkeypatch.setattr(_plan, "WHOLE_ROWS", whole_rows)
+    gsbn._backward._calls.clear()
     arrays = Case(shape, dtype, training).arrays()
     assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training)
 

@@ -20,6 +20,7 @@ from gsbn._plan import (
     INT32_MAX,
     ITEMSIZE,
     SM90_BLOCK_N,
+    WHOLE_ROWS,
     Device,
     LimbGemm,
     Matmul,
@@ -238,7 +239,12 @@ def test_a_backward_fits(
     assert 1 <= decided.sums_grid <= LARGEST_GRID and 1 <= decided.dg_grid <= LARGEST_GRID
     assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
-    assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials
+    if decided.whole:
+        assert decided.sums and decided.dg and not decided.across and p.m <= WHOLE_ROWS
+        assert (decided.splits, decided.sums_kernel.name) == (1, "backward_whole")
+        assert decided.sums_grid * 64 >= p.n * size
+    else:
+        assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials
     if decided.splits > 1:
         assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
     assert decided.tickets + decided.tickets_bytes <= decided.dg_at
