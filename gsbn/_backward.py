@@ -65,7 +65,7 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
     -----
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
-    as well), O(O) scratch (up to 1 MiB of both is kept for the next call on the stream), and copies of operands whose
+    as well), O(O) scratch (up to 512 KiB of both is kept for the next call on the stream), and copies of operands whose
     strides the kernels cannot take. dg passes through x's dtype as in PyTorch: beyond 65504 a float16 gradient
     overflows. S and D are float32 sums of 16 rows, merged in float64 in a fixed order. On the CPU all arithmetic is
     NumPy's in float64, g included, and each gradient is rounded once.
@@ -238,7 +238,7 @@ def _launch(
 
     dg_at = workspace + plan.dg_at
     if plan.whole:
-        words: tuple[int, ...] = (dy_at, d_at if plan.reads_d else 0, saved_at, dg_at, *at[2:])
+        words: tuple[int, ...] = (dy_at, d_at if plan.reads_d else 0, saved_at, dg_at if plan.dg else 0, *at[2:])
         call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
     elif plan.sums:
         if plan.tickets_bytes:

@@ -158,7 +158,7 @@ def forward(
     compute g in it.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
     prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
-    batch's are known. Scratch memory of up to 1 MiB is kept for the next call on the same stream, but by a captured
+    batch's are known. Scratch memory of up to 512 KiB is kept for the next call on the same stream, but by a captured
     call. On the CPU all arithmetic is NumPy's in float64, and y is rounded once.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,

@@ -18,7 +18,7 @@ from ._check import View
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
 
 
-_KEPT_BYTES, _MAX_KEPT = 1 << 20, 64  # of scratch memory for a stream, and for how many streams
+_KEPT_BYTES, _MAX_KEPT = 1 << 19, 64  # of scratch memory for a stream, and for how many streams
 _PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for every thread
 
 

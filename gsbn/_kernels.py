@@ -132,11 +132,7 @@ class Launcher:
         self._free: list[_Parameters] = []  # as many as there were ever launches at the same time
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
-        if not hasattr(_thread, "has_context"):
-            from cupy.cuda import runtime
-
-            runtime.setDevice(runtime.getDevice())  # binds the device's context to this thread
-            _thread.has_context = True
+        _bind_context()
         try:
             parameters = self._free.pop()  # nobody else's until it is appended, whatever thread or signal comes
         except IndexError:
@@ -161,6 +157,17 @@ class _Parameters:
 
 
 _thread = threading.local()
+
+
+def _bind_context() -> None:
+    """Make the current device's context this thread's: the driver, unlike the runtime, does not by itself."""
+    if not hasattr(_thread, "has_context"):
+        from cupy.cuda import runtime
+
+        runtime.setDevice(runtime.getDevice())
+        _thread.has_context = True
+
+
 _lock = threading.Lock()
 _modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 _launchers: dict[tuple[Kernel, int], Launcher] = {}
@@ -186,6 +193,7 @@ def launcher(kernel: Kernel, device: int) -> Launcher:
 @cache
 def resident_clusters(kernel: Kernel, cluster: int, device: int) -> int:
     """How many clusters of a forward_sm90 the device, which must be the current one, can hold at once."""
+    _bind_context()
     return _driver.resident_clusters(launcher(kernel, device).pointer, _plan.SM90_THREADS, cluster, kernel.shared)
 
 

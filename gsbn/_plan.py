@@ -219,7 +219,7 @@ class BackwardPlan(NamedTuple):
 
     sums: bool  # whether backward_sums has anything to do, and backward_dg
     dg: bool
-    whole: bool  # both in one launch, by sums_kernel
+    whole: bool  # sums, and dg if it is wanted, in one launch of sums_kernel
     reads_d: bool
     copy_dy: bool  # the kernels would not take these strides at speed
     dy: Matrix
@@ -376,8 +376,10 @@ def backward_plan(
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
     splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
     row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
-    whole = sums and dg and not across and m <= WHOLE_ROWS
-    if whole:  # all rows of 64 bytes of columns by one CTA: nobody else's sums are needed
+    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Whatever else `needs` leaves out: the
+    # bits of what is left shall not depend on it, as they would on `across`.
+    whole = sums and m <= WHOLE_ROWS and (dtype != "float32" or precision == "highest")
+    if whole:
         blocks, splits, sums_rows = _ceil(n, 64 // size), 1, m
     coefficients = 0
     partials = _round_up(0 if whole else 4 * ldd * max(size, 4), 256)

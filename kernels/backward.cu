@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     }
 }
 
-// backward_sums and backward_dg of NARROW_COLUMNS columns and all rows.
+// backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_whole(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
                    void* to_gamma, void* to_beta) {
@@ -366,6 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
             settle(p, saved, col0 + of_block, S, E, to_bias, to_scale, to_gamma, to_beta, &coefficients[0][0],
                    NARROW_COLUMNS, of_block);
     }
+    if (dg == nullptr) return;
     __syncthreads();
 
     const Slope slope(p, saved, &coefficients[0][0], NARROW_COLUMNS, across_row, col, inside);
