@@ -36,7 +36,7 @@ THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
-WHOLE_ROWS = 1024  # up to which backward_whole makes one launch of the two
+WHOLE_ROWS = 512  # up to which backward_whole makes one launch of the two, where an SM has one CTA of it at most
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -376,11 +376,12 @@ def backward_plan(
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
     splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
     row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
-    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Whatever else `needs` leaves out: the
-    # bits of what is left shall not depend on it, as they would on `across`.
-    whole = sums and m <= WHOLE_ROWS and (dtype != "float32" or precision == "highest")
+    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
+    # what `needs` leaves out: the bits of the rest are the same.
+    columns = _ceil(n, 64 // size)
+    whole = sums and m <= WHOLE_ROWS and columns <= device.sms and (dtype != "float32" or precision == "highest")
     if whole:
-        blocks, splits, sums_rows = _ceil(n, 64 // size), 1, m
+        blocks, splits, sums_rows = columns, 1, m
     coefficients = 0
     partials = _round_up(0 if whole else 4 * ldd * max(size, 4), 256)
     tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)

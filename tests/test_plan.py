@@ -240,7 +240,7 @@ def test_a_backward_fits(
     assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.whole:
-        assert decided.sums and not decided.across and p.m <= WHOLE_ROWS
+        assert decided.sums and not decided.across and p.m <= WHOLE_ROWS and decided.sums_grid <= p.device.sms
         assert (decided.splits, decided.sums_kernel.name) == (1, "backward_whole")
         assert decided.sums_grid * 64 >= p.n * size
     else:
