@@ -12,7 +12,7 @@ from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, on_device
 from ._forward import Saved, matrix_of
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
-from ._sm90 import Alone
+from ._sm90 import Sm90Gemm
 from .reference import Gradients
 
 __all__ = ["Gradients", "backward"]
@@ -194,7 +194,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     if product.through is not None:
         return Multiply(p, product.through, device)
     if product.one is not None:
-        return Alone(p, product.one, device)
+        return Sm90Gemm(p, product.one, device)
     if product.kernel is None:
         return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False)
     problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
@@ -202,7 +202,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
     for name, value in dict(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags).items():
         problem[name] = value
-    return _kernels.launcher(product.kernel, device), problem, (problem.ctypes.data,)
+    return _kernels.launcher(product.kernel, device), problem, (problem.ctypes.data,)  # an address does not keep it
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def _launch(
         _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
 
     dg_at = workspace + plan.dg_at
-    if plan.whole:
+    if plan.fused:
         words: tuple[int, ...] = (dy_at, d_at if plan.reads_d else 0, saved_at, dg_at if plan.dg else 0, *at[2:])
         call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
     elif plan.sums:
@@ -247,7 +247,7 @@ def _launch(
         call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
     elif at[2]:  # in training, and nothing but zeros is wanted
         cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
-    if plan.dg and not plan.whole:
+    if plan.dg and not plan.fused:
         words = (dy_at, d_at, saved_at, workspace, dg_at, workspace + plan.across_at)
         call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
     for product, how in call.products:

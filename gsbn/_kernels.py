@@ -216,7 +216,7 @@ def compile_all(arch: str) -> dict[Kernel, bytes]:
             nvrtc.destroyProgram(program)
 
     kernels = list(all_kernels(arch))
-    variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # of which several functions are
+    variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cubins = dict(zip(variants, pool.map(cubin, variants.values()), strict=True))
     return {kernel: cubins[kernel.file, kernel.defines] for kernel in kernels}

@@ -6,7 +6,7 @@ import numpy as np
 
 from . import _kernels, _plan
 from ._device import cuda
-from ._sm90 import Alone
+from ._sm90 import Sm90Gemm
 
 __all__ = ["Multiply"]
 
@@ -23,7 +23,7 @@ class Multiply:
         fields["flags"] = flags["vector_x"] * _whole(p.x, 0) + flags["vector_w"] * _whole(p.w, 0)
         for name, value in fields.items():
             self._problem[name] = value
-        self._multiply = Alone(p, gemm.one, device)
+        self._multiply = Sm90Gemm(p, gemm.one, device)
         self._split = _kernels.launcher(self._limbs.kernel, device)
         self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
         self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x)

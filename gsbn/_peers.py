@@ -217,7 +217,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     one = _plan.one_launch(p, "gemm", case.precision)
     if one.limbs is not None:
         raise Unavailable("the GEMM of limbs is not alone: they are made first")
-    multiply = _sm90.Alone(p, one, device)
+    multiply = _sm90.Sm90Gemm(p, one, device)
 
     def call() -> Any:
         multiply(x.data.ptr, weight.data.ptr, g.data.ptr, xp.cuda.get_current_stream().ptr)

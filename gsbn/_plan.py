@@ -36,7 +36,7 @@ THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
-WHOLE_ROWS = 512  # up to which backward_whole makes one launch of the two, where an SM has one CTA of it at most
+FUSED_ROWS = 512  # up to which backward_fused makes one launch of the two, where an SM has one CTA of it at most
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -47,13 +47,13 @@ SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs take
 # What forward_sm90 and the path on cuBLAS cost on an H200, in us and MB: fitted to docs/results/sweep.jsonl, so that
 # the choice is right rather than each time. See _one_launch_us and _cublas_us.
 MMA_US, STEP_US = 0.0018, 0.067  # a step, 128 bytes of k: a row of x in it, and whatever is in it
-SHARED_US = 1 / 1950  # 128 bytes in or out of shared memory, a clock; in the other modes' fit it is in other terms
+SHARED_US = 1 / 1950  # 128 bytes in or out of shared memory, one clock; the other modes' terms were fitted without it
 L2_RATE, MEMORY_RATE = 10.2, 11.2  # MB/us: of all that the CTAs load; of what differs, where it comes from memory
 OFF_LINE, OFF_LINE_Y = 1.4, 1.45  # times the traffic where rows of x and weight, or of y, do not start on 128 bytes
 TILE_US = {"training": 7.1, "inference": 1.65, "gemm": 1.65}  # beginning and end of a tile
 Y_RATE, PARKED_RATE = {"training": 4.1, "inference": 3.75, "gemm": 3.75}, 10.9
 CALL_US = {"training": 1.9, "inference": 4.0, "gemm": 4.0}
-LAYING_US, RELAYING_US = 0.57, 1.9  # inference: constants of 96 features, by three warps; of a later tile
+LAYING_US, RELAYING_US = 0.57, 1.9  # inference: a round of constants, 96 features by three warps; of a later tile
 PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # training: by rows of tiles
 TRIP_US = 2.2  # and of more rows
 SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
@@ -64,7 +64,7 @@ CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
-FILL = 0.94  # of several waves of the largest tiles, at which forward_sm90 is never slower than cuBLAS
+FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -219,7 +219,7 @@ class BackwardPlan(NamedTuple):
 
     sums: bool  # whether backward_sums has anything to do, and backward_dg
     dg: bool
-    whole: bool  # sums, and dg if it is wanted, in one launch of sums_kernel
+    fused: bool  # sums, and dg if it is wanted, in one launch of sums_kernel
     reads_d: bool
     copy_dy: bool  # the kernels would not take these strides at speed
     dy: Matrix
@@ -379,11 +379,11 @@ def backward_plan(
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = _ceil(n, 64 // size)
-    whole = sums and m <= WHOLE_ROWS and columns <= device.sms and (dtype != "float32" or precision == "highest")
-    if whole:
+    fused = sums and m <= FUSED_ROWS and columns <= device.sms and (dtype != "float32" or precision == "highest")
+    if fused:
         blocks, splits, sums_rows = columns, 1, m
     coefficients = 0
-    partials = _round_up(0 if whole else 4 * ldd * max(size, 4), 256)
+    partials = _round_up(0 if fused else 4 * ldd * max(size, 4), 256)
     tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
     tickets_bytes = blocks * 4 if splits > 1 else 0
     dg_at = _round_up(tickets + tickets_bytes, 256)
@@ -392,11 +392,11 @@ def backward_plan(
     limbs_bytes = max(
         (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
     )
-    sums_kernel, dg_kernel, whole_kernel = backward_kernels(dtype, training=training, across=across > 0)
+    sums_kernel, dg_kernel, fused_kernel = backward_kernels(dtype, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
         dg=dg,
-        whole=whole,
+        fused=fused,
         reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
         copy_dy=copy_dy,
         dy=dy,
@@ -416,7 +416,7 @@ def backward_plan(
         across_at=across_at,
         limbs_at=limbs_at,
         workspace=limbs_at + limbs_bytes,
-        sums_kernel=whole_kernel if whole else sums_kernel,
+        sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         x=dx,
         weight=dw,
@@ -460,8 +460,7 @@ def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> 
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
-    """Whether forward_sm90 makes a 16-bit product: asked for, or faster than cuBLAS, or than the host calls cuBLAS, or
-    cuBLAS cannot."""
+    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot."""
     if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
         return False
     if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
@@ -516,13 +515,13 @@ def column_grids(k: int, count: int) -> tuple[int, int, int]:
 
 
 def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
-    """The variants of backward_sums, backward_dg and backward_whole for a dy of this dtype and what was kept."""
+    """The variants of backward_sums, backward_dg and backward_fused for a dy of this dtype and what was kept."""
     t = C_TYPE[dtype]
     g = "double" if t == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     dg_defines = (*defines, ("ACROSS", "true")) if across else defines
-    sums, whole = (Kernel(name, "backward", defines) for name in ("backward_sums", "backward_whole"))
-    return sums, Kernel("backward_dg", "backward", dg_defines), whole
+    sums, fused = (Kernel(name, "backward", defines) for name in ("backward_sums", "backward_fused"))
+    return sums, Kernel("backward_dg", "backward", dg_defines), fused
 
 
 def gemm_for(
@@ -766,15 +765,17 @@ def forward_sm90(
     x_across: bool = False,
     w_across: bool = False,
 ) -> Kernel:
-    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster."""
+    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
+
+    `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k.
+    """
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
     staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
-    defines |= {"CLUSTER": cluster, "KEEP": int(keeps)}
-    defines |= dict.fromkeys(("X_ACROSS",) * x_across + ("W_ACROSS",) * w_across, 1)
+    defines |= {"CLUSTER": cluster, "KEEP": int(keeps), "X_ACROSS": int(x_across), "W_ACROSS": int(w_across)}
     return Kernel(
         "forward_sm90",
         "forward_sm90",

@@ -6,10 +6,10 @@ import numpy as np
 
 from . import _kernels, _plan, _tma
 
-__all__ = ["Alone"]
+__all__ = ["Sm90Gemm"]
 
 
-class Alone:
+class Sm90Gemm:
     """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'."""
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:

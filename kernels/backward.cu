@@ -21,10 +21,11 @@
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
-// backward_whole is both where rows are few: a CTA takes NARROW_COLUMNS columns (64 bytes of a row) whole, so that their
-// sums need nobody else's, and reads its rows once more, backwards, from L2. No tickets, no workspace.
+// backward_fused is both where rows are few: a CTA takes all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
+// their sums need nobody else's, and reads them once more, backwards, from L2. No tickets, no workspace.
 //
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) bfloat16 268 MB and 403 MB.
+// backward_fused moves dy, d and dg once, and dy and d once more from L2.
 #include "common.cuh"
 
 #ifndef T_TYPE
@@ -53,8 +54,8 @@ constexpr int COLUMNS = LANES * VEC;
 constexpr int THREADS = LANES * WARPS;
 constexpr int GROUP = 16;
 constexpr int FLIGHT = 4;  // rows that a thread has on their way at once
-constexpr int NARROW = 4, NARROW_COLUMNS = NARROW * VEC,
-              NARROW_ROWS = THREADS / NARROW;  // threads along a row, and down
+constexpr int NARROW = 4;  // threads along a row of backward_fused
+constexpr int NARROW_COLUMNS = NARROW * VEC, NARROW_ROWS = THREADS / NARROW;
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // of coefficients, in G
 
@@ -139,10 +140,19 @@ __device__ inline void add_rows(const Problem& p, const T* dy, const D* d, long 
     }
 }
 
+// What is subtracted from VEC columns of d: nothing in training.
+__device__ inline void load_centre(const Problem& p, const double* saved, long long col, int inside, G (&centre)[VEC]) {
+    if (!TRAINING) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
+    }
+}
+
 // Of feature c, everything of size O: its gradients, and in training the coefficients of dg, rows of `pitch`, at `at`.
-__device__ inline void settle(const Problem& p, const double* saved, long long c, double S, double E, void* to_bias,
-                              void* to_scale, void* to_gamma, void* to_beta, G* coefficients, long long pitch,
-                              long long at) {
+__device__ inline void store_feature(const Problem& p, const double* saved, long long c, double S, double E,
+                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
+                                     long long pitch, long long at) {
     const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
     store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
@@ -159,12 +169,12 @@ __device__ inline void settle(const Problem& p, const double* saved, long long c
     coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
 }
 
-// dg of the VEC columns from col on: in training of what settle left at `coefficients`, of which col is `at`.
-struct Slope {
+// dg of the VEC columns from col on: in training of what store_feature left at `coefficients`, of which col is `at`.
+struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
 
-    __device__ Slope(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
-                     long long col, int inside) {
+    __device__ Coefficients(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
+                            long long col, int inside) {
         if (TRAINING) {
             a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
             mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
@@ -189,20 +199,42 @@ struct Slope {
     }
 };
 
-// One row of dg where its columns, or dy's, are no whole access.
-__device__ inline Vector<T, VEC> write_ragged(const Problem& p, const Slope& slope, const T* dy, const D* d, T* dg,
-                                              long long row, long long col, int inside) {
-    Vector<D, VEC> d_in = {};
-    if (TRAINING) d_in = load<D, VEC>(d + row * p.ldg + col, inside);
-    const Vector<T, VEC> out = slope.dg(load_dy<false>(dy + row * p.y_row + col * p.y_col, p.y_col, inside), d_in);
+// FLIGHT rows of dg, row, row + DOWN, ... < end: all of them in whole accesses, or as they come. `then` gets each.
+template <int DOWN, typename Then>
+__device__ inline void write_rows(const Problem& p, const Coefficients& of, const T* dy, const D* d, T* dg,
+                                  long long row, long long end, long long col, int inside, bool whole,
+                                  const Then& then) {
+    if (whole) {
+        Vector<T, VEC> dy_in[FLIGHT];
+        Vector<D, VEC> d_in[FLIGHT] = {};
 #pragma unroll
-    for (int j = 0; j < VEC; ++j)
-        if (j < inside) dg[row * p.ldx + col + j] = out.at[j];
-    return out;
+        for (int i = 0; i < FLIGHT; ++i) {
+            const long long r = row + i * DOWN;
+            dy_in[i] = load_dy<true>(dy + r * p.y_row + col, 1, VEC);
+            if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + r * p.ldg + col);
+        }
+#pragma unroll
+        for (int i = 0; i < FLIGHT; ++i) {
+            const Vector<T, VEC> out = of.dg(dy_in[i], d_in[i]);
+            then(out, i);
+            *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * DOWN) * p.ldx + col) = out;
+        }
+    } else {
+        for (int i = 0; i < FLIGHT && row + i * DOWN < end; ++i) {
+            const long long r = row + i * DOWN;
+            Vector<D, VEC> d_in = {};
+            if (TRAINING) d_in = load<D, VEC>(d + r * p.ldg + col, inside);
+            const Vector<T, VEC> out = of.dg(load_dy<false>(dy + r * p.y_row + col * p.y_col, p.y_col, inside), d_in);
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) dg[r * p.ldx + col + j] = out.at[j];
+            then(out, i);
+        }
+    }
 }
 
 // d may be null where no gradient asks for E. The vectors' codes in p are the gradients': one that is absent is not made.
-extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace, void* to_bias,
                   void* to_scale, void* to_gamma, void* to_beta) {
     __shared__ double sum_of[WARPS][COLUMNS], dot_of[WARPS][COLUMNS];
@@ -215,11 +247,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
     G centre[VEC] = {};
-    if (!TRAINING) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
-    }
+    load_centre(p, saved, col, inside, centre);
     double *const sum = &sum_of[warp][lane], *const dot = &dot_of[warp][lane];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) sum[j * LANES] = dot[j * LANES] = 0.0;
@@ -264,13 +292,13 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         }
     }
     if (mine)
-        settle(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta, reinterpret_cast<G*>(workspace + p.affine),
-               p.ldg, c);
+        store_feature(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta,
+                      reinterpret_cast<G*>(workspace + p.affine), p.ldg, c);
 }
 
 // dg (m, n) of T, row pitch ldx, rows on 16 bytes. In inference it needs neither d nor any sum.
 // With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: what cuBLAS wants of TF32.
-extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg,
                 T* across) {
     constexpr int TILE = FLIGHT * WARPS;  // rows of the CTA at once
@@ -285,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
     const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
-    const Slope slope(p, saved, reinterpret_cast<const G*>(workspace + p.affine), p.ldg, col, col, inside);
+    const Coefficients of(p, saved, reinterpret_cast<const G*>(workspace + p.affine), p.ldg, col, col, inside);
     const auto turn = [&](const Vector<T, VEC>& out, int i) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
@@ -293,25 +321,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     };
 
     for (long long row0 = begin; row0 < end; row0 += TILE) {
-        const long long row = row0 + warp;
-        if (whole && row0 + TILE <= end) {
-            Vector<T, VEC> dy_in[FLIGHT];
-            Vector<D, VEC> d_in[FLIGHT] = {};
-#pragma unroll
-            for (int i = 0; i < FLIGHT; ++i) {
-                dy_in[i] = load_dy<true>(dy + (row + i * WARPS) * p.y_row + col, 1, VEC);
-                if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + (row + i * WARPS) * p.ldg + col);
-            }
-#pragma unroll
-            for (int i = 0; i < FLIGHT; ++i) {
-                const Vector<T, VEC> out = slope.dg(dy_in[i], d_in[i]);
-                turn(out, i);
-                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * WARPS) * p.ldx + col) = out;
-            }
-        } else {
-            for (int i = 0; i < FLIGHT && row + i * WARPS < end; ++i)
-                turn(write_ragged(p, slope, dy, d, dg, row + i * WARPS, col, inside), i);
-        }
+        write_rows<WARPS>(p, of, dy, d, dg, row0 + warp, end, col, inside, whole && row0 + TILE <= end, turn);
         if constexpr (ACROSS) {
             __syncthreads();
             for (int c = warp; c < COLUMNS && col0 + c < p.n; c += WARPS)
@@ -323,10 +333,10 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
 
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
-    backward_whole(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
+    backward_fused(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
                    void* to_gamma, void* to_beta) {
     __shared__ double sum_of[VEC][THREADS], dot_of[VEC][THREADS];
-    __shared__ alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][NARROW_COLUMNS];
+    __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
 
     const int across_row = threadIdx.x % NARROW * VEC, down = threadIdx.x / NARROW;
     const long long col0 = static_cast<long long>(blockIdx.x) * NARROW_COLUMNS, col = col0 + across_row;
@@ -334,11 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
     G centre[VEC] = {};
-    if (!TRAINING) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
-    }
+    load_centre(p, saved, col, inside, centre);
     double *const sum = &sum_of[0][threadIdx.x], *const dot = &dot_of[0][threadIdx.x];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) sum[j * THREADS] = dot[j * THREADS] = 0.0;
@@ -363,32 +369,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
             E += __shfl_xor_sync(0xFFFFFFFF, E, bit);
         }
         if (part == 0 && col0 + of_block < p.n)
-            settle(p, saved, col0 + of_block, S, E, to_bias, to_scale, to_gamma, to_beta, &coefficients[0][0],
-                   NARROW_COLUMNS, of_block);
+            store_feature(p, saved, col0 + of_block, S, E, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                          NARROW_COLUMNS, of_block);
     }
     if (dg == nullptr) return;
     __syncthreads();
 
-    const Slope slope(p, saved, &coefficients[0][0], NARROW_COLUMNS, across_row, col, inside);
+    const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
     constexpr int TILE = FLIGHT * NARROW_ROWS;
     for (long long row0 = (p.m - 1) / TILE * TILE; row0 >= 0; row0 -= TILE) {
-        const long long row = row0 + down;
-        if (whole && row0 + TILE <= p.m) {
-            Vector<T, VEC> dy_in[FLIGHT];
-            Vector<D, VEC> d_in[FLIGHT] = {};
-#pragma unroll
-            for (int i = 0; i < FLIGHT; ++i) {
-                const long long r = row + i * NARROW_ROWS;
-                dy_in[i] = load_dy<true>(dy + r * p.y_row + col, 1, VEC);
-                if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + r * p.ldg + col);
-            }
-#pragma unroll
-            for (int i = 0; i < FLIGHT; ++i)
-                *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * NARROW_ROWS) * p.ldx + col) =
-                    slope.dg(dy_in[i], d_in[i]);
-        } else {
-            for (int i = 0; i < FLIGHT && row + i * NARROW_ROWS < p.m; ++i)
-                write_ragged(p, slope, dy, d, dg, row + i * NARROW_ROWS, col, inside);
-        }
+        write_rows<NARROW_ROWS>(p, of, dy, d, dg, row0 + down, p.m, col, inside, whole && row0 + TILE <= p.m,
+                                [](const Vector<T, VEC>&, int) {});
     }
 }

@@ -123,7 +123,7 @@ enum : int {
     SAVED_S = 6,       // inference: s
 };
 
-// Of a feature in training, of its scale, gamma and variance.
+// The SAVED_ rows of feature i in training, from its scale, gamma and variance, its deviations being in units of `unit`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
                                    double eps, double unit) {
     const double r = 1.0 / sqrt(s * s * var + eps), in_units = s * r * unit;

@@ -111,7 +111,7 @@ constexpr int PASS_M = Y_BYTES == 4   ? 32
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = Y_BYTES == 4 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
-[[maybe_unused]] constexpr int LAYERS = 3;              // warps that lay out constants in inference
+[[maybe_unused]] constexpr int LAYING_WARPS = 3;        // warps that lay out constants in inference
 constexpr int CHUNK = 16 / Y_BYTES;                     // columns of y in a 16-byte access
 constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;       // rows that a finishing warp takes at a time
 [[maybe_unused]] constexpr int UNITS = BLOCK_M / UNIT;  // of a tile
@@ -127,7 +127,7 @@ struct Affine {  // of one feature
     __device__ float slope(float var, float eps) const { return gamma * scale / sqrtf(fmaf(scale * scale, var, eps)); }
 };
 
-// What becomes of a parked deviation d: y = a d + b, and unit d + shift is kept.
+// What becomes of a parked deviation d of a feature: y = y.x d + y.y, and kept.x d + kept.y is kept.
 struct Finish {
     float2 y;
 #if KEEP
@@ -350,15 +350,16 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// whether A and B lie across k: wgmma calls such operands transposed
 #define TEXT_OF(macro) #macro
 #define TEXT(macro) TEXT_OF(macro)
-#define MMA_LIES TEXT(W_ACROSS) ", " TEXT(X_ACROSS)
+#define MMA_TRANSPOSED TEXT(W_ACROSS) ", " TEXT(X_ACROSS)
 #if ELEMENT == 0
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define MMA_TAIL ", p, 1, 1, " MMA_LIES ";\n}"
+#define MMA_TAIL ", p, 1, 1, " MMA_TRANSPOSED ";\n}"
 #elif ELEMENT == 1 || ELEMENT == 3
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
-#define MMA_TAIL ", p, 1, 1, " MMA_LIES ";\n}"
+#define MMA_TAIL ", p, 1, 1, " MMA_TRANSPOSED ";\n}"
 #else
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
 #define MMA_TAIL ", p, 1, 1;\n}"
@@ -467,7 +468,7 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
 }
 
-// x d + y on the 16 bytes of one access
+// x d + y on the 16 bytes of one access, (x, y) being one of the pairs of Finish
 __device__ __forceinline__ uint4 apply(uint4 d, const Finish (&coef)[CHUNK], float2 Finish::* of) {
     u32 word[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
@@ -721,8 +722,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if MODE == 2
     // Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order.
     auto finish_unit = [&](int unit, int nap) {
-        const u64 launch = *(volatile u64*)&sh.launch;
-        constexpr int ACROSS = BLOCK_N / CHUNK;                      // lanes along a row
+        const u64 launch = *(volatile u64*)&sh.launch;  // read anew rather than held in registers, here and below
+        constexpr int ACROSS = BLOCK_N / CHUNK;         // lanes along a row
         const int lane = lane_id(), within = lane % ACROSS * CHUNK;  // first of this lane's columns in the block
         int row, block;
         order.at(cluster_id() + unit / UNITS * clusters, row, block);
@@ -759,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #pragma unroll
         for (int e = 0; e < CHUNK; e++) coef[e] = sh.coef[within + e];
         // deviations are read past L1, which might hold older lines
-        constexpr int STEP = 32 / ACROSS, BATCH = KEEP ? 4 : 8;
+        constexpr int STEP = 32 / ACROSS, BATCH = KEEP ? 4 : 8;  // KEEP's coefficients take the other registers
         const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
         const int end = feature < n ? (int)m - first : 0;
         char* at = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES;
@@ -829,7 +830,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             }
         }
 #if MODE == 1
-        else if (warp <= LAYERS) {
+        else if (warp <= LAYING_WARPS) {
             // ---- constants, beside the main loop
             int nth = 0;
             for (int i; (i = cluster_id() + nth * clusters) < order.count(); nth++) {
@@ -837,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 order.at(i, row, col);
                 const int first = (col * CLUSTER + rank) * BLOCK_N;
                 for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth, LONG_NAP);
-                for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYERS)
+                for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS)
                     sh.constants[c] = first + c < n ? f.frozen(first + c) : make_float2(0.f, 0.f);
                 __syncwarp();
                 if (lane == 0) count_up(&sh.ready);
@@ -948,7 +949,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         float d[ACC];
         // ---- d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
         auto store = [&](const TensorMap& map, const float (&d)[ACC], int row, int block) {
-            const int lane = lane_id();
+            const int lane = lane_id();  // anew, as in the epilogue
 #pragma unroll
             for (int pass = 0; pass < PASSES; pass++) {
                 char* staging = sh.staging[half][pass & 1];
@@ -1068,7 +1069,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
 #endif
 #if MODE == 1
-                wait_count(&sh.ready, (nth + 1) * LAYERS, SHORT_NAP);
+                wait_count(&sh.ready, (nth + 1) * LAYING_WARPS, SHORT_NAP);
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const float2 ac = sh.constants[within + 8 * h];

@@ -65,15 +65,15 @@ def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("whole_rows", [0, 512], ids=["two passes", "whole columns"])
+@pytest.mark.parametrize("fused_rows", [0, 512], ids=["two passes", "fused"])
 @pytest.mark.parametrize("shape", [(3000, 64, 40), (130, 2050, 70), (70, 33, 2100), (2, 1, 1), (1200, 264, 520)])
 def test_long_sides(
-    shape: tuple[int, int, int], whole_rows: int, dtype: str, training: bool, gemm: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], fused_rows: int, dtype: str, training: bool, gemm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if whole_rows and shape[0] > whole_rows:
+    if fused_rows and shape[0] > fused_rows:
         pytest.skip("too many rows for one CTA")
-    monkeypatch.setattr(_plan, "WHOLE_ROWS", whole_rows)
-    gsbn._backward._calls.clear()
+    monkeypatch.setattr(_plan, "FUSED_ROWS", fused_rows)
+    monkeypatch.setattr(gsbn._backward, "_calls", {})
     arrays = Case(shape, dtype, training).arrays()
     assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training)
 

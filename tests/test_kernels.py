@@ -99,7 +99,7 @@ def test_scratch_is_handed_on_along_its_stream_alone() -> None:
             owner = ctypes.create_string_buffer(nbytes)
             return owner, ctypes.addressof(owner)
 
-    kind, here, there = Fresh(), (0, 1), (0, 2)
+    kind, here, there, per_thread = Fresh(), (0, 1), (0, 3), (0, _interop._PER_THREAD)
     first = kind.borrow(1000, None, here)
     second = kind.borrow(1000, None, here)
     assert second is not first  # which is still in use
@@ -109,6 +109,9 @@ def test_scratch_is_handed_on_along_its_stream_alone() -> None:
     kind.give_back(second, 1000, None)
     assert len(kind.borrow(2000, None, here)[0]) >= 2000  # the first, which has room for any that is kept
     assert kind.borrow(2000, None, here) is not second
+    anyone = kind.borrow(8, None, per_thread)
+    kind.give_back(anyone, 8, per_thread)
+    assert kind.borrow(8, None, per_thread) is not anyone  # one handle, and a stream for every thread
     large = kind.borrow(2 << 20, None, here)
     kind.give_back(large, 2 << 20, here)
     assert kind.borrow(2 << 20, None, here) is not large  # too much to keep

@@ -17,10 +17,10 @@ from strategies import sides
 
 from gsbn import _driver, _kernels
 from gsbn._plan import (
+    FUSED_ROWS,
     INT32_MAX,
     ITEMSIZE,
     SM90_BLOCK_N,
-    WHOLE_ROWS,
     Device,
     LimbGemm,
     Matmul,
@@ -156,7 +156,7 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
     assert 1 <= one.clusters <= min(tiles, p.device.sms // one.cluster)
     macros = dict(one.kernel.defines)
-    for at, rows, across in ((p.x, p.m, "X_ACROSS" in macros), (p.w, p.n, "W_ACROSS" in macros)):
+    for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
         assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
     assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
@@ -239,9 +239,9 @@ def test_a_backward_fits(
     assert 1 <= decided.sums_grid <= LARGEST_GRID and 1 <= decided.dg_grid <= LARGEST_GRID
     assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
-    if decided.whole:
-        assert decided.sums and not decided.across and p.m <= WHOLE_ROWS and decided.sums_grid <= p.device.sms
-        assert (decided.splits, decided.sums_kernel.name) == (1, "backward_whole")
+    if decided.fused:
+        assert decided.sums and not decided.across and p.m <= FUSED_ROWS and decided.sums_grid <= p.device.sms
+        assert (decided.splits, decided.sums_kernel.name) == (1, "backward_fused")
         assert decided.sums_grid * 64 >= p.n * size
     else:
         assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials

@@ -66,7 +66,7 @@ def tiled(dtype, g_type, tile):
 
 def backward(dtype, g_type, tile, gemm, precision="highest"):
     before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
-    whole_rows = _plan.WHOLE_ROWS
+    fused_rows = _plan.FUSED_ROWS
     host, native = operands((300, 40, 45), dtype)
     dy = _gradients.draw_dy(np, _accuracy.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
@@ -74,7 +74,7 @@ def backward(dtype, g_type, tile, gemm, precision="highest"):
         _, saved = gsbn.forward(**native, **options, return_saved=True)
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
         want = reference.backward(dy, **taken, training=training)
-        for _plan.WHOLE_ROWS in (0, whole_rows):  # two launches, and one
+        for _plan.FUSED_ROWS in (0, fused_rows):  # two launches, and one
             _backward._calls.clear()
             got = gsbn.backward(cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
@@ -113,7 +113,7 @@ def product_of(name, dtype, block_m, cluster):
     device = cp.cuda.Device().id
     a_at = a_at.T if across else a_at
     p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), a_at, b_at.T, _plan.Matrix((n, 1), True))
-    multiply = _sm90.Alone(p, _plan.one_launch(p, "gemm", "highest"), device)
+    multiply = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
     multiply(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
     agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
 
