@@ -170,8 +170,8 @@ def _prepare_call(
     fields = dict(
         ldx=plan.pitch, ldw=plan.across, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits
     )
-    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows, affine=plan.coefficients)
-    fields |= dict(partials=plan.partials, tickets=plan.tickets, flags=_kernels.FLAGS["vector_y"] * plan.vector_dy)
+    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows)
+    fields |= dict(flags=_kernels.FLAGS["vector_y"] * plan.vector_dy)
     fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
     for name, value in fields.items():
         problem[name] = value
@@ -180,7 +180,7 @@ def _prepare_call(
     with on_device(device):
         if plan.sums:
             call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
-        if plan.dg:
+        if (plan.sums or plan.dg) and not plan.fused:
             call.launch_dg = _kernels.launcher(plan.dg_kernel, device)
         for product in (plan.x, plan.weight):
             if product is not None:
@@ -237,18 +237,16 @@ def _launch(
         _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
 
     dg_at = workspace + plan.dg_at
+    d_read = d_at if plan.reads_d else 0
     if plan.fused:
-        words: tuple[int, ...] = (dy_at, d_at if plan.reads_d else 0, saved_at, dg_at if plan.dg else 0, *at[2:])
+        words: tuple[int, ...] = (dy_at, d_read, saved_at, dg_at if plan.dg else 0, *at[2:])
         call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
     elif plan.sums:
-        if plan.tickets_bytes:
-            cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
-        words = (dy_at, d_at if plan.reads_d else 0, saved_at, workspace, *at[2:])
-        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
+        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, (dy_at, d_read, saved_at, workspace), stream)
     elif at[2]:  # in training, and nothing but zeros is wanted
         cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
-    if plan.dg and not plan.fused:
-        words = (dy_at, d_at, saved_at, workspace, dg_at, workspace + plan.across_at)
+    if call.launch_dg is not None:
+        words = (dy_at, d_at, saved_at, workspace, dg_at if plan.dg else 0, workspace + plan.across_at, *at[2:])
         call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
     for product, how in call.products:
         operands = (dg_at, w_at, at[0])

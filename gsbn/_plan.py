@@ -35,7 +35,8 @@ WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th ro
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
-SUMS_CTAS, SUMS_STEP, DG_CTAS = 2, 4 * WARPS, 2  # backward_sums, backward_dg
+SUMS_CTAS, SUMS_SPLITS, DG_CTAS = 1, 64, 2  # backward_sums, at most that many to a column block; backward_dg
+RING_STEP = 4 * WARPS  # rows that a CTA of either has on their way at once
 FUSED_ROWS = 512  # up to which backward_fused makes one launch of the two, where an SM has one CTA of it at most
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
@@ -217,9 +218,9 @@ class Product(NamedTuple):
 class BackwardPlan(NamedTuple):
     """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
 
-    sums: bool  # whether backward_sums has anything to do, and backward_dg
-    dg: bool
-    fused: bool  # sums, and dg if it is wanted, in one launch of sums_kernel
+    sums: bool  # whether anything is made of sums, which backward_dg then merges
+    dg: bool  # whether dg is made
+    fused: bool  # all of that in one launch of sums_kernel
     reads_d: bool
     copy_dy: bool  # the kernels would not take these strides at speed
     dy: Matrix
@@ -231,10 +232,6 @@ class BackwardPlan(NamedTuple):
     splits: int
     dg_grid: int
     dg_rows: int
-    coefficients: int
-    partials: int
-    tickets: int
-    tickets_bytes: int
     dg_at: int
     across_at: int
     limbs_at: int  # one product's after the other's
@@ -374,19 +371,15 @@ def backward_plan(
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, SUMS_CTAS * device.sms, SUMS_STEP)
-    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, NORMALIZE_STEP)
+    splits, sums_rows = _split(m, blocks, min(SUMS_CTAS * device.sms, SUMS_SPLITS * blocks), RING_STEP)
+    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, RING_STEP)
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = _ceil(n, 64 // size)
     fused = sums and m <= FUSED_ROWS and columns <= device.sms and (dtype != "float32" or precision == "highest")
-    if fused:
-        blocks, splits, sums_rows = columns, 1, m
-    coefficients = 0
-    partials = _round_up(0 if fused else 4 * ldd * max(size, 4), 256)
-    tickets = _round_up(partials + (splits * 2 * ldd * 8 if splits > 1 else 0), 256)
-    tickets_bytes = blocks * 4 if splits > 1 else 0
-    dg_at = _round_up(tickets + tickets_bytes, 256)
+    if fused or not sums:
+        splits = 0
+    dg_at = _round_up(splits * 2 * ldd * 8, 256)  # after the sums of each split
     across_at = _round_up(dg_at + (m * pitch * size if dg else 0), 256)
     limbs_at = _round_up(across_at + n * across * size, 256)
     limbs_bytes = max(
@@ -403,15 +396,11 @@ def backward_plan(
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
         pitch=pitch,
         across=across,
-        sums_grid=blocks * splits,
+        sums_grid=columns if fused else blocks * splits,
         sums_rows=sums_rows,
         splits=splits,
-        dg_grid=blocks * row_blocks,
+        dg_grid=blocks * (row_blocks if dg else 1),
         dg_rows=dg_rows,
-        coefficients=coefficients,
-        partials=partials,
-        tickets=tickets,
-        tickets_bytes=tickets_bytes,
         dg_at=dg_at,
         across_at=across_at,
         limbs_at=limbs_at,
@@ -519,9 +508,11 @@ def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tup
     t = C_TYPE[dtype]
     g = "double" if t == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    dg_defines = (*defines, ("ACROSS", "true")) if across else defines
-    sums, fused = (Kernel(name, "backward", defines) for name in ("backward_sums", "backward_fused"))
-    return sums, Kernel("backward_dg", "backward", dg_defines), fused
+    sums, dg, fused = (Kernel(f"backward_{name}", "backward", defines) for name in ("sums", "dg", "fused"))
+    if across:
+        tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
+        dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
+    return sums, dg, fused
 
 
 def gemm_for(

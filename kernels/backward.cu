@@ -4,28 +4,28 @@
 //   training:   d = (g - mean(g)) / unit, unit a power of two of each feature (1 but for float16)
 //   inference:  d = g
 //
-// backward_sums takes S = sum dy and E = sum dy (d - centre) in one pass, and of them makes the O(O) gradients and the
-// coefficients of the next pass; backward_dg is that pass: dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
+// backward_sums takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients and,
+// in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
 //   training:   dbeta = S    dgamma = s r D    dscale = gamma eps r^3 D    dbias = 0    rate = s^2 r^2 D / B    D = unit E
 //   inference:  dbeta = S    dbias = a S       dg = a dy    centre = running_mean / s - b, or near g
 //               dscale = gamma r (E + (centre + b) S)    dgamma = r (s E + (s (centre + b) - running_mean) S)
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// A CTA takes COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row of dy, a thread VEC
-// columns of every WARPS-th row. It adds GROUP rows in float32, so that a sum of n terms t errs by at most
-// GROUP 2^-24 sum |t|, and the groups in float64, in shared memory: registers hold the rows on their way instead. Warps
-// and then splits (CTAs of one column block) are added in float64 in an order that depends on the shape alone. The CTA
-// that draws a column block's last ticket adds the splits: who that is depends on timing, what it computes does not.
-// Tickets start at zero, set by the caller. float64 rows are added with their rounding errors (Knuth's two-sum).
+// A CTA takes COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a row of dy,
+// a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows). backward_sums adds GROUP
+// rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the groups in float64; warps and
+// then splits (CTAs of one column block) are added in float64 in an order that depends on the shape alone. Every CTA of
+// backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA waits for another. float64 rows are
+// added with their rounding errors (Knuth's two-sum).
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
 // backward_fused is both where rows are few: a CTA takes all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
-// their sums need nobody else's, and reads them once more, backwards, from L2. No tickets, no workspace.
+// their sums need nobody else's, and reads them once more from L2. No workspace.
 //
-// Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) bfloat16 268 MB and 403 MB.
-// backward_fused moves dy, d and dg once, and dy and d once more from L2.
+// Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
+// 403 MB. backward_fused moves dy, d and dg once, and dy and d once more from L2.
 #include "common.cuh"
 
 #ifndef T_TYPE
@@ -53,23 +53,20 @@ constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
 constexpr int THREADS = LANES * WARPS;
 constexpr int GROUP = 16;
-constexpr int FLIGHT = 4;  // rows that a thread has on their way at once
-constexpr int NARROW = 4;  // threads along a row of backward_fused
+constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // of 16 bytes: VEC columns of a row of dy and of d
+constexpr int DEPTH = CHUNKS == 2 ? 4 : 2;         // rows that a thread has on their way at once
+constexpr int NARROW = 4;                          // threads along a row of backward_fused
 constexpr int NARROW_COLUMNS = NARROW * VEC, NARROW_ROWS = THREADS / NARROW;
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // of coefficients, in G
 
-// VEC columns of a row of dy.
-template <bool WHOLE>
-__device__ inline Vector<T, VEC> load_dy(const T* from, long long step, int inside) {
-    if constexpr (WHOLE) {
-        return *reinterpret_cast<const Vector<T, VEC>*>(from);
-    } else {
-        Vector<T, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) out.at[j] = j < inside ? from[j * step] : T(0.0f);
-        return out;
-    }
+// One access of 16 bytes: where the elements were made one by one, the compiler would write them in four.
+template <typename E>
+__device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
+    const unsigned* word = reinterpret_cast<const unsigned*>(&v);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+                 "r"(word[3])
+                 : "memory");
 }
 
 // A sum of G: of a few float32 as it comes, of float64 with what its roundings left over.
@@ -98,44 +95,122 @@ struct Sum {
 // A thread's sums in shared memory, [j][lane]: the lanes' words are adjacent.
 __device__ inline int slot(int column) { return column % VEC * LANES + column / VEC; }
 
-// A thread's rows row, row + DOWN, ... < end are added to sum[j APART] and dot[j APART], j < VEC.
-template <bool WHOLE, int DOWN, int APART>
-__device__ inline void add_rows(const Problem& p, const T* dy, const D* d, long long row, long long end, long long col,
-                                int inside, const G* centre, double* sum, double* dot) {
-    constexpr int ROWS = WHOLE ? FLIGHT : 1;
-    dy += row * p.y_row + col * p.y_col;
-    if (d != nullptr) d += row * p.ldg + col;
-    const long long dy_step = DOWN * p.y_row, d_step = DOWN * p.ldg;
-    while (row < end) {
+// 16 bytes from global to shared memory, asynchronously from Ampere on.
+__device__ inline void copy_async(uint4* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+#else
+    *to = *static_cast<const uint4*>(from);
+#endif
+}
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int PENDING>
+__device__ inline void await_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// A thread's `count` rows of dy and d, VEC columns of first, first + step, ... in this order; zeros beyond. Whole ones
+// come through shared memory, DEPTH of them on their way at once without a register: a thread copies there what it will
+// read itself, so that it waits for nobody.
+struct Rows {
+    const T* dy;
+    const D* d;  // may be null
+    long long dy_step, d_step, dy_col;
+    uint4* ring;
+    int left, ahead, inside;  // rows not taken yet, rows not asked for yet, columns
+    bool whole;
+
+    __device__ Rows(const Problem& p, const T* dy_, const D* d_, long long first, long long step, long long count,
+                    long long col, int inside_, uint4* memory)
+        : dy(dy_ + first * p.y_row + col * p.y_col),
+          d(d_ == nullptr ? d_ : d_ + first * p.ldg + col),
+          dy_step(step * p.y_row),
+          d_step(step * p.ldg),
+          dy_col(p.y_col),
+          ring(memory + threadIdx.x),
+          left(inside_ > 0 ? static_cast<int>(count) : 0),
+          ahead(left),
+          inside(inside_),
+          whole(inside_ == VEC && p.flags & FLAG_VECTOR_Y) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; ++i) ask(i);
+    }
+    __device__ void ask(int slot) {
+        if (!whole) return;
+        if (ahead-- > 0) {
+            copy_async(ring + slot * CHUNKS * THREADS, dy);
+            if (d != nullptr)
+#pragma unroll
+                for (int i = 1; i < CHUNKS; ++i)
+                    copy_async(ring + (slot * CHUNKS + i) * THREADS, d + (i - 1) * 16 / sizeof(D));
+            advance();
+        }
+        commit_copies();
+    }
+    __device__ void advance() {
+        dy += dy_step;
+        if (d != nullptr) d += d_step;
+    }
+    // The next row, if there is one; `slot` counts them modulo DEPTH.
+    __device__ bool take(int slot, Vector<T, VEC>& dy_at, Vector<D, VEC>& d_at) {
+        dy_at = {};
+        d_at = {};
+        if (left-- <= 0) return false;
+        if (whole) {
+            await_copies<DEPTH - 1>();
+            *reinterpret_cast<uint4*>(&dy_at) = ring[slot * CHUNKS * THREADS];
+            if (d != nullptr)
+#pragma unroll
+                for (int i = 1; i < CHUNKS; ++i)
+                    reinterpret_cast<uint4*>(&d_at)[i - 1] = ring[(slot * CHUNKS + i) * THREADS];
+            ask(slot);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) dy_at.at[j] = dy[j * dy_col];
+            if (d != nullptr) d_at = load<D, VEC>(d, inside);
+            advance();
+        }
+        return true;
+    }
+};
+
+// How many of `height` rows are those of offset `first` and every `step` on.
+__device__ inline long long count_rows(long long height, long long first, long long step) {
+    return max((height - first + step - 1) / step, 0LL);
+}
+
+// All rows are added to sum[j] and dot[j], j < VEC.
+__device__ inline void add_rows(Rows& rows, const G* centre, double (&sum)[VEC], double (&dot)[VEC]) {
+    while (rows.left > 0) {
         Sum sum_of[VEC], dot_of[VEC];
 #pragma unroll 1
-        for (int first = 0; first < GROUP; first += ROWS, row += ROWS * DOWN) {
-            Vector<T, VEC> dy_at[ROWS];
-            Vector<D, VEC> d_at[ROWS];
+        for (int first = 0; first < GROUP; first += DEPTH) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const bool here = row + i * DOWN < end;
-                dy_at[i] = {};
-                d_at[i] = {};
-                if (here) dy_at[i] = load_dy<WHOLE>(dy, p.y_col, inside);
-                if (here && d != nullptr) d_at[i] = load<D, VEC>(d, WHOLE ? VEC : inside);
-                dy += dy_step;
-                if (d != nullptr) d += d_step;
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
+            for (int i = 0; i < DEPTH; ++i) {
+                Vector<T, VEC> dy_at;
+                Vector<D, VEC> d_at;
+                rows.take(i, dy_at, d_at);
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
-                    const G u = to_float(dy_at[i].at[j]);
+                    const G u = to_float(dy_at.at[j]);
                     sum_of[j].add(u);
-                    const G d_of = to_float(d_at[i].at[j]);
+                    const G d_of = to_float(d_at.at[j]);
                     dot_of[j].add_product(u, TRAINING ? d_of : d_of - centre[j]);
                 }
+            }
         }
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            sum[j * APART] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
-            dot[j * APART] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
+            sum[j] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
+            dot[j] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
         }
     }
 }
@@ -149,16 +224,19 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
     }
 }
 
-// Of feature c, everything of size O: its gradients, and in training the coefficients of dg, rows of `pitch`, at `at`.
+// Of feature c, everything of size O: its gradients, if `gradients`, and in training the coefficients of dg, rows of
+// `pitch`, at `at`.
 __device__ inline void store_feature(const Problem& p, const double* saved, long long c, double S, double E,
-                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
-                                     long long pitch, long long at) {
+                                     bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
+                                     G* coefficients, long long pitch, long long at) {
     const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-    store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
-    store_vector(to_scale, p.scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
-    store_vector(to_gamma, p.gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
-    store_vector(to_beta, p.beta, c, S);
+    if (gradients) {
+        store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
+        store_vector(to_scale, p.scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
+        store_vector(to_gamma, p.gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
+        store_vector(to_beta, p.beta, c, S);
+    }
     if (!TRAINING) return;
 
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
@@ -199,133 +277,124 @@ struct Coefficients {
     }
 };
 
-// FLIGHT rows of dg, row, row + DOWN, ... < end: all of them in whole accesses, or as they come. `then` gets each.
-template <int DOWN, typename Then>
-__device__ inline void write_rows(const Problem& p, const Coefficients& of, const T* dy, const D* d, T* dg,
-                                  long long row, long long end, long long col, int inside, bool whole,
-                                  const Then& then) {
-    if (whole) {
-        Vector<T, VEC> dy_in[FLIGHT];
-        Vector<D, VEC> d_in[FLIGHT] = {};
+// dg of the next DEPTH rows, to `to` and every `step` elements on, which moves with them. `then` gets each.
+template <typename Then>
+__device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, long long step, const Then& then) {
 #pragma unroll
-        for (int i = 0; i < FLIGHT; ++i) {
-            const long long r = row + i * DOWN;
-            dy_in[i] = load_dy<true>(dy + r * p.y_row + col, 1, VEC);
-            if (TRAINING) d_in[i] = *reinterpret_cast<const Vector<D, VEC>*>(d + r * p.ldg + col);
-        }
-#pragma unroll
-        for (int i = 0; i < FLIGHT; ++i) {
-            const Vector<T, VEC> out = of.dg(dy_in[i], d_in[i]);
-            then(out, i);
-            *reinterpret_cast<Vector<T, VEC>*>(dg + (row + i * DOWN) * p.ldx + col) = out;
-        }
-    } else {
-        for (int i = 0; i < FLIGHT && row + i * DOWN < end; ++i) {
-            const long long r = row + i * DOWN;
-            Vector<D, VEC> d_in = {};
-            if (TRAINING) d_in = load<D, VEC>(d + r * p.ldg + col, inside);
-            const Vector<T, VEC> out = of.dg(load_dy<false>(dy + r * p.y_row + col * p.y_col, p.y_col, inside), d_in);
+    for (int i = 0; i < DEPTH; ++i, to += step) {
+        Vector<T, VEC> dy_at;
+        Vector<D, VEC> d_at;
+        if (!rows.take(i, dy_at, d_at)) break;
+        const Vector<T, VEC> out = of.dg(dy_at, d_at);
+        then(out, i);
+        if (rows.whole) {
+            store_whole(to, out);
+        } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
-                if (j < inside) dg[r * p.ldx + col + j] = out.at[j];
-            then(out, i);
+                if (j < rows.inside) to[j] = out.at[j];
         }
     }
 }
 
-// d may be null where no gradient asks for E. The vectors' codes in p are the gradients': one that is absent is not made.
+// S and E of each split's rows, to the workspace: (splits, 2, ldg). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace, void* to_bias,
-                  void* to_scale, void* to_gamma, void* to_beta) {
-    __shared__ double sum_of[WARPS][COLUMNS], dot_of[WARPS][COLUMNS];
-    __shared__ bool last;
+    backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
+    __shared__ alignas(16) union {
+        uint4 ring[DEPTH * CHUNKS * THREADS];
+        double sums[2][WARPS][COLUMNS];
+    } memory;
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const long long block = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
     const long long col = block * COLUMNS + lane * VEC;
-    const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
+    const long long begin = split * p.stats_rows, height = min(p.stats_rows, p.m - begin);
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
+    Rows rows(p, dy, d, begin + warp, WARPS, count_rows(height, warp, WARPS), col, inside, memory.ring);
     G centre[VEC] = {};
     load_centre(p, saved, col, inside, centre);
-    double *const sum = &sum_of[warp][lane], *const dot = &dot_of[warp][lane];
+    double sum[VEC] = {}, dot[VEC] = {};
+    add_rows(rows, centre, sum, dot);
+    __syncthreads();  // all rows were read: the ring is free
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) sum[j * LANES] = dot[j * LANES] = 0.0;
-    if (inside == VEC && p.flags & FLAG_VECTOR_Y)
-        add_rows<true, WARPS, LANES>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
-    else
-        add_rows<false, WARPS, LANES>(p, dy, d, begin + warp, end, col, inside, centre, sum, dot);
+    for (int j = 0; j < VEC; ++j) {
+        memory.sums[0][warp][j * LANES + lane] = sum[j];
+        memory.sums[1][warp][j * LANES + lane] = dot[j];
+    }
     __syncthreads();
-
     const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
-    const bool mine = threadIdx.x < COLUMNS && c < p.n;
+    if (threadIdx.x >= COLUMNS || c >= p.n) return;
     double S = 0.0, E = 0.0;
-    if (mine) {
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            S += sum_of[i][slot(threadIdx.x)];
-            E += dot_of[i][slot(threadIdx.x)];
-        }
+    for (int i = 0; i < WARPS; ++i) {
+        S += memory.sums[0][i][slot(threadIdx.x)];
+        E += memory.sums[1][i][slot(threadIdx.x)];
     }
-    if (p.splits > 1) {
-        double* partials = reinterpret_cast<double*>(workspace + p.partials);  // (splits, 2, ldg)
-        if (mine) {
-            __stcg(&partials[(split * 2) * p.ldg + c], S);
-            __stcg(&partials[(split * 2 + 1) * p.ldg + c], E);
-        }
-        __threadfence();  // the partials before the ticket
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            unsigned* tickets = reinterpret_cast<unsigned*>(workspace + p.tickets);
-            last = atomicAdd(&tickets[block], 1u) == p.splits - 1;
-        }
-        __syncthreads();
-        if (!last) return;
-        __threadfence();  // the ticket before the others' partials
-        if (mine) {
-            S = E = 0.0;
-#pragma unroll 8
-            for (long long i = 0; i < p.splits; ++i) {
-                S += __ldcg(&partials[(i * 2) * p.ldg + c]);
-                E += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]);
-            }
-        }
-    }
-    if (mine)
-        store_feature(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta,
-                      reinterpret_cast<G*>(workspace + p.affine), p.ldg, c);
+    double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
+    partials[0] = S;
+    partials[p.ldg] = E;
 }
 
-// dg (m, n) of T, row pitch ldx, rows on 16 bytes. In inference it needs neither d nor any sum.
-// With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: what cuBLAS wants of TF32.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg,
-                T* across) {
-    constexpr int TILE = FLIGHT * WARPS;  // rows of the CTA at once
-    static_assert(!ACROSS || TILE == LANES, "a warp writes a run of the transpose");
-    __shared__ T tile[ACROSS ? COLUMNS : 1][TILE + 1];
+// Where there are sums (splits > 0), every CTA merges those of its columns, and the CTAs of the last rows write the O(O)
+// gradients. Then, unless dg is null, dg (m, n) of T, row pitch ldx, rows on 16 bytes; in inference it needs no sum.
+// With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: cuBLAS' TF32 wants it.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
+                void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    constexpr int TILE = DEPTH * WARPS;  // rows of the CTA at once
+    constexpr int MERGE = 16;            // splits whose sums are on their way at once
+    __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
+    __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
+    extern __shared__ T tile[];  // with ACROSS [COLUMNS][TILE + 1]
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
-    const long long at = gridDim.x - 1 - static_cast<long long>(blockIdx.x);
-    const long long col0 = at % blocks * COLUMNS, col = col0 + lane * VEC;
-    const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
+    const long long col0 = blockIdx.x % blocks * COLUMNS, col = col0 + lane * VEC;
+    const long long end = p.m - blockIdx.x / blocks * p.normalize_rows, height = min(p.normalize_rows, end);
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
-    const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
-    const Coefficients of(p, saved, reinterpret_cast<const G*>(workspace + p.affine), p.ldg, col, col, inside);
+    Rows rows(p, dy, TRAINING ? d : nullptr, end - 1 - warp, -WARPS,
+              dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
+    const long long c = col0 + threadIdx.x;
+    if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
+        const double* partials = reinterpret_cast<const double*>(workspace + p.partials) + c;
+        double S = 0.0, E = 0.0;
+        for (long long first = 0; first < p.splits; first += MERGE) {
+            double S_of[MERGE], E_of[MERGE];
+#pragma unroll
+            for (int i = 0; i < MERGE; ++i) {
+                const bool here = first + i < p.splits;
+                S_of[i] = here ? partials[(first + i) * 2 * p.ldg] : 0.0;
+                E_of[i] = here ? partials[((first + i) * 2 + 1) * p.ldg] : 0.0;
+            }
+#pragma unroll
+            for (int i = 0; i < MERGE; ++i) {
+                S += S_of[i];
+                E += E_of[i];
+            }
+        }
+        store_feature(p, saved, c, S, E, blockIdx.x < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                      COLUMNS, threadIdx.x);
+    }
+    if (dg == nullptr) return;
+    __syncthreads();
+
+    const Coefficients of(p, saved, &stored[0][0], COLUMNS, lane * VEC, col, inside);
     const auto turn = [&](const Vector<T, VEC>& out, int i) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            if constexpr (ACROSS) tile[slot(lane * VEC + j)][i * WARPS + warp] = out.at[j];
+            if constexpr (ACROSS) tile[slot(lane * VEC + j) * (TILE + 1) + TILE - 1 - (i * WARPS + warp)] = out.at[j];
     };
-
-    for (long long row0 = begin; row0 < end; row0 += TILE) {
-        write_rows<WARPS>(p, of, dy, d, dg, row0 + warp, end, col, inside, whole && row0 + TILE <= end, turn);
+    T* to = dg + (end - 1 - warp) * p.ldx + col;
+    for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
+        write_rows(of, rows, to, -WARPS * p.ldx, turn);
         if constexpr (ACROSS) {
             __syncthreads();
-            for (int c = warp; c < COLUMNS && col0 + c < p.n; c += WARPS)
-                if (row0 + lane < end) across[(col0 + c) * p.ldw + row0 + lane] = tile[slot(c)][lane];
+            for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
+                for (int r = lane; r < TILE; r += LANES)
+                    if (row0 + r >= end - height)
+                        across[(col0 + i) * p.ldw + row0 + r] = tile[slot(i) * (TILE + 1) + r];
             __syncthreads();
         }
     }
@@ -335,50 +404,49 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
                    void* to_gamma, void* to_beta) {
-    __shared__ double sum_of[VEC][THREADS], dot_of[VEC][THREADS];
+    __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
+    __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
 
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int across_row = threadIdx.x % NARROW * VEC, down = threadIdx.x / NARROW;
     const long long col0 = static_cast<long long>(blockIdx.x) * NARROW_COLUMNS, col = col0 + across_row;
     const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
-    const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
 
+    const long long count = count_rows(p.m, down, NARROW_ROWS);
+    Rows rows(p, dy, d, down, NARROW_ROWS, count, col, inside, ring);
     G centre[VEC] = {};
     load_centre(p, saved, col, inside, centre);
-    double *const sum = &sum_of[0][threadIdx.x], *const dot = &dot_of[0][threadIdx.x];
+    double sum[VEC] = {}, dot[VEC] = {};
+    add_rows(rows, centre, sum, dot);
+    Rows again(p, dy, TRAINING ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) sum[j * THREADS] = dot[j * THREADS] = 0.0;
-    if (whole)
-        add_rows<true, NARROW_ROWS, THREADS>(p, dy, d, down, p.m, col, inside, centre, sum, dot);
-    else
-        add_rows<false, NARROW_ROWS, THREADS>(p, dy, d, down, p.m, col, inside, centre, sum, dot);
+    for (int j = 0; j < VEC; ++j) {
+#pragma unroll
+        for (int bit = NARROW; bit < LANES; bit *= 2) {
+            sum[j] += __shfl_xor_sync(0xFFFFFFFF, sum[j], bit);
+            dot[j] += __shfl_xor_sync(0xFFFFFFFF, dot[j], bit);
+        }
+        if (lane < NARROW) {
+            sums[0][warp][across_row + j] = sum[j];
+            sums[1][warp][across_row + j] = dot[j];
+        }
+    }
     __syncthreads();
-
-    constexpr int PARTS = 8;  // threads that add up a column
-    if (threadIdx.x < NARROW_COLUMNS * PARTS) {
-        const int of_block = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    if (threadIdx.x < NARROW_COLUMNS && col0 + threadIdx.x < p.n) {
         double S = 0.0, E = 0.0;
 #pragma unroll
-        for (int i = part; i < NARROW_ROWS; i += PARTS) {
-            S += sum_of[of_block % VEC][i * NARROW + of_block / VEC];
-            E += dot_of[of_block % VEC][i * NARROW + of_block / VEC];
+        for (int i = 0; i < WARPS; ++i) {
+            S += sums[0][i][threadIdx.x];
+            E += sums[1][i][threadIdx.x];
         }
-#pragma unroll
-        for (int bit = 1; bit < PARTS; bit *= 2) {
-            S += __shfl_xor_sync(0xFFFFFFFF, S, bit);
-            E += __shfl_xor_sync(0xFFFFFFFF, E, bit);
-        }
-        if (part == 0 && col0 + of_block < p.n)
-            store_feature(p, saved, col0 + of_block, S, E, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                          NARROW_COLUMNS, of_block);
+        store_feature(p, saved, col0 + threadIdx.x, S, E, true, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                      NARROW_COLUMNS, threadIdx.x);
     }
     if (dg == nullptr) return;
     __syncthreads();
 
     const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
-    constexpr int TILE = FLIGHT * NARROW_ROWS;
-    for (long long row0 = (p.m - 1) / TILE * TILE; row0 >= 0; row0 -= TILE) {
-        write_rows<NARROW_ROWS>(p, of, dy, d, dg, row0 + down, p.m, col, inside, whole && row0 + TILE <= p.m,
-                                [](const Vector<T, VEC>&, int) {});
-    }
+    T* to = dg + down * p.ldx + col;
+    while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.ldx, [](const Vector<T, VEC>&, int) {});
 }

@@ -236,18 +236,18 @@ def test_a_backward_fits(
         assert decided.reads_d == (decided.dg and training)
 
     # grids and workspace
-    assert 1 <= decided.sums_grid <= LARGEST_GRID and 1 <= decided.dg_grid <= LARGEST_GRID
-    assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
+    assert 1 <= decided.dg_grid <= LARGEST_GRID and decided.sums <= decided.sums_grid <= LARGEST_GRID
+    assert (decided.dg_grid * decided.dg_rows >= p.m) or not decided.dg
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.fused:
         assert decided.sums and not decided.across and p.m <= FUSED_ROWS and decided.sums_grid <= p.device.sms
-        assert (decided.splits, decided.sums_kernel.name) == (1, "backward_fused")
+        assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
         assert decided.sums_grid * 64 >= p.n * size
+    elif decided.sums:
+        assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
+        assert decided.splits * 2 * p.n * 8 <= decided.dg_at
     else:
-        assert decided.coefficients + 4 * p.n * max(size, 4) <= decided.partials
-    if decided.splits > 1:
-        assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
-    assert decided.tickets + decided.tickets_bytes <= decided.dg_at
+        assert decided.splits == 0
     assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
     assert decided.across_at + p.n * decided.across * size <= decided.workspace
     if decided.across:

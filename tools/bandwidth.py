@@ -68,10 +68,10 @@ def kernels(rows, features, dtype):
     moved = {"affine": 4, "normalize": 4 + 2 * size, "sums": 2 * size, "dg": 3 * size}
     names = {"affine": "scale_stats", "normalize": "normalize", "sums": "backward_sums", "dg": "backward_dg"}
 
-    def reset(plan, workspace):
-        return lambda: cp.cuda.runtime.memset(workspace + plan.tickets, 0, plan.tickets_bytes)
+    def reset():
+        cp.cuda.runtime.memset(words["affine"][1] + call.plan.tickets, 0, call.plan.tickets_bytes)
 
-    before = {"affine": reset(call.plan, words["affine"][1]), "sums": reset(back.plan, words["sums"][3])}
+    before = {"affine": reset}
     found = [(names[key], launches[key], moved[key] * elements, before.get(key, lambda: None)) for key in moved]
     return found, keep
 
