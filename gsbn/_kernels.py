@@ -123,12 +123,15 @@ class Launcher:
     every argument.
     """
 
-    def __init__(self, function: Any, shared: int = 0, cooperative: bool = False) -> None:
+    def __init__(self, function: Any, shared: int = 0, cooperative: bool = False, overlapping: bool = False) -> None:
         from cupy.cuda import driver
 
         self._function = function  # keeps the module loaded
         self.pointer, self._shared, self._cooperative = function.ptr, shared, cooperative
         self._launch = driver.launchCooperativeKernel if cooperative else driver.launchKernel
+        self._overlapping = overlapping and not cooperative
+        if self._overlapping:
+            self._launch = _driver.launch_kernel_ex()
         self._free: list[_Parameters] = []  # as many as there were ever launches at the same time
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
@@ -138,7 +141,10 @@ class Launcher:
         except IndexError:
             parameters = _Parameters(len(values), len(words))
         parameters.pack(parameters.memory, 0, *words, *values)
-        if self._cooperative:
+        if self._overlapping:
+            parameters.configure(parameters.config, 0, grid, 1, 1, block, 1, 1, self._shared, stream)
+            _driver.check(self._launch(parameters.config_at, self.pointer, parameters.at, None), "launching a kernel")
+        elif self._cooperative:
             self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, parameters.at)
         else:
             self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, parameters.at, 0)
@@ -154,6 +160,9 @@ class _Parameters:
         self.memory[words + values :] = list(range(start, start + 8 * words, 8))
         self.at = start + 8 * words
         self.pack = struct.Struct(f"{words + values}Q").pack_into
+        self.config = _driver.LaunchConfig(attributes=ctypes.addressof(_driver.OVERLAPPING), count=1)
+        self.config_at = ctypes.addressof(self.config)
+        self.configure = struct.Struct("7I4xQ").pack_into
 
 
 _thread = threading.local()
@@ -166,6 +175,14 @@ def _bind_context() -> None:
 
         runtime.setDevice(runtime.getDevice())
         _thread.has_context = True
+
+
+@cache
+def _overlaps(device: int) -> bool:
+    """Whether a launch may begin before the kernel ahead has ended (await_kernel_ahead): graphs, too, from 12.3 on."""
+    from cupy.cuda import runtime
+
+    return gpu(device).capability >= (9, 0) and runtime.driverGetVersion() >= 12030
 
 
 _lock = threading.Lock()
@@ -186,7 +203,9 @@ def launcher(kernel: Kernel, device: int) -> Launcher:
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
-            found = _launchers[kernel, device] = Launcher(raw.kernel, kernel.shared, kernel.cooperative)
+            found = _launchers[kernel, device] = Launcher(
+                raw.kernel, kernel.shared, kernel.cooperative, _overlaps(device)
+            )
     return found
 
 

@@ -34,8 +34,9 @@ SAVED_ROWS = 7  # O-vectors that a forward keeps for its backward
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
+SPLITS = 64  # CTAs at most that share a column block of scale_stats or backward_sums: merging them takes time
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
-SUMS_CTAS, SUMS_SPLITS, DG_CTAS = 1, 64, 2  # backward_sums, at most that many to a column block; backward_dg
+SUMS_CTAS, DG_CTAS = 1, 2  # of backward_sums, of backward_dg
 RING_STEP = 4 * WARPS  # rows that a CTA of either has on their way at once
 FUSED_ROWS = 512  # up to which backward_fused makes one launch of the two, where an SM has one CTA of it at most
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
@@ -275,7 +276,7 @@ def plan(
         keep = Keep(dtype if training else wide, not fused and (not training or y_size == g_size))
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
-    splits, stats_rows = _split(m, blocks, STATS_CTAS * device.sms, STATS_STEP)
+    splits, stats_rows = _split(m, blocks, min(STATS_CTAS * device.sms, SPLITS * blocks), STATS_STEP)
     row_blocks, normalize_rows = _split(m, blocks, NORMALIZE_CTAS * device.sms, NORMALIZE_STEP)
 
     affine = 0
@@ -371,7 +372,7 @@ def backward_plan(
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, min(SUMS_CTAS * device.sms, SUMS_SPLITS * blocks), RING_STEP)
+    splits, sums_rows = _split(m, blocks, min(SUMS_CTAS * device.sms, SPLITS * blocks), RING_STEP)
     row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, RING_STEP)
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.

@@ -300,6 +300,7 @@ __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, lo
 // S and E of each split's rows, to the workspace: (splits, 2, ldg). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
+    await_kernel_ahead();
     __shared__ alignas(16) union {
         uint4 ring[DEPTH * CHUNKS * THREADS];
         double sums[2][WARPS][COLUMNS];
@@ -342,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
                 void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    await_kernel_ahead();
     constexpr int TILE = DEPTH * WARPS;  // rows of the CTA at once
     constexpr int MERGE = 16;            // splits whose sums are on their way at once
     __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
@@ -404,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
                    void* to_gamma, void* to_beta) {
+    await_kernel_ahead();
     __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];

@@ -144,3 +144,13 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
     affine[AFFINE_A * pitch + i] = static_cast<G>(a);
     affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
 }
+
+// What every kernel does first. A launch may begin while the kernel ahead of it in the stream is still running
+// (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py): this waits until all of that one is done
+// and seen, and only then lets the next launch begin in its turn, so that no more than two overlap. Launched otherwise it
+// does nothing.
+__device__ inline void await_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -718,6 +718,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
+    await_kernel_ahead();
 
 #if MODE == 2
     // Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order.

@@ -93,6 +93,7 @@ struct Stage {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p, const T* x, const T* w, C* g) {
+    await_kernel_ahead();
     __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
     __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];
 

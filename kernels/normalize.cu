@@ -41,6 +41,7 @@ constexpr int UNROLL = 4;
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked, D* deviations,
               const double* saved) {
+    await_kernel_ahead();
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 

@@ -43,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     scale_stats(const Problem p, const G* g, char* workspace, const void* bias, const void* scale, const void* gamma,
                 const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked,
                 double* saved) {
+    await_kernel_ahead();
     __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
     __shared__ G pivot_of[COLUMNS];
     __shared__ bool last;
@@ -179,6 +180,7 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     running_affine(const Problem p, char* workspace, const void* bias, const void* scale, const void* gamma,
                    const void* beta, const void* running_mean, const void* running_var, const G* g, double* saved) {
+    await_kernel_ahead();
     const long long c = static_cast<long long>(blockIdx.x) * (LANES * WARPS) + threadIdx.x;
     if (c >= p.n) return;
     const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),

@@ -80,6 +80,7 @@ __device__ __forceinline__ void read(const Operand& o, const float* row, long lo
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     split_limbs(const __grid_constant__ Problem p, const float* x, __half* x_limbs, int* x_exponents, const float* w,
                 __half* w_limbs, int* w_exponents) {
+    await_kernel_ahead();
     __shared__ unsigned largest[WARPS];
     const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, pitch = (k + 7) / 8 * 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -152,6 +153,7 @@ __device__ __forceinline__ float4 read_four(const Problem& p, const float* a, lo
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     column_maxima(const __grid_constant__ Problem p, const float* a, unsigned* maxima) {
+    await_kernel_ahead();
     constexpr int FLIGHT = 8;
     __shared__ uint4 of_warp[WARPS][32];
     const long long blocks = (p.n + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
@@ -184,6 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     split_columns(const __grid_constant__ Problem p, const float* a, const unsigned* maxima, __half* limbs,
                   int* exponents) {
+    await_kernel_ahead();
     __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
     const long long pitch = (p.m + 7) / 8 * 8, across = (p.n + TILE - 1) / TILE;
     const long long column = blockIdx.x % across * TILE, row = blockIdx.x / across * TILE;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +224,54 @@ def test_no_temporary_beyond_dg(dtype: str) -> None:
         got = gsbn.backward(dy, saved)
         made = sum(a.nbytes for a in got if a is not None)
         assert pool.total_bytes() < made + dy.nbytes * 1.5  # less than a second; the half is for vectors
+
+
+# ---- kernels that overlap
+
+LATE = """
+extern "C" __global__ void late(const char* from, char* to, long long bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // what comes after may begin now
+#endif
+    const long long until = clock64() + 200000;
+    while (clock64() < until) {}
+    for (long long i = blockIdx.x * 256 + threadIdx.x; i < bytes; i += 8 * 256) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gemm", ["auto", "tiled", "cublas"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, training: bool) -> None:
+    """x, the weight and dy are NaN until the kernel ahead, which has let the next begin, writes them at its end."""
+    arrays = without_out(Case((600, 136, 264), dtype, training).arrays())
+    native = {name: cupy.asarray(a) for name, a in arrays.items()}
+    frozen = {name: native[name] for name in ("scale", "running_mean", "running_var", "bias", "gamma", "beta")}
+    dy, late = cupy.asarray(draw_dy(arrays)), cupy.RawKernel(LATE, "late")
+
+    def ahead(array: Any, act: Callable[[], Any]) -> Any:
+        source = array.copy()
+        array.view("u1").fill(255)
+        late((8,), (256,), (source, array, array.nbytes))
+        return act()
+
+    def forward() -> Any:
+        own = {name: a.copy() for name, a in native.items() if name not in ("x", "weight")}
+        operands = {"x": native["x"], "weight": native["weight"]}
+        return gsbn.forward(**operands, **own, training=training, gemm=gemm, return_saved=True)
+
+    y, saved = forward()
+    gradients = gsbn.backward(dy, saved)
+    folded = gsbn.fold(native["weight"], **frozen)
+    for _ in range(3):
+        assert_same_bits(cupy.asnumpy(ahead(native["x"], forward)[0]), cupy.asnumpy(y))
+        for got, wanted in zip(ahead(dy, lambda: gsbn.backward(dy, saved)), gradients, strict=True):
+            assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(wanted))
+        for got, wanted in zip(
+            ahead(native["weight"], lambda: gsbn.fold(native["weight"], **frozen)), folded, strict=True
+        ):
+            assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(wanted))
 
 
 # ---- CUDA graphs

@@ -37,6 +37,13 @@ def test_every_name_is_a_global_function_of_its_file() -> None:
         assert re.search(rf"__global__[^;{{]*\b{kernel.name}\s*\(", source), kernel
 
 
+def test_every_kernel_waits_for_the_one_ahead() -> None:
+    """Each is launched so that it may begin before the kernel ahead has ended."""
+    for path in _kernels.KERNEL_DIR.glob("*.cu"):
+        bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
+        assert bodies and all("    await_kernel_ahead();\n" in body for body in bodies), path.name
+
+
 @pytest.mark.parametrize("name", ["common.cuh", "normalize.cu"])
 def test_an_edited_kernel_is_not_served_from_the_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
