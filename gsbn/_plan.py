@@ -38,7 +38,7 @@ SPLITS = 64  # CTAs at most that share a column block of scale_stats or backward
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, DG_CTAS = 1, 2  # of backward_sums, of backward_dg
 RING_STEP = 4 * WARPS  # rows that a CTA of either has on their way at once
-FUSED_ROWS = 512  # up to which backward_fused makes one launch of the two, where an SM has one CTA of it at most
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # up to which backward_fused makes one launch of the two; CTAs of it on an SM
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -377,7 +377,8 @@ def backward_plan(
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = _ceil(n, 64 // size)
-    fused = sums and m <= FUSED_ROWS and columns <= device.sms and (dtype != "float32" or precision == "highest")
+    fused = sums and m <= FUSED_ROWS and columns <= FUSED_CTAS * device.sms
+    fused = fused and (dtype != "float32" or precision == "highest")
     if fused or not sums:
         splits = 0
     dg_at = _round_up(splits * 2 * ldd * 8, 256)  # after the sums of each split

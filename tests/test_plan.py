@@ -17,6 +17,7 @@ from strategies import sides
 
 from gsbn import _driver, _kernels
 from gsbn._plan import (
+    FUSED_CTAS,
     FUSED_ROWS,
     INT32_MAX,
     ITEMSIZE,
@@ -240,7 +241,9 @@ def test_a_backward_fits(
     assert (decided.dg_grid * decided.dg_rows >= p.m) or not decided.dg
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.fused:
-        assert decided.sums and not decided.across and p.m <= FUSED_ROWS and decided.sums_grid <= p.device.sms
+        assert (
+            decided.sums and not decided.across and p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
+        )
         assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
         assert decided.sums_grid * 64 >= p.n * size
     elif decided.sums:
