@@ -61,7 +61,7 @@ def kernels(rows, features, dtype):
                     setattr(owner, f"launch_{name}", Recorder(name, getattr(owner, f"launch_{name}")))
         pool = cp.cuda.MemoryPool()  # whose blocks nobody else takes
         with cp.cuda.using_allocator(pool.malloc):
-            y, saved = gsbn.forward(x, weight, scale, **vectors, training=True, return_saved=True)
+            y, saved = gsbn.forward(x, weight, scale, **vectors, training=True, gemm="cublas", return_saved=True)
             gradients = gsbn.backward(dy, saved)
         keep.append((pool, y, saved, gradients, call if turn else None, back if turn else None, x, weight, dy))
     elements, size = rows * features, x.itemsize
