@@ -170,8 +170,8 @@ def _prepare_call(
     fields = dict(
         ldx=plan.pitch, ldw=plan.across, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits
     )
-    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows)
-    fields |= dict(flags=_kernels.FLAGS["vector_y"] * plan.vector_dy)
+    flags = _kernels.FLAGS["vector_y"] * plan.vector_dy
+    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows, flags=flags)
     fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
     for name, value in fields.items():
         problem[name] = value

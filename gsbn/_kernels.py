@@ -120,7 +120,8 @@ class Launcher:
 
     The kernel's parameters are first those passed by value, a Problem and what else there is, of which `values` holds
     the addresses, and then 64-bit `words`. It calls the driver directly: CuPy's own launcher would build an object for
-    every argument.
+    every argument. With `overlapping` a kernel that is not cooperative may begin before the one ahead of it in the
+    stream has ended, for which it waits by itself (await_kernel_ahead in kernels/common.cuh).
     """
 
     def __init__(self, function: Any, shared: int = 0, cooperative: bool = False, overlapping: bool = False) -> None:
@@ -152,7 +153,10 @@ class Launcher:
 
 
 class _Parameters:
-    """What cuLaunchKernel reads, to be packed in one go: the words, then an address for each value and each word."""
+    """What the driver reads, to be packed in one go: the words, then an address for each value and each word.
+
+    And the LaunchConfig of an overlapping launch.
+    """
 
     def __init__(self, values: int, words: int) -> None:
         self.memory = (ctypes.c_uint64 * (2 * words + values))()

@@ -54,7 +54,7 @@ constexpr int COLUMNS = LANES * VEC;
 constexpr int THREADS = LANES * WARPS;
 constexpr int GROUP = 16;
 constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // of 16 bytes: VEC columns of a row of dy and of d
-constexpr int DEPTH = CHUNKS == 2 ? 4 : 2;         // rows that a thread has on their way at once
+constexpr int STAGES = CHUNKS == 2 ? 4 : 2;        // rows that a thread has on their way at once
 constexpr int NARROW = 4;                          // threads along a row of backward_fused
 constexpr int NARROW_COLUMNS = NARROW * VEC, NARROW_ROWS = THREADS / NARROW;
 
@@ -117,8 +117,8 @@ __device__ inline void await_copies() {
 }
 
 // A thread's `count` rows of dy and d, VEC columns of first, first + step, ... in this order; zeros beyond. Whole ones
-// come through shared memory, DEPTH of them on their way at once without a register: a thread copies there what it will
-// read itself, so that it waits for nobody.
+// come through shared memory, STAGES of them on their way at once without a register: a thread copies there what it
+// will read itself, so that it waits for nobody.
 struct Rows {
     const T* dy;
     const D* d;  // may be null
@@ -140,16 +140,16 @@ struct Rows {
           inside(inside_),
           whole(inside_ == VEC && p.flags & FLAG_VECTOR_Y) {
 #pragma unroll
-        for (int i = 0; i < DEPTH; ++i) ask(i);
+        for (int i = 0; i < STAGES; ++i) ask(i);
     }
-    __device__ void ask(int slot) {
+    __device__ void ask(int stage) {
         if (!whole) return;
         if (ahead-- > 0) {
-            copy_async(ring + slot * CHUNKS * THREADS, dy);
+            copy_async(ring + stage * CHUNKS * THREADS, dy);
             if (d != nullptr)
 #pragma unroll
                 for (int i = 1; i < CHUNKS; ++i)
-                    copy_async(ring + (slot * CHUNKS + i) * THREADS, d + (i - 1) * 16 / sizeof(D));
+                    copy_async(ring + (stage * CHUNKS + i) * THREADS, d + (i - 1) * 16 / sizeof(D));
             advance();
         }
         commit_copies();
@@ -158,19 +158,19 @@ struct Rows {
         dy += dy_step;
         if (d != nullptr) d += d_step;
     }
-    // The next row, if there is one; `slot` counts them modulo DEPTH.
-    __device__ bool take(int slot, Vector<T, VEC>& dy_at, Vector<D, VEC>& d_at) {
+    // The next row, if there is one; its stage is its number modulo STAGES.
+    __device__ bool take(int stage, Vector<T, VEC>& dy_at, Vector<D, VEC>& d_at) {
         dy_at = {};
         d_at = {};
         if (left-- <= 0) return false;
         if (whole) {
-            await_copies<DEPTH - 1>();
-            *reinterpret_cast<uint4*>(&dy_at) = ring[slot * CHUNKS * THREADS];
+            await_copies<STAGES - 1>();
+            *reinterpret_cast<uint4*>(&dy_at) = ring[stage * CHUNKS * THREADS];
             if (d != nullptr)
 #pragma unroll
                 for (int i = 1; i < CHUNKS; ++i)
-                    reinterpret_cast<uint4*>(&d_at)[i - 1] = ring[(slot * CHUNKS + i) * THREADS];
-            ask(slot);
+                    reinterpret_cast<uint4*>(&d_at)[i - 1] = ring[(stage * CHUNKS + i) * THREADS];
+            ask(stage);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
@@ -192,9 +192,9 @@ __device__ inline void add_rows(Rows& rows, const G* centre, double (&sum)[VEC],
     while (rows.left > 0) {
         Sum sum_of[VEC], dot_of[VEC];
 #pragma unroll 1
-        for (int first = 0; first < GROUP; first += DEPTH) {
+        for (int first = 0; first < GROUP; first += STAGES) {
 #pragma unroll
-            for (int i = 0; i < DEPTH; ++i) {
+            for (int i = 0; i < STAGES; ++i) {
                 Vector<T, VEC> dy_at;
                 Vector<D, VEC> d_at;
                 rows.take(i, dy_at, d_at);
@@ -277,11 +277,11 @@ struct Coefficients {
     }
 };
 
-// dg of the next DEPTH rows, to `to` and every `step` elements on, which moves with them. `then` gets each.
+// dg of the next STAGES rows, to `to` and every `step` elements on, which moves with them. `then` gets each.
 template <typename Then>
 __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, long long step, const Then& then) {
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i, to += step) {
+    for (int i = 0; i < STAGES; ++i, to += step) {
         Vector<T, VEC> dy_at;
         Vector<D, VEC> d_at;
         if (!rows.take(i, dy_at, d_at)) break;
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
     await_kernel_ahead();
     __shared__ alignas(16) union {
-        uint4 ring[DEPTH * CHUNKS * THREADS];
+        uint4 ring[STAGES * CHUNKS * THREADS];
         double sums[2][WARPS][COLUMNS];
     } memory;
 
@@ -344,9 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
                 void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
-    constexpr int TILE = DEPTH * WARPS;  // rows of the CTA at once
-    constexpr int MERGE = 16;            // splits whose sums are on their way at once
-    __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
+    constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once
+    constexpr int MERGE = 16;             // splits whose sums are on their way at once
+    __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     extern __shared__ T tile[];  // with ACROSS [COLUMNS][TILE + 1]
 
@@ -407,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
                    void* to_gamma, void* to_beta) {
     await_kernel_ahead();
-    __shared__ uint4 ring[DEPTH * CHUNKS * THREADS];
+    __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
 

@@ -238,12 +238,11 @@ def test_a_backward_fits(
 
     # grids and workspace
     assert 1 <= decided.dg_grid <= LARGEST_GRID and decided.sums <= decided.sums_grid <= LARGEST_GRID
-    assert (decided.dg_grid * decided.dg_rows >= p.m) or not decided.dg
+    assert decided.dg_grid * decided.dg_rows >= p.m or not decided.dg
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.fused:
-        assert (
-            decided.sums and not decided.across and p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
-        )
+        assert decided.sums and not decided.across
+        assert p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
         assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
         assert decided.sums_grid * 64 >= p.n * size
     elif decided.sums:
