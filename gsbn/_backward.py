@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import _capture, _check, _kernels, _plan, reference
-from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, on_device
+from ._copy import Copy
+from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
 from ._forward import Saved, matrix_of
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
@@ -20,7 +21,7 @@ __all__ = ["Gradients", "backward"]
 VECTORS = Gradients._fields[2:]
 
 
-def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields) -> Gradients:
+def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None) -> Gradients:
     """The gradients of `forward`'s y, from what it saved.
 
     ::
@@ -43,6 +44,9 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         What ``forward(..., return_saved=True)`` returned beside y. None of its arrays may have changed since.
     needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta"}
         The gradients that are wanted. The others are None, and no work is done for them alone.
+    sms : int, optional
+        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call, as in `forward`;
+        None is all. No launch of the backward waits for a part of itself.
 
     Returns
     -------
@@ -59,16 +63,17 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         A shape or device of dy that is not allowed, an unknown name in `needs`, a `gemm` chosen in the forward that
         cannot serve here.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd.
+        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd. An x or weight that was
+        changed in place since the forward, where torch counts changes.
 
     Notes
     -----
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
-    as well), O(O) scratch (up to 512 KiB of both is kept for the next call on the stream), and copies of operands whose
-    strides the kernels cannot take. dg passes through x's dtype as in PyTorch: beyond 65504 a float16 gradient
-    overflows. S and D are float32 sums of 16 rows, merged in float64 in a fixed order. On the CPU all arithmetic is
-    NumPy's in float64, g included, and each gradient is rounded once.
+    as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
+    in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
+    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU all arithmetic is NumPy's in
+    float64, g included, and each gradient is rounded once.
     """
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
     kind = kind_of(dy)
@@ -77,31 +82,39 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         dy = imported["dy"]
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {saved!r:.80}")
+    _check.sm_count(sms)
     if not kind.on_gpu:
         _views(kind, dy, saved)
+        _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
-    device, stream, capturing = -1, 0, False
+    return _backward(kind, dy, saved, wanted, sms)
+
+
+def _backward(kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None) -> Gradients:
+    device = kind.device(dy)
+    if not is_current(device):
+        with on_device(device):
+            return _backward(kind, dy, saved, wanted, sms)
+    stream = kind.stream(device)
+    capturing = is_capturing(stream)
     call = key = None
     pointers: list[int] = []
     try:
-        device = kind.device(dy)
-        stream = kind.stream(device)
-        capturing = is_capturing(stream)
         signature, pointers = kind.read((dy, *saved[:4]))
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, saved[4:], wanted, aligned, capturing)
+        key = (signature, saved[4:8], wanted, sms, aligned, capturing)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if call is None:
         views = _views(kind, dy, saved)
-        call = _prepare_call(kind, views, saved, wanted, device, capturing)
+        call = _prepare_call(kind, views, saved, wanted, sms, device, capturing)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
             _calls[key] = call
-    with on_device(device):
-        return _launch(call, kind, dy, saved, pointers, stream, capturing)
+    _check_versions(kind, saved)
+    return _launch(call, kind, dy, saved, pointers, stream, capturing)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -114,6 +127,16 @@ def _views(kind: Kind, dy: Any, saved: Saved) -> dict[str, _check.View]:
     views = {name: kind.view(array) for name, array in named.items()}
     _check.backward_arguments(views["dy"], views["x"], views["weight"].shape[0])
     return views
+
+
+def _check_versions(kind: Kind, saved: Saved) -> None:
+    """Raise what autograd raises where an operand is no longer what the forward saw."""
+    for name, expected in zip(("x", "weight"), saved.versions, strict=True):
+        if expected is not None and (found := kind.version(getattr(saved, name))) != expected:
+            raise RuntimeError(
+                f"{name}: modified by an inplace operation since the forward: it is at version {found}, expected "
+                f"version {expected}"
+            )
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -130,7 +153,9 @@ class _Call:
         self.plan, self.problem = plan, problem
         self.values = (problem.ctypes.data,)
         self.shapes, self.dtypes, self.makers = shapes, dtypes, makers  # of the gradients; None is not made
-        self.device = 0
+        self.copy_dy: Copy | None = None
+        self.copy_x: Copy | None = None
+        self.copy_w: Copy | None = None
         self.launch_sums: Any = None
         self.launch_dg: Any = None
         self.products: list[tuple[_plan.Product, Any]] = []  # with what _product made of it
@@ -140,7 +165,13 @@ _calls: dict[Any, _Call] = {}
 
 
 def _prepare_call(
-    kind: Kind, views: dict[str, _check.View], saved: Saved, needs: tuple[str, ...], device: int, capturing: bool
+    kind: Kind,
+    views: dict[str, _check.View],
+    saved: Saved,
+    needs: tuple[str, ...],
+    sms: int | None,
+    device: int,
+    capturing: bool,
 ) -> _Call:
     dy, x, weight = views["dy"], views["x"], views["weight"]
     (m, k), n = x.shape, weight.shape[0]
@@ -158,8 +189,9 @@ def _prepare_call(
         return _Call(None, problem, shapes, dtypes, makers)  # type: ignore[arg-type]
 
     ldd = saved.deviations.shape[1]
+    gpu = _kernels.gpu(device).at_most(sms)
     plan = _plan.backward_plan(
-        _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), matrix_of(dy)),
+        _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), matrix_of(dy)),
         ldd=ldd,
         training=saved.training,
         needs=made,
@@ -176,15 +208,19 @@ def _prepare_call(
     for name, value in fields.items():
         problem[name] = value
     call = _Call(plan, problem, shapes, dtypes, makers)
-    call.device = device
-    with on_device(device):
-        if plan.sums:
-            call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
-        if (plan.sums or plan.dg) and not plan.fused:
-            call.launch_dg = _kernels.launcher(plan.dg_kernel, device)
-        for product in (plan.x, plan.weight):
-            if product is not None:
-                call.products.append((product, _product(product, x.dtype, saved.precision, device)))
+    if plan.copy_dy:
+        call.copy_dy = Copy(kind, dy, saved.x, device, gpu)
+    if plan.weight is not None and plan.weight.copy:
+        call.copy_x = Copy(kind, x, saved.x, device, gpu)
+    if plan.x is not None and plan.x.copy:
+        call.copy_w = Copy(kind, weight, saved.x, device, gpu)
+    if plan.sums:
+        call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
+    if (plan.sums or plan.dg) and not plan.fused:
+        call.launch_dg = _kernels.launcher(plan.dg_kernel, device)
+    for product in (plan.x, plan.weight):
+        if product is not None:
+            call.products.append((product, _product(product, x.dtype, saved.precision, device)))
     return call
 
 
@@ -196,7 +232,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
     if product.one is not None:
         return Sm90Gemm(p, product.one, device)
     if product.kernel is None:
-        return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False)
+        return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False, sms=p.device.target)
     problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
     ldx, ldw = max(p.x.strides), p.w.strides[1]
     flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
@@ -211,7 +247,7 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
 def _launch(
     call: _Call, kind: Kind, dy: Any, saved: Saved, pointers: list[int], stream: int, capturing: bool
 ) -> Gradients:
-    plan, x, weight = call.plan, saved.x, saved.weight
+    plan = call.plan
     dy_at, x_at, w_at, d_at, saved_at = pointers
     made = [None if make is None else make() for make in call.makers]
     at = [0 if array is None else kind.pointer(array) for array in made]
@@ -221,20 +257,16 @@ def _launch(
                 cuda().runtime.memsetAsync(target, 0, int(np.prod(shape)) * _plan.ITEMSIZE[dtype], stream)
         return Gradients(*made)
 
-    if plan.copy_dy:
-        dy = kind.contiguous(dy)
-        dy_at = kind.pointer(dy)
-    if plan.weight is not None and plan.weight.copy:
-        x = kind.copy(x)
-        x_at = kind.pointer(x)
-    if plan.x is not None and plan.x.copy:
-        weight = kind.copy(weight)
-        w_at = kind.pointer(weight)
-    where = None if capturing else (call.device, stream)
-    scratch = kind.borrow(plan.workspace, x, where)
-    workspace = scratch[1]
+    dy_copy = x_copy = w_copy = None
+    if call.copy_dy is not None:
+        dy_copy, dy_at = call.copy_dy(dy_at, stream)
+    if call.copy_x is not None:
+        x_copy, x_at = call.copy_x(x_at, stream)
+    if call.copy_w is not None:
+        w_copy, w_at = call.copy_w(w_at, stream)
+    scratch, workspace = kind.scratch(plan.workspace, saved.x)
     if capturing:
-        _capture.keep_alive(stream, (dy, x, weight, saved, made, scratch))
+        _capture.keep_alive(kind, stream, (*made, scratch, dy_copy, x_copy, w_copy))
 
     dg_at = workspace + plan.dg_at
     d_read = d_at if plan.reads_d else 0
@@ -261,7 +293,6 @@ def _launch(
         else:
             launch, _, values = how
             launch(product.grid, product.block, values, operands, stream)
-    kind.give_back(scratch, plan.workspace, where)
     return Gradients(*made)
 
 

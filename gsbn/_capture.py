@@ -4,58 +4,111 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._driver import check, driver
+from ._interop import Kind
 
 __all__ = ["keep_alive"]
 
 _SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
-_held: list[tuple[int, Any]] = []
+
+
+class _Held(NamedTuple):
+    released: int  # the address of a semaphore that CUDA posts when the graph is gone
+    owners: list[Any]
+
+
+_held: dict[int, _Held] = {}  # by capture
 _lock = threading.Lock()
 
 
+class _Libc:
+    """libc's semaphores, whose sem_post CUDA may call from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.lib = lib = ctypes.CDLL(None)
+        lib.malloc.restype = ctypes.c_void_p
+        lib.malloc.argtypes = (ctypes.c_size_t,)
+        for function in (lib.free, lib.sem_trywait, lib.sem_wait):
+            function.argtypes = (ctypes.c_void_p,)
+        lib.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+        self.post = ctypes.cast(lib.sem_post, ctypes.c_void_p)
+        self.any = self.semaphore()  # posted for every graph
+        threading.Thread(target=_let_go, args=(lib, self.any), name="gsbn-graphs", daemon=True).start()
+
+    def semaphore(self) -> int:
+        semaphore: int = self.lib.malloc(_SEM_T_BYTES)
+        self.lib.sem_init(semaphore, 0, 0)
+        return semaphore
+
+
 @cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = (ctypes.c_size_t,)
-    for function in (libc.free, libc.sem_trywait):
-        function.argtypes = (ctypes.c_void_p,)
-    libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-    return libc
+def _libc() -> _Libc:
+    return _Libc()
 
 
-def keep_alive(stream: int, owners: Any) -> None:
-    """Hold `owners` until the graph that `stream` is capturing, and all that is instantiated from it, is destroyed.
-
-    CUDA calls a user object's destructor on a thread of its own, where neither Python nor CUDA may be entered: ours is
-    libc's sem_post. A later capture looks which semaphores were posted and lets their owners go.
-    """
-    cuda, libc = driver(), _libc()
-    with _lock:
-        _held[:] = [(semaphore, held) for semaphore, held in _held if not _released(libc, semaphore)]
-        semaphore = libc.malloc(_SEM_T_BYTES)
-        libc.sem_init(semaphore, 0, 0)
-        _held.append((semaphore, owners))
-
+def _capture_of(stream: int) -> tuple[int, int]:
+    """The number of the capture that a stream is in, which no other capture will have, and its graph."""
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
     refs = map(ctypes.byref, (status, identity, graph, nodes, count))
-    check(cuda.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *refs), "capturing")
-    post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
-    user_object = ctypes.c_void_p()
-    no_destructor_sync, move = ctypes.c_uint(1), ctypes.c_uint(1)
-    created = cuda.cuUserObjectCreate(
-        ctypes.byref(user_object), ctypes.c_void_p(semaphore), post, ctypes.c_uint(1), no_destructor_sync
-    )
-    check(created, "capturing")
-    check(cuda.cuGraphRetainUserObject(graph, user_object, ctypes.c_uint(1), move), "capturing")
+    check(driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *refs), "capturing")
+    return identity.value, graph.value or 0
 
 
-def _released(libc: ctypes.CDLL, semaphore: int) -> bool:
-    if libc.sem_trywait(semaphore) != 0:
-        return False
-    libc.free(semaphore)
-    return True
+def keep_alive(kind: Kind, stream: int, owners: tuple[Any, ...], prepared: Any = None) -> None:
+    """Hold what a call allocated until the graph that `stream` is capturing, and all instances of it, are destroyed.
+
+    Where the library's own allocator keeps it for the graph, nothing of it is held: what is free again serves later
+    calls. A prepared weight is gsbn's own and is held in any case.
+
+    CUDA calls a user object's destructor on a thread of its own, where neither Python nor CUDA may be entered: ours are
+    libc's sem_post. A thread of Python's waits for the one that all graphs share, and looks which is gone by the other.
+    """
+    identity, graph = _capture_of(stream)
+    owners = tuple(owner for owner in owners if owner is not None)
+    if owners and kind.graph_keeps(owners[0], identity):
+        owners = ()
+    if prepared is not None:
+        owners += (prepared,)
+    if not owners:
+        return
+    with _lock:
+        if identity in _held:
+            _held[identity].owners.extend(owners)
+            return
+        libc = _libc()
+        held = _held[identity] = _Held(libc.semaphore(), list(owners))
+    for semaphore in (held.released, libc.any):
+        user_object = ctypes.c_void_p()
+        no_destructor_sync, move = ctypes.c_uint(1), ctypes.c_uint(1)
+        created = driver().cuUserObjectCreate(
+            ctypes.byref(user_object), ctypes.c_void_p(semaphore), libc.post, ctypes.c_uint(1), no_destructor_sync
+        )
+        check(created, "capturing")
+        retained = driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), user_object, ctypes.c_uint(1), move)
+        check(retained, "capturing")
+
+
+def _let_go(lib: ctypes.CDLL, any_graph: int) -> None:
+    posted = released = 0
+    while True:
+        if lib.sem_wait(any_graph) == 0:  # without the GIL; a signal may end it
+            posted += 1
+        while released < posted:  # a graph's two posts come one right after the other, in either order
+            found = _release(lib)
+            released += found
+            if not found:
+                time.sleep(0.001)
+
+
+def _release(lib: ctypes.CDLL) -> int:
+    with _lock:
+        gone = [identity for identity, held in _held.items() if lib.sem_trywait(held.released) == 0]
+        found = [_held.pop(identity) for identity in gone]
+    for held in found:
+        lib.free(held.released)
+    return len(found)

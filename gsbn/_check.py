@@ -18,6 +18,7 @@ __all__ = [
     "needs",
     "overlaps",
     "prepare_arguments",
+    "sm_count",
     "span",
 ]
 
@@ -48,6 +49,7 @@ def forward_arguments(
     precision: Any,
     gemm: Any,
     return_saved: Any,
+    sms: Any,
 ) -> None:
     """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None."""
     x, weight = _matrices(views)
@@ -61,6 +63,7 @@ def forward_arguments(
         _number("momentum", momentum, "a finite number or None")
     _name("precision", precision, PRECISIONS)
     _name("gemm", gemm, GEMMS)
+    sm_count(sms)
     if x.device == "cpu" and gemm != "auto":
         raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
 
@@ -133,6 +136,16 @@ def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
         if name not in allowed:
             raise ValueError(f"needs: expected names among {allowed}, got {name!r}")
     return tuple(name for name in allowed if name in names)
+
+
+def sm_count(value: Any) -> None:
+    """Raise for what is no number of SMs: None is all."""
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"sms: expected a number of SMs or None, got {value!r:.80}")
+    if value < 1:
+        raise ValueError(f"sms: expected at least 1, got {value!r:.80}")
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
@@ -256,16 +269,22 @@ def _bool(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
-def _number(name: str, value: Any, expected: str) -> None:
+def _number(name: str, value: Any, expected: str) -> float:
+    """The value in float64, in which it must be finite."""
     if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected {expected}, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        raise TypeError(f"{name}: expected {expected}, got {value!r:.80}")
+    try:
+        in_float64 = float(value)
+    except OverflowError:
+        in_float64 = math.inf
+    if not math.isfinite(in_float64):
+        raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
+    return in_float64
 
 
 def _eps(eps: Any, *, positive: bool) -> None:
-    _number("eps", eps, "a finite number")
-    if eps < 0 or (positive and eps == 0):
+    in_float64 = _number("eps", eps, "a finite number")
+    if in_float64 < 0 or (positive and in_float64 == 0):
         raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {eps!r}")
 
 

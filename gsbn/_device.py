@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,14 +14,14 @@ import numpy as np
 
 from . import _plan
 
-__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "is_capturing", "on_device"]
+__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "is_capturing", "is_current", "on_device"]
 
 
 @cache
 def cuda() -> Any:
     """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
     import cupy
-    from cupy.cuda import runtime
+    from cupy.cuda import driver, runtime
     from cupy_backends.cuda.libs import cublas
 
     numbers: dict[int, Any] = {
@@ -29,6 +32,8 @@ def cuda() -> Any:
     return SimpleNamespace(
         cupy=cupy,
         runtime=runtime,
+        current_context=driver.ctxGetCurrent,
+        set_context=driver.ctxSetCurrent,
         cublas=cublas,
         numbers=numbers,
         coefficients=coefficients,
@@ -42,9 +47,36 @@ def is_capturing(stream: int) -> bool:
     return stream not in (0, 1) and bool(cuda().runtime.streamIsCapturing(stream))
 
 
-def on_device(device: int) -> Any:
+_primary: dict[int, int] = {}  # handles of primary contexts, by device
+
+
+def is_current(device: int) -> bool:
+    """Whether a device's primary context, in which gsbn's kernels are loaded, is this thread's current one.
+
+    A thread that has no context gets its device's primary one: the driver, unlike the runtime, does not see to it.
+    """
     found = cuda()
-    return contextlib.nullcontext() if found.runtime.getDevice() == device else found.cupy.cuda.Device(device)
+    context = found.current_context()
+    if context == 0:
+        found.runtime.setDevice(found.runtime.getDevice())
+        context = found.current_context()
+    return bool(context == _primary.get(device))
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make a device's primary context current, and leave what was."""
+    if is_current(device):
+        yield
+        return
+    found = cuda()
+    before = found.current_context()
+    found.runtime.setDevice(device)
+    _primary[device] = found.current_context()
+    try:
+        yield
+    finally:
+        found.set_context(before)
 
 
 _NO_SHORT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy does not name
@@ -66,10 +98,19 @@ class Gemm(NamedTuple):
     accumulator: int
     compute: int
     mode: int
+    sms: int  # that cuBLAS shall aim at; 0 for all
 
 
 def gemm_arguments(
-    shape: tuple[int, int, int], a: _plan.Matrix, b: _plan.Matrix, ldc: int, dtype: str, precision: str, *, wide: bool
+    shape: tuple[int, int, int],
+    a: _plan.Matrix,
+    b: _plan.Matrix,
+    ldc: int,
+    dtype: str,
+    precision: str,
+    *,
+    wide: bool,
+    sms: int,
 ) -> Gemm:
     """For a (m, k) and b (n, k) of any strides that cuBLAS takes; c is in the accumulator's type if `wide`."""
     runtime, cublas = cuda().runtime, cuda().cublas
@@ -102,6 +143,7 @@ def gemm_arguments(
         compute=compute,
         # A 16-bit result of a split k would else be added up in 16 bits.
         mode=cublas.CUBLAS_DEFAULT_MATH if wide or element == accumulator else _NO_SHORT_SUMS,
+        sms=sms,
     )
 
 
@@ -132,6 +174,7 @@ def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:
     mode = cublas.getMathMode(handle)
     if mode != gemm.mode:  # somebody else's TF32 must not reach our float32
         cublas.setMathMode(handle, gemm.mode)
+    aim = _aim_at(handle, gemm.sms) if gemm.sms else 0
     try:
         cublas.gemmEx(
             handle, gemm.trans_b, gemm.trans_a, gemm.n, gemm.m, gemm.k, one,
@@ -141,3 +184,22 @@ def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:
     finally:
         if mode != gemm.mode:
             cublas.setMathMode(handle, mode)
+        if gemm.sms:
+            _aim_at(handle, aim)
+
+
+def _aim_at(handle: int, sms: int) -> int:
+    """Tell cuBLAS how many SMs its kernels shall take, 0 for all; what it was told before. CuPy does not wrap it."""
+    library, before = _cublas_library(), ctypes.c_int()
+    result = library.cublasGetSmCountTarget(ctypes.c_void_p(handle), ctypes.byref(before))
+    result = result or library.cublasSetSmCountTarget(ctypes.c_void_p(handle), ctypes.c_int(sms))
+    if result != 0:
+        raise RuntimeError(f"cuBLAS: error {result} while setting the number of SMs to aim at")
+    return before.value
+
+
+@cache
+def _cublas_library() -> ctypes.CDLL:
+    """The library that CuPy has loaded, found by its name."""
+    major = cuda().runtime.runtimeGetVersion() // 1000
+    return ctypes.CDLL(f"cublas64_{major}.dll" if sys.platform == "win32" else f"libcublas.so.{major}")

@@ -7,7 +7,14 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-__all__ = ["OVERLAPPING", "LaunchConfig", "check", "driver", "launch_kernel_ex", "resident_clusters"]
+__all__ = [
+    "OVERLAPPING",
+    "LaunchConfig",
+    "check",
+    "driver",
+    "launch_kernel_ex",
+    "resident_clusters",
+]
 
 
 @cache
@@ -33,12 +40,16 @@ class LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     )
 
 
-class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))
+class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute: the value starts at 8 bytes and takes 64
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+    def __init__(self, identity: int, value: tuple[int, ...]) -> None:
+        super().__init__(identity, 0, value)
 
 
-# PROGRAMMATIC_STREAM_SERIALIZATION: the kernel waits for the one ahead by itself. The value starts at 8 bytes.
-OVERLAPPING = _LaunchAttribute(6, (0, 1))
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_...
+# The kernel waits for the one ahead by itself.
+OVERLAPPING = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
 
 
 @cache
@@ -50,8 +61,9 @@ def launch_kernel_ex() -> Callable[[int, int, int, None], int]:
 
 
 def resident_clusters(function: int, threads: int, cluster: int, shared: int) -> int:
-    """How many clusters of a kernel the current context can hold at once; its cluster size is compiled into it."""
-    found, config = ctypes.c_int(), LaunchConfig(cluster, 1, 1, threads, 1, 1, shared)
+    """How many clusters of so many CTAs of a kernel the current context can hold at once."""
+    found, size = ctypes.c_int(), _LaunchAttribute(_CLUSTER_DIMENSION, (cluster, 1, 1))
+    config = LaunchConfig(cluster, 1, 1, threads, 1, 1, shared, attributes=ctypes.addressof(size), count=1)
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
     check(result, f"asking how many clusters of {cluster} CTAs fit")
     return found.value

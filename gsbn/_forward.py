@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _capture, _check, _kernels, _plan, _tma, reference
-from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, on_device
+from ._copy import Copy
+from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
 from ._interop import Kind, Prepared, kind_of, kinds_of
 from ._limbs import Multiply
 
@@ -25,7 +26,7 @@ ARRAYS = (
     "num_batches_tracked",
     "out",
 )
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved")
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 
 
@@ -33,7 +34,8 @@ class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`: pass it on, once or several times.
 
     x and weight are the arrays that were given, not copies. Whoever changes them, or any array here, in place before
-    the backward gets the gradients of something that never ran; nothing notices.
+    the backward would get the gradients of something that never ran. Torch counts changes of a tensor, and the backward
+    refuses an x or weight that has changed; of other arrays nothing notices.
 
     Attributes
     ----------
@@ -41,8 +43,9 @@ class Saved(NamedTuple):
     weight : (O, I) array
     deviations : (B, P) array
         In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
-        deviation, so that none overflows or vanishes; in inference g in float32 (float64 for float64). Rows are padded
-        to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
+        deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
+        normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
+        are padded to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
     vectors : (7, O) array
         Per-feature constants in float64.
     training : bool
@@ -50,6 +53,8 @@ class Saved(NamedTuple):
         As they were given; the backward's products follow them.
     dtypes : tuple
         The dtypes of bias, scale, gamma and beta by name; None for an absent one.
+    versions : tuple
+        Torch's counts of changes of x and of weight; None for what has none.
     """
 
     x: Any
@@ -60,6 +65,7 @@ class Saved(NamedTuple):
     precision: str
     gemm: str
     dtypes: tuple[str | None, str | None, str | None, str | None]
+    versions: tuple[int | None, int | None] = (None, None)
 
 
 def forward(
@@ -78,6 +84,7 @@ def forward(
     eps: float = 1e-5,
     precision: str = "highest",
     gemm: str = "auto",
+    sms: int | None = None,
     out: Any = None,
     return_saved: bool = False,
 ) -> Any:
@@ -122,11 +129,17 @@ def forward(
         an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "sm90" is the whole forward in one launch on Hopper, for all but float64, and for rows of x, weight and y that
-        are multiples of 16 bytes; with `return_saved` in training only. float32 at "highest" has a launch before it,
-        which makes limbs; it takes any rows of x and weight, and with others of y "sm90" is its GEMM alone, with two
-        launches after it.
+        are multiples of 16 bytes; with `return_saved` in training only, in 16 bits from 17 rows on; with at most
+        32768 input features, 262144 in bfloat16. float32 at "highest" has a launch before it, which makes limbs, and
+        takes any number of input features and any rows of x and weight; with other rows of y "sm90" is its GEMM alone,
+        with two launches after it.
         "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
         but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
+    sms : int, optional
+        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
+        matters where another kernel on the GPU waits for this call, a collective of another library for one: in
+        training "sm90" needs all the SMs that it takes at once (unless all rows fit one tile), and would wait for the
+        other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the CPU.
     out : (B, O) array, optional
         Where y is written: x's dtype and kind, any strides, memory of its own.
     return_saved : bool
@@ -154,12 +167,12 @@ def forward(
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
     that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
     array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
-    With `return_saved` the deviations are one B x O array more, in x's dtype; but for "sm90", float32 and float64
-    compute g in it.
+    With `return_saved` the deviations are one B x O array more (`Saved` tells its dtype); but for "sm90", g is computed
+    in it where it is wide enough.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
     prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
-    batch's are known. Scratch memory of up to 512 KiB is kept for the next call on the same stream, but by a captured
-    call. On the CPU all arithmetic is NumPy's in float64, and y is rounded once.
+    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer. On the CPU
+    all arithmetic is NumPy's in float64, and y is rounded once.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
@@ -170,7 +183,7 @@ def forward(
             raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
         prepared, weight = weight, weight.weight
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm, return_saved)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms)
     kind = kind_of(x)
     if kind is None:  # a foreign DLPack producer, or no array at all
         own = ("out",) if prepared is None else ("out", "weight")
@@ -189,17 +202,19 @@ def _forward(
 ) -> Any:
     if not kind.on_gpu:
         return _forward_cpu(kind, arrays, options, read_only)
-    device, stream, capturing = -1, 0, False
+    device = kind.device(arrays[0])
+    if not is_current(device):
+        with on_device(device):
+            return _forward(kind, arrays, options, prepared, read_only)
+    stream = kind.stream(device)
+    capturing = is_capturing(stream)
     call = key = None
     try:
-        device = kind.device(arrays[0])
-        stream = kind.stream(device)
-        capturing = is_capturing(stream)
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
         limbs = prepared is not None and prepared.limbs is not None
-        types = (type(options[0]), type(options[2]), type(options[5]))
+        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
         key = (signature, options, types, aligned, capturing, limbs, read_only)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
@@ -207,8 +222,7 @@ def _forward(
     if call is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
-            with on_device(device):
-                return _nothing(kind, arrays, options, views["weight"].shape[0])
+            return _nothing(kind, arrays, options, views["weight"].shape[0])
         call = _prepare_call(kind, arrays, views, options, device, capturing, prepared)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
@@ -216,10 +230,7 @@ def _forward(
             _calls[key] = call
     elif call.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    if cuda().runtime.getDevice() == device:
-        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
-    with on_device(device):
-        return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
+    return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -229,7 +240,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[5]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
+    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
 
 
 def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
@@ -237,9 +248,12 @@ def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
     return tuple(None if a is None else kind.dtype(a) for a in (arrays[3], arrays[2], *arrays[4:6]))
 
 
-def _saved(arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any) -> Saved:
-    training, _, _, precision, gemm, _ = options
-    return Saved(arrays[0], arrays[1], deviations, vectors, bool(training), precision, gemm, dtypes)
+def _saved(
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
+) -> Saved:
+    training, _, _, precision, gemm, *_ = options
+    versions = kind.version(arrays[0]), kind.version(arrays[1])
+    return Saved(arrays[0], arrays[1], deviations, vectors, bool(training), precision, gemm, dtypes, versions)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -277,10 +291,11 @@ class _Call:
         self.matrices: Any = None
         self.launch_gemm: Any = None
         self.multiply: Multiply | None = None
+        self.copy_x: Copy | None = None
+        self.copy_w: Copy | None = None
         self.launch_affine: Any = None
         self.launch_normalize: Any = None
-        self.affine_grid = 0
-        self.device = self.workspace = 0
+        self.workspace = 0
         self.make_y: Any = None
         self.make_deviations: Any = None
         self.make_vectors: Any = None
@@ -314,11 +329,12 @@ def _prepare_call(
     capturing: bool,
     prepared: Prepared | None,
 ) -> _Call:
-    training, momentum, eps, precision, gemm, return_saved = options
+    training, momentum, eps, precision, gemm, return_saved, sms = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
-    p = _plan.Matmul(m, n, k, x.dtype, _kernels.gpu(device), matrix_of(x), matrix_of(weight), y_at)
+    gpu = _kernels.gpu(device).at_most(sms)
+    p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at)
     plan = _plan.plan(
         p,
         training=bool(training),
@@ -327,6 +343,7 @@ def _prepare_call(
         capturing=capturing,
         prepared=prepared is not None and prepared.limbs is not None,
         saved=bool(return_saved),
+        cumulative=momentum is None,
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
@@ -337,7 +354,8 @@ def _prepare_call(
         + flags["vector_w"] * (w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0)
         + flags["vector_y"] * plan.vector_y
         + flags["cumulative"] * (momentum is None)
-        + flags["units"] * (x.dtype == "float16")
+        + flags["units"] * (plan.keep is not None and plan.keep.dtype == "float16")
+        + flags["alone"] * (plan.one is not None and not plan.one.cooperative)
     )
     problem = np.zeros(1, _kernels.PROBLEM)
     fields = dict(m=m, n=n, k=k, ldx=x_at.strides[0], ldw=w_at.strides[0], ldg=plan.ldg)
@@ -353,9 +371,9 @@ def _prepare_call(
 
     product = None
     if plan.gemm == "cublas":
-        product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True)
+        product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True, sms=gpu.target)
     call = _Call(plan, problem, product)
-    call.training, call.options, call.device = bool(training), options, device
+    call.training, call.options = bool(training), options
     call.workspace = plan.workspace if plan.one is None else plan.one.workspace
     call.counts = call.training and views["num_batches_tracked"] is not None
     call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
@@ -364,33 +382,33 @@ def _prepare_call(
         for i, name in enumerate(ARRAYS)
         if views[name] is not None and 0 not in views[name].shape
     ]
-    call.affine_grid = -(-n // _plan.THREADS)
     call.make_y = kind.maker((m, n), arrays[0])
     if plan.keep is not None:
         call.make_deviations = kind.maker((m, plan.ldg), arrays[0], plan.keep.dtype)
         call.make_vectors = kind.maker((_plan.SAVED_ROWS, n), arrays[0], "float64")
         call.dtypes = _dtypes(kind, arrays)
-    with on_device(device):
-        if plan.one is not None:
-            one = plan.one
-            one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))  # MPS may leave fewer
-            call.plan = plan._replace(one=one)
-            call.launch_one = _kernels.launcher(one.kernel, device)
-            if one.limbs is not None:
-                call.launch_split = _kernels.launcher(one.limbs.kernel, device)
-            boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
-            if plan.keep is not None:
-                rows, cols, _, *rest = boxes[-1]
-                boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
-            call.matrices = _tma.Matrices(boxes)
-            return call
-        if plan.through is not None:
-            p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-            call.multiply = Multiply(p, plan.through, device)
-        if plan.gemm_kernel is not None:
-            call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
-        call.launch_affine = _kernels.launcher(plan.stats_kernel if call.training else plan.affine_kernel, device)
-        call.launch_normalize = _kernels.launcher(plan.normalize_kernel, device)
+    if plan.copy_x:
+        call.copy_x = Copy(kind, x, arrays[0], device, gpu)
+    if plan.copy_w:
+        call.copy_w = Copy(kind, weight, arrays[1], device, gpu)
+    if plan.one is not None:
+        one = plan.one
+        call.launch_one = _kernels.launcher(one.kernel, device, cooperative=one.cooperative)
+        if one.limbs is not None:
+            call.launch_split = _kernels.launcher(one.limbs.kernel, device)
+        boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
+        if plan.keep is not None:
+            rows, cols, _, *rest = boxes[-1]
+            boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
+        call.matrices = _tma.Matrices(boxes)
+        return call
+    if plan.through is not None:
+        p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
+        call.multiply = Multiply(p, plan.through, device)
+    if plan.gemm_kernel is not None:
+        call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
+    call.launch_affine = _kernels.launcher(plan.stats_kernel if call.training else plan.affine_kernel, device)
+    call.launch_normalize = _kernels.launcher(plan.normalize_kernel, device)
     return call
 
 
@@ -416,20 +434,17 @@ def _launch(
     prepared: Prepared | None,
 ) -> Any:
     plan, values = call.plan, call.values
-    x, w, y = arrays[0], arrays[1], arrays[-1]
+    y = arrays[-1]
     x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
-    if plan.copy_x:
-        x = kind.copy(x)
-        x_at = kind.pointer(x)
-    if plan.copy_w:
-        w = kind.copy(w)
-        w_at = kind.pointer(w)
+    x_copy = w_copy = made_y = None
+    if call.copy_x is not None:
+        x_copy, x_at = call.copy_x(x_at, stream)
+    if call.copy_w is not None:
+        w_copy, w_at = call.copy_w(w_at, stream)
     if y is None:
-        y = call.make_y()
+        y = made_y = call.make_y()
         y_at = kind.pointer(y)
-    where = None if capturing else (call.device, stream)
-    scratch = kind.borrow(call.workspace, x, where)
-    workspace = scratch[1]
+    scratch, workspace = kind.scratch(call.workspace, arrays[0])
     g = y_at if plan.y_is_g else workspace + plan.g
     deviations = vectors = None
     deviations_at = vectors_at = 0
@@ -438,7 +453,7 @@ def _launch(
         deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
         g = deviations_at if plan.keep.is_g else g
     if capturing:
-        _capture.keep_alive(stream, (x, w, y, scratch, prepared, deviations, vectors))
+        _capture.keep_alive(kind, stream, (made_y, scratch, deviations, vectors, x_copy, w_copy), prepared)
 
     if plan.one is not None:
         one = plan.one
@@ -461,7 +476,6 @@ def _launch(
         if plan.keep is not None:
             words += (deviations_at, vectors_at)
         call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, words, stream)
-        kind.give_back(scratch, call.workspace, where)
         return _done(call, kind, arrays, y, deviations, vectors)
     if call.multiply is not None:
         call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
@@ -476,17 +490,16 @@ def _launch(
         call.launch_affine(plan.stats_grid, _plan.THREADS, values, addresses, stream)
     else:
         addresses = (workspace, b, s, gamma, beta, mean, var, g, vectors_at)
-        call.launch_affine(call.affine_grid, _plan.THREADS, values, addresses, stream)
+        call.launch_affine(plan.affine_grid, _plan.THREADS, values, addresses, stream)
     addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
     call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
-    kind.give_back(scratch, call.workspace, where)
     return _done(call, kind, arrays, y, deviations, vectors)
 
 
 def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: Any, vectors: Any) -> Any:
     if kind.counts_writes and call.written:
         kind.written([arrays[i] for i in call.written])
-    return y if vectors is None else (y, _saved(arrays, call.options, deviations, vectors, call.dtypes))
+    return y if vectors is None else (y, _saved(kind, arrays, call.options, deviations, vectors, call.dtypes))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -494,13 +507,14 @@ def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: 
 
 def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
     views = _views(kind, arrays, options, read_only)
-    training, momentum, eps, _, _, return_saved = options
+    training, momentum, eps, _, _, return_saved, _ = options
     given = dict(zip(ARRAYS, arrays, strict=True))
     host = {name: None if array is None else kind.numpy(array) for name, array in given.items()}
     shape = (views["x"].shape[0], views["weight"].shape[0])
     if shape[0] == 0:
         return _nothing(kind, arrays, options, shape[1])
     operands = {name: host[name] for name in ARRAYS[:-1]}
+    momentum = None if momentum is None else float(momentum)
     result = reference.forward(**operands, training=bool(training), momentum=momentum, eps=float(eps))  # type: ignore[arg-type]
     y = reference.round_to(result.y, host["x"].dtype)  # type: ignore[union-attr]
     if training:
@@ -520,7 +534,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
         row[...] = absent if host[name] is None else host[name]
     deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(arrays, options, deviations, kind.from_numpy(vectors), _dtypes(kind, arrays))
+    return result_y, _saved(kind, arrays, options, deviations, kind.from_numpy(vectors), _dtypes(kind, arrays))
 
 
 # ---- fold ------------------------------------------------------------------------------------------------------------
@@ -582,9 +596,10 @@ def fold(
     device = kind.device(arrays["weight"])
     with on_device(device):
         at = matrix_of(view)
-        source = arrays["weight"]
+        source, copied = arrays["weight"], None
         if at.strides[1] != 1:
-            source, at = kind.contiguous(source), _plan.Matrix((view.shape[1], 1), True)
+            source = copied = kind.copy(source)
+            at = _plan.Matrix((view.shape[1], 1), True)
         problem = np.zeros(1, _kernels.PROBLEM)
         problem["n"], problem["k"] = view.shape
         problem["ldw"], problem["eps"] = at.strides[0], eps
@@ -593,7 +608,7 @@ def fold(
         w, b = kind.empty(view.shape, source), kind.empty(view.shape[:1], source)
         stream = kind.stream(device)
         if is_capturing(stream):
-            _capture.keep_alive(stream, (source, w, b))
+            _capture.keep_alive(kind, stream, (w, b, copied))
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
         launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)
         addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)

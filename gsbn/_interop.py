@@ -18,10 +18,6 @@ from ._check import View
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
 
 
-_KEPT_BYTES, _MAX_KEPT = 1 << 19, 64  # of scratch memory for a stream, and for how many streams
-_PER_THREAD = 2  # cudaStreamPerThread: one handle, and a stream for every thread
-
-
 class Prepared:
     """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
 
@@ -50,9 +46,6 @@ class Kind:
     name: str  # as error messages say it
     on_gpu = False
     counts_writes = False  # `written` has something to tell
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[Any, int]] = {}  # scratch memory by device and stream
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
@@ -101,26 +94,13 @@ class Kind:
         """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
 
-    def borrow(self, nbytes: int, like: Any, at: tuple[int, int] | None) -> tuple[Any, int]:
-        """`scratch` for a call on a device and a stream; a small one may be what an earlier call there gave back.
+    def graph_keeps(self, array: Any, capture: int) -> bool:
+        """Whether the library keeps a new array's memory for the graph of a capture, whatever becomes of the array."""
+        return False
 
-        Safe without a lock: whoever pops it is alone until it is back, and by then has enqueued all that uses it, on
-        the stream where the next one's work follows. Nothing is kept of a captured call, which has None for `at`: its
-        graph may run on any stream.
-        """
-        if not _is_kept(nbytes, at):
-            return self.scratch(nbytes, like)
-        return self._kept.pop(at, None) or self.scratch(_KEPT_BYTES, like)  # type: ignore[arg-type]
-
-    def give_back(self, scratch: tuple[Any, int], nbytes: int, at: tuple[int, int] | None) -> None:
-        """What was borrowed with these arguments, once all that uses it is on the stream."""
-        if _is_kept(nbytes, at):
-            if len(self._kept) >= _MAX_KEPT:
-                self._kept.clear()
-            self._kept[at] = scratch  # type: ignore[index]
-
-    def contiguous(self, array: Any) -> Any:
-        raise NotImplementedError
+    def version(self, array: Any) -> int | None:
+        """How often the array was changed in place, where the library counts that."""
+        return None
 
     def copy(self, array: Any) -> Any:
         """A C-contiguous array of its own memory."""
@@ -134,10 +114,6 @@ class Kind:
         return self
 
 
-def _is_kept(nbytes: int, at: tuple[int, int] | None) -> bool:
-    return at is not None and at[1] != _PER_THREAD and nbytes <= _KEPT_BYTES
-
-
 class _Numpy(Kind):
     name = "NumPy"
 
@@ -145,6 +121,10 @@ class _Numpy(Kind):
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
         pointer = array.__array_interface__["data"][0]
         return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
+
+    def admit(self, name: str, array: Any) -> None:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{name}: expected an array without a mask, got {_type_name(array)}")
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return np.empty(shape, like.dtype if dtype is None else dtype)
@@ -166,11 +146,9 @@ class _Cupy(Kind):
     def __init__(self) -> None:
         import cupy
 
-        super().__init__()
         self._ndarray = cupy.ndarray
         self._alloc = cupy.cuda.alloc
         self._current_stream = cupy.cuda.get_current_stream
-        self._contiguous = cupy.ascontiguousarray
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         key: list[Any] = []
@@ -209,9 +187,6 @@ class _Cupy(Kind):
         memory = self._alloc(nbytes)
         return memory, memory.ptr
 
-    def contiguous(self, array: Any) -> Any:
-        return self._contiguous(array)
-
     def copy(self, array: Any) -> Any:
         return array.copy(order="C")
 
@@ -222,7 +197,6 @@ class _Torch(Kind):
     cuda: Kind
 
     def __init__(self, torch: Any) -> None:
-        super().__init__()
         self._torch = torch
         self._names = {
             torch.float32: "float32",
@@ -272,6 +246,12 @@ class _Torch(Kind):
     def copy(self, array: Any) -> Any:
         return array.detach().clone(memory_format=self._torch.contiguous_format)
 
+    def version(self, array: Any) -> int | None:
+        try:
+            return array._version  # type: ignore[no-any-return]
+        except RuntimeError:  # a tensor that inference mode made counts nothing
+            return None
+
     def written(self, arrays: list[Any]) -> None:
         increment = self._torch.autograd.graph.increment_version
         try:
@@ -290,6 +270,8 @@ class _TorchCuda(_Torch):
 
     def __init__(self, torch: Any) -> None:
         super().__init__(torch)
+        self._bytes: dict[Any, Any] = {}  # an empty tensor of bytes for every device
+        self._asked = (0, False)  # the last capture that graph_keeps was asked of, and the answer
         # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -322,11 +304,28 @@ class _TorchCuda(_Torch):
         return partial(self.empty((0,), like, dtype).new_empty, *shape)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        memory = self._torch.empty(nbytes, dtype=self._torch.uint8, device=like.device)
+        like_it = self._bytes.get(like.device)
+        if like_it is None:
+            like_it = self._bytes[like.device] = self._torch.empty(0, dtype=self._torch.uint8, device=like.device)
+        memory = like_it.new_empty(nbytes)
         return memory, memory.data_ptr()
 
-    def contiguous(self, array: Any) -> Any:
-        return array.contiguous()
+    def graph_keeps(self, array: Any, capture: int) -> bool:
+        # Within torch's own capture memory comes from a pool of the graph's; within another's, from the common one.
+        if self._asked[0] != capture:
+            self._asked = capture, self._is_of_a_graph(array.data_ptr())
+        return self._asked[1]
+
+    def _is_of_a_graph(self, pointer: int) -> bool:
+        try:
+            segments = self._torch.cuda.memory_snapshot()
+        except (RuntimeError, AttributeError):  # an allocator without pools
+            return False
+        common = (0, 0)
+        for segment in segments:
+            if segment["address"] <= pointer < segment["address"] + segment["total_size"]:
+                return tuple(segment.get("segment_pool_id", common)) != common
+        return False
 
 
 _kinds: dict[type, Kind] = {np.ndarray: _Numpy()}
@@ -395,7 +394,7 @@ def _import_dlpack(
     read_only = set()
     for name, array in arrays.items():
         known = array is None or (name in own and kind_of(array) is not None)
-        if not known and not hasattr(array, "__dlpack__"):
+        if not known and (not hasattr(array, "__dlpack__") or isinstance(array, type)):
             raise TypeError(
                 f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {_type_name(array)}"
             )

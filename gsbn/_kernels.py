@@ -8,6 +8,7 @@ import itertools
 import os
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _driver, _plan
+from . import _device, _driver, _plan
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher", "resident_clusters"]
+__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
 
 
 def _find() -> Path:
@@ -40,7 +41,7 @@ PROBLEM = np.dtype(
     + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
     + [(name, np.float64) for name in ("momentum", "eps")]
 )
-FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "units": 16}
+FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "units": 16, "alone": 32}
 KINDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
 
 
@@ -64,12 +65,17 @@ def _variants() -> Iterator[Kernel]:
             yield _plan.gemm_tiled(dtype, tile, product)
     for t in _plan.C_TYPE.values():
         yield fold_kernel(t)
-    for dtype, training in itertools.product(_plan.C_TYPE, (True, False)):
-        yield from _plan.backward_kernels(dtype, training=training)
-        if dtype == "float32":
-            yield _plan.backward_kernels(dtype, training=training, across=True)[1]
-    for dtype, keeps in itertools.product(_plan.C_TYPE, (False, True)):
-        yield _plan.normalize(dtype, keeps=keeps)
+    for dtype in _plan.C_TYPE:
+        few, many = (_plan.kept_dtype(dtype, rows, training=True) for rows in (1, _plan.FEW_ROWS + 1))
+        frozen = _plan.kept_dtype(dtype, 1, training=False)
+        for training, kept in {(False, frozen), (True, few), (True, many)}:
+            yield from _plan.backward_kernels(dtype, kept, training=training)
+            if dtype == "float32":
+                yield _plan.backward_kernels(dtype, kept, training=training, across=True)[1]
+        for kept_or_none in {None, few, many}:
+            yield _plan.normalize(dtype, kept_or_none)
+    yield from map(_plan.copy_matrix, (2, 4, 8))
+    yield _plan.fill_sm(0)
     for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
         yield Kernel(name, "scale_stats", (("G_TYPE", g),))
     choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
@@ -110,9 +116,24 @@ def gpu(device: int) -> _plan.Device:
     import cupy
 
     handle = cupy.cuda.Device(device)
-    major, minor = divmod(int(handle.compute_capability), 10)
     sm90a = cupy.cuda.nvrtc.getVersion() >= (12, 9)  # older ones do not take -arch=sm_90a through CuPy
-    return _plan.Device((major, minor), handle.attributes["MultiProcessorCount"], sm90a)
+    found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
+    if found.capability != (9, 0) or not sm90a:
+        return found
+    # MPS may leave a process fewer SMs than the device has, and pairs of SMs are fewer still.
+    shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
+    with _device.on_device(device):
+        function = launcher(_plan.fill_sm(shared), device).pointer
+        sms, pairs = (_driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2))
+    return found._replace(sms=sms, pairs=pairs)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    import cupy
+
+    major, minor = divmod(int(cupy.cuda.Device(device).compute_capability), 10)
+    return major, minor
 
 
 class Launcher:
@@ -136,7 +157,6 @@ class Launcher:
         self._free: list[_Parameters] = []  # as many as there were ever launches at the same time
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
-        _bind_context()
         try:
             parameters = self._free.pop()  # nobody else's until it is appended, whatever thread or signal comes
         except IndexError:
@@ -169,55 +189,35 @@ class _Parameters:
         self.configure = struct.Struct("7I4xQ").pack_into
 
 
-_thread = threading.local()
-
-
-def _bind_context() -> None:
-    """Make the current device's context this thread's: the driver, unlike the runtime, does not by itself."""
-    if not hasattr(_thread, "has_context"):
-        from cupy.cuda import runtime
-
-        runtime.setDevice(runtime.getDevice())
-        _thread.has_context = True
-
-
 @cache
 def _overlaps(device: int) -> bool:
     """Whether a launch may begin before the kernel ahead has ended (await_kernel_ahead): graphs, too, from 12.3 on."""
     from cupy.cuda import runtime
 
-    return gpu(device).capability >= (9, 0) and runtime.driverGetVersion() >= 12030
+    return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
 
 
-_lock = threading.Lock()
+_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by module: others compile meanwhile
 _modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
-_launchers: dict[tuple[Kernel, int], Launcher] = {}
+_launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
 
 
-def launcher(kernel: Kernel, device: int) -> Launcher:
+def launcher(kernel: Kernel, device: int, *, cooperative: bool = False) -> Launcher:
     """The kernel, compiled if need be and loaded on a device, which must be the current one."""
-    found = _launchers.get((kernel, device))
+    found = _launchers.get((kernel, device, cooperative))
     if found is None:
         import cupy
 
-        with _lock:
-            key = (kernel.file, kernel.defines)
+        key = (kernel.file, kernel.defines)
+        with _locks[key]:
             if key not in _modules:
                 _modules[key] = cupy.RawModule(code=_source(kernel.file), options=_options(kernel))
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
-            found = _launchers[kernel, device] = Launcher(
-                raw.kernel, kernel.shared, kernel.cooperative, _overlaps(device)
-            )
+            found = Launcher(raw.kernel, kernel.shared, cooperative, _overlaps(device))
+            _launchers[kernel, device, cooperative] = found
     return found
-
-
-@cache
-def resident_clusters(kernel: Kernel, cluster: int, device: int) -> int:
-    """How many clusters of a forward_sm90 the device, which must be the current one, can hold at once."""
-    _bind_context()
-    return _driver.resident_clusters(launcher(kernel, device).pointer, _plan.SM90_THREADS, cluster, kernel.shared)
 
 
 def compile_all(arch: str) -> dict[Kernel, bytes]:

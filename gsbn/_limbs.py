@@ -26,8 +26,8 @@ class Multiply:
         self._multiply = Sm90Gemm(p, gemm.one, device)
         self._split = _kernels.launcher(self._limbs.kernel, device)
         self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
-        self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x)
-        self._of_b = None if gemm.b_maxima is None else _Columns(p.k, p.n, p.w)
+        self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x, p.device)
+        self._of_b = None if gemm.b_maxima is None else _Columns(p.k, p.n, p.w, p.device)
 
     def __call__(self, a: int, b: int, c: int, workspace: int, stream: int) -> None:
         limbs, gemm = self._limbs, self._gemm
@@ -55,9 +55,9 @@ class Multiply:
 class _Columns:
     """An operand that lies across what is summed over: `count` columns of a matrix of k rows."""
 
-    def __init__(self, k: int, count: int, at: _plan.Matrix) -> None:
+    def __init__(self, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device) -> None:
         self.count = count
-        self.maxima_grid, stats_rows, self.grid = _plan.column_grids(k, count)
+        self.maxima_grid, stats_rows, self.grid = _plan.column_grids(k, count, gpu)
         self.problem = np.zeros(1, _kernels.PROBLEM)
         self.problem["m"], self.problem["n"], self.problem["ldx"] = k, count, at.strides[1]
         self.problem["stats_rows"] = stats_rows

@@ -39,6 +39,12 @@ NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 SUMS_CTAS, DG_CTAS = 1, 2  # CTAs on an SM, of backward_sums and of backward_dg
 RING_STEP = 4 * WARPS  # rows that a CTA of either has on their way at once
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows, and CTAs on an SM, up to which backward_fused makes one launch of the two
+# Up to so many rows 16-bit calls keep deviations in float64, and their backward computes in it. Of B rows dg has B - 2
+# dimensions left, into which the rounding of d turns a part of the other two: about sqrt(2 / (B - 2)) roundings of dg;
+# of two rows eps / var is left, of which float32 would keep a digit or two. Simulated on normal data, 16-bit deviations
+# pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
+FEW_ROWS = 16
+COPY_TILE = 64  # rows and columns of an item of copy_matrix
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -60,12 +66,16 @@ PARK_US, MERGE_US = 7.8, {1: 9.0, 2: 2.3, 3: 2.3, 4: 0.0, 5: 0.0, 6: 0.0}  # tra
 TRIP_US = 2.2  # and of more rows
 SPLIT_US, SPLIT_RATE = 3.7, 3.6  # float32 to limbs
 CUBLAS_FLOPS = {"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 53e6}  # FLOP/us; for limbs, IEEE float32
+CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
 CUBLAS_HOST_US = 8.0  # what a call costs the host; a launch of ours 3.5. On the GPU no product of cuBLAS is below 6.5
 IEEE_CALL_US = 6.1  # more than a GEMM on tensor cores
 CUBLAS_CALL_US = {True: 14.6, False: 10.7}  # three launches, of training or not
 OPERAND_RATE, G_RATE, Y_CUBLAS_RATE = 7.15, (6.2, 3.5), (2.2, 2.4)  # g in L2, g in memory
 L2_MB = 30.0  # of operands, and 0.8 times that of g, stay in L2
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
+# Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
+# the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
+MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
 FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -74,11 +84,39 @@ TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
 
 
 class Device(NamedTuple):
-    """A GPU as far as a plan depends on it."""
+    """A GPU, or a context's share of it, as far as a plan depends on it."""
 
     capability: tuple[int, int]
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
+    pairs: int | None = (
+        None  # clusters of two CTAs, each with an SM to itself, that are there at once; None for sms / 2
+    )
+    limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
+
+    def at_most(self, sms: int | None) -> Device:
+        """The same for a call that may occupy so many SMs. Who holds the others may have broken a pair with each."""
+        if sms is None or sms >= self.sms:
+            return self
+        pairs = min(sms // 2, max(0, self.clusters(2) - (self.sms - sms)))
+        return self._replace(sms=sms, pairs=pairs, limited=True)
+
+    @property
+    def target(self) -> int:
+        """How many SMs cuBLAS shall take; 0 for all."""
+        return self.sms if self.limited else 0
+
+    def clusters(self, size: int) -> int:
+        """How many clusters of 1 or 2 CTAs, each with an SM to itself, are resident at once."""
+        return self.sms if size == 1 else self.sms // 2 if self.pairs is None else self.pairs
+
+    def ctas(self, of_an_sm: int) -> int:
+        """CTAs that fill the GPU. They spread over all SMs before any gets a second."""
+        return self.sms if self.limited else of_an_sm * self.sms
+
+    def grid(self, items: int) -> int:
+        """CTAs for so many items of work."""
+        return min(items, self.sms) if self.limited else items
 
 
 class Matrix(NamedTuple):
@@ -119,7 +157,6 @@ class Kernel(NamedTuple):
     defines: tuple[tuple[str, str], ...]
     arch: str | None = None  # where only one will do
     shared: int = 0  # bytes of dynamic shared memory
-    cooperative: bool = False
 
 
 class Limbs(NamedTuple):
@@ -138,6 +175,7 @@ class OneLaunch(NamedTuple):
     """A launch of forward_sm90, the whole forward or its GEMM alone; offsets and sizes in bytes."""
 
     kernel: Kernel
+    cooperative: bool  # its CTAs wait for each other: all must be resident
     element: str
     limbs: Limbs | None
     block_m: int
@@ -147,10 +185,6 @@ class OneLaunch(NamedTuple):
     merged: int
     roll: int
     workspace: int
-
-    def at_most(self, clusters: int) -> OneLaunch:
-        """The same work by no more clusters than are resident at once: any grid serves any shape."""
-        return self._replace(clusters=min(self.clusters, clusters))
 
 
 class LimbGemm(NamedTuple):
@@ -183,6 +217,7 @@ class Plan(NamedTuple):
     stats_grid: int
     stats_rows: int
     splits: int
+    affine_grid: int
     normalize_grid: int
     normalize_rows: int
     affine: int
@@ -253,8 +288,10 @@ def plan(
     capturing: bool = False,
     prepared: bool = False,
     saved: bool = False,
+    cumulative: bool = False,
 ) -> Plan:
-    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs.
+    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
+    running statistics are averages over all batches.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
@@ -269,15 +306,17 @@ def plan(
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
+    if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
+        y_is_g = False
     ldg = y.strides[0] if y_is_g else _round_up(n, 16 // (y_size if saved else g_size))
     keep, fused = None, chosen == "sm90" and _parking_obstacle(p) is None
-    if saved:  # in inference g itself: a float16 g overflows, and there are no statistics to scale it by
-        wide = "float64" if dtype == "float64" else "float32"
-        keep = Keep(dtype if training else wide, not fused and (not training or y_size == g_size))
+    if saved:
+        kept = kept_dtype(dtype, m, training=training)
+        keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
 
     blocks = _ceil(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
-    splits, stats_rows = _split(m, blocks, min(STATS_CTAS * device.sms, SPLITS * blocks), STATS_STEP)
-    row_blocks, normalize_rows = _split(m, blocks, NORMALIZE_CTAS * device.sms, NORMALIZE_STEP)
+    splits, stats_rows = _split(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_STEP)
+    row_blocks, normalize_rows = _split(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_STEP)
 
     affine = 0
     partials = _round_up(affine + 5 * ldg * g_size, 256)
@@ -295,7 +334,7 @@ def plan(
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
         workspace = limbs_at + through.workspace
     elif fused:
-        one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved)
+        one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved, cumulative=cumulative)
     limbs = one is not None and one.limbs is not None
     return Plan(
         gemm=chosen,
@@ -305,10 +344,11 @@ def plan(
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
-        stats_grid=blocks * splits,
+        stats_grid=device.grid(blocks * splits),
         stats_rows=stats_rows,
         splits=splits,
-        normalize_grid=blocks * row_blocks,
+        affine_grid=device.grid(_ceil(n, THREADS)),
+        normalize_grid=device.grid(blocks * row_blocks),
         normalize_rows=normalize_rows,
         affine=affine,
         partials=partials,
@@ -321,7 +361,7 @@ def plan(
         gemm_block=block,
         stats_kernel=Kernel("scale_stats", "scale_stats", (("G_TYPE", g_type),)),
         affine_kernel=Kernel("running_affine", "scale_stats", (("G_TYPE", g_type),)),
-        normalize_kernel=normalize(dtype, keeps=saved and training),
+        normalize_kernel=normalize(dtype, keep.dtype if keep is not None and training else None),
         one=one,
         through=through,
         limbs_at=limbs_at,
@@ -329,11 +369,35 @@ def plan(
     )
 
 
-def normalize(dtype: str, *, keeps: bool) -> Kernel:
-    """The variant of normalize for a y of this dtype, and for keeping g - m in the same."""
-    t = C_TYPE[dtype]
-    defines = (("G_TYPE", "double" if t == "double" else "float"), ("Y_TYPE", t))
-    return Kernel("normalize", "normalize", (*defines, ("D_TYPE", t)) if keeps else defines)
+def kept_dtype(dtype: str, rows: int, *, training: bool) -> str:
+    """What a forward keeps for its backward, g - m in training and g in inference: its dtype for an x of `dtype`.
+
+    In inference a float16 g overflows, and there are no statistics to scale it by.
+    """
+    if ITEMSIZE[dtype] > 2:
+        return dtype
+    return "float32" if not training else dtype if rows > FEW_ROWS else "float64"
+
+
+def normalize(dtype: str, kept: str | None = None) -> Kernel:
+    """The variant of normalize for a y of this dtype, and for keeping g - m in another, or in the same."""
+    defines = (("G_TYPE", "double" if dtype == "float64" else "float"), ("Y_TYPE", C_TYPE[dtype]))
+    return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+
+
+def copy_matrix(itemsize: int) -> Kernel:
+    """The variant of copy_matrix for elements of so many bytes."""
+    word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
+    return Kernel("copy_matrix", "copy_matrix", (("WORD_TYPE", word),))
+
+
+def copy_grid(rows: int, cols: int, device: Device) -> int:
+    return device.grid(_ceil(rows, COPY_TILE) * _ceil(cols, COPY_TILE))
+
+
+def fill_sm(shared: int) -> Kernel:
+    """What fills an SM with one CTA, if `shared` is all of its shared memory."""
+    return Kernel("fill_sm", "fill_sm", (), arch="sm_90a", shared=shared)
 
 
 def backward_plan(
@@ -372,12 +436,12 @@ def backward_plan(
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
     blocks = _ceil(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = _split(m, blocks, min(SUMS_CTAS * device.sms, SPLITS * blocks), RING_STEP)
-    row_blocks, dg_rows = _split(m, blocks, DG_CTAS * device.sms, RING_STEP)
+    splits, sums_rows = _split(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), RING_STEP)
+    row_blocks, dg_rows = _split(m, blocks, device.ctas(DG_CTAS), RING_STEP)
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = _ceil(n, 64 // size)
-    fused = sums and m <= FUSED_ROWS and columns <= FUSED_CTAS * device.sms
+    fused = sums and m <= FUSED_ROWS and columns <= device.ctas(FUSED_CTAS)
     fused = fused and (dtype != "float32" or precision == "highest")
     if fused or not sums:
         splits = 0
@@ -387,7 +451,8 @@ def backward_plan(
     limbs_bytes = max(
         (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
     )
-    sums_kernel, dg_kernel, fused_kernel = backward_kernels(dtype, training=training, across=across > 0)
+    kept = kept_dtype(dtype, m, training=training)
+    sums_kernel, dg_kernel, fused_kernel = backward_kernels(dtype, kept, training=training, across=across > 0)
     return BackwardPlan(
         sums=sums,
         dg=dg,
@@ -398,10 +463,10 @@ def backward_plan(
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
         pitch=pitch,
         across=across,
-        sums_grid=columns if fused else blocks * splits,
+        sums_grid=device.grid(columns if fused else blocks * splits),
         sums_rows=sums_rows,
         splits=splits,
-        dg_grid=blocks * (row_blocks if dg else 1),
+        dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
         dg_rows=dg_rows,
         dg_at=dg_at,
         across_at=across_at,
@@ -456,6 +521,8 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
         return False
     if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
         return False
+    if p.k > MAX_TERMS[p.dtype]:
+        return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
     return _lies_across(p) and (_fills_waves(p) or _tile(p, "gemm", p.dtype).us <= CUBLAS_HOST_US)
@@ -464,7 +531,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
 def _fills_waves(p: Matmul) -> bool:
     """Whether the largest tiles fill several waves: measured to beat cuBLAS, which cuts other shapes better."""
     tile = _tile(p, "gemm", p.dtype)
-    resident = p.device.sms // tile.cluster
+    resident = p.device.clusters(tile.cluster)
     block_n = SM90_BLOCK_N * tile.cluster
     waves = _ceil(_ceil(p.m, tile.block_m) * _ceil(p.n, block_n), resident)
     largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
@@ -485,7 +552,7 @@ def limb_gemm(p: Matmul) -> LimbGemm:
     b_maxima = _round_up(a_maxima + 4 * p.m * a, 256)
     return LimbGemm(
         one=one,
-        split_grid=_split_grid((0 if a else p.m) + (0 if b else p.n), p.k),
+        split_grid=_split_grid((0 if a else p.m) + (0 if b else p.n), p.k, p.device),
         a_maxima=a_maxima if a else None,
         b_maxima=b_maxima if b else None,
         workspace=b_maxima + 4 * p.n * b,
@@ -498,18 +565,18 @@ def column_kernels() -> tuple[Kernel, Kernel]:
     return maxima, columns
 
 
-def column_grids(k: int, count: int) -> tuple[int, int, int]:
-    """For k rows of `count` columns: column_maxima's grid and rows of a CTA, split_columns' grid."""
+def column_grids(k: int, count: int, device: Device) -> tuple[int, int, int]:
+    """For k rows of `count` columns: column_maxima's grid and rows of an item, split_columns' grid."""
     blocks = _ceil(count, 128)
     rows = _round_up(_ceil(k, max(1, 1024 // blocks)), 64)
-    return blocks * _ceil(k, rows), rows, _ceil(count, 64) * _ceil(k, 64)
+    return device.grid(blocks * _ceil(k, rows)), rows, device.grid(_ceil(count, 64) * _ceil(k, 64))
 
 
-def backward_kernels(dtype: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
+def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
     """The variants of backward_sums, backward_dg and backward_fused for a dy of this dtype and what was kept."""
-    t = C_TYPE[dtype]
-    g = "double" if t == "double" else "float"
-    defines = (("T_TYPE", t), ("D_TYPE", t if training else g), ("G_TYPE", g), ("TRAINING", str(training).lower()))
+    t, d = C_TYPE[dtype], C_TYPE[kept]
+    g = "double" if d == "double" else "float"
+    defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     sums, dg, fused = (Kernel(f"backward_{name}", "backward", defines) for name in ("sums", "dg", "fused"))
     if across:
         tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
@@ -556,6 +623,8 @@ def _cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
         return "cuBLAS takes sizes below 2^31"
     if p.dtype == "bfloat16" and p.device.capability < (8, 0):
         return "cuBLAS has no bfloat16 below compute capability 8.0"
+    if p.device.limited and p.device.sms < CUBLAS_SMS:
+        return f"cuBLAS cannot be held to fewer than {CUBLAS_SMS} SMs"
     return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
 
 
@@ -581,8 +650,12 @@ def _sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> st
     if saved and not training:
         # The sums over g see all of its error that has one sign: what tensor cores cut off.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
+    if saved and kept_dtype(dtype, m, training=True) != dtype:
+        return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
     if limbs:  # they have a pitch of their own, and their g need not lie in y
         return None
+    if k > MAX_TERMS[element_for(dtype, precision)]:
+        return f"beyond {MAX_TERMS[element_for(dtype, precision)]} input features its sums lose digits"
     if k * size % 16:  # what is copied has rows of k elements
         return "rows of x and weight must be multiples of 16 bytes"
     return _parking_obstacle(p)
@@ -617,8 +690,10 @@ def _tile(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> _Tile:
             continue  # no room for sums beside its accumulators
         if _across(p, mode, element)[0] and block_m // cluster < COLUMN:
             continue
-        tiles = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster)
-        waves = _ceil(tiles, p.device.sms // cluster)
+        tiles, resident = _ceil(p.m, block_m) * _ceil(p.n, SM90_BLOCK_N * cluster), p.device.clusters(cluster)
+        if resident == 0:
+            continue
+        waves = _ceil(tiles, resident)
         # As few clusters as need no more waves: the power that the others would draw goes to these.
         clusters = _ceil(tiles, waves)
         us = _one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps)
@@ -682,8 +757,14 @@ def _cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool) -> float
     return us + (g / G_RATE[cold] if training else 0.0)
 
 
-def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too."""
+def one_launch(
+    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False, cumulative: bool = False
+) -> OneLaunch:
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too.
+
+    CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
+    read the count of batches that one raises.
+    """
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
     _, block_m, cluster, clusters = _tile(p, mode, element, keeps=keeps)
@@ -693,11 +774,12 @@ def one_launch(p: Matmul, mode: str, precision: str, *, prepared: bool = False, 
         merged = rows * blocks * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + _round_up(8 * (1 + clusters * cluster), 256)
-    split = limbs(m, 0 if prepared else n, k, workspace) if element == "limbs" else None
+    split = limbs(m, 0 if prepared else n, k, workspace, p.device) if element == "limbs" else None
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
         kernel=forward_sm90(element, mode, block_m, cluster, keeps, *_across(p, mode, element)),
+        cooperative=mode == "training" and (rows > 1 or cumulative),
         element=element,
         limbs=split,
         block_m=block_m,
@@ -724,14 +806,14 @@ def _across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
     return p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
-def limbs(m: int, n: int, k: int, start: int) -> Limbs:
+def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
     pitch = 2 * _round_up(k, 8)
     w = start + _round_up(2 * m * pitch, 256)
     x_exponents = w + _round_up(2 * n * pitch, 256)
     return Limbs(
         kernel=split_limbs(k),
-        grid=_split_grid(m + n, k),
+        grid=_split_grid(m + n, k, device),
         pitch=pitch,
         x=start,
         w=w,
@@ -740,8 +822,8 @@ def limbs(m: int, n: int, k: int, start: int) -> Limbs:
     )
 
 
-def _split_grid(rows: int, k: int) -> int:
-    return _ceil(rows, 1 if k > SPLIT_WIDTH else THREADS // 32)
+def _split_grid(rows: int, k: int, device: Device) -> int:
+    return device.grid(_ceil(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
 
 
 def split_limbs(k: int) -> Kernel:
@@ -775,7 +857,6 @@ def forward_sm90(
         tuple((name, str(value)) for name, value in defines.items()),
         arch="sm_90a",
         shared=shared,
-        cooperative=mode == "training",
     )
 
 
@@ -796,7 +877,7 @@ def _tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
         grid = _ceil(p.m, block_m) * _ceil(p.n, block_n)
         if grid >= p.device.sms:
             break
-    return gemm_tiled(p.dtype, tile, product), grid, (block_m // thread_m) * (block_n // thread_n)
+    return gemm_tiled(p.dtype, tile, product), p.device.grid(grid), (block_m // thread_m) * (block_n // thread_n)
 
 
 def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str) -> Kernel:

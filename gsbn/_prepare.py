@@ -56,8 +56,8 @@ def prepare(weight: Any, precision: str = "highest") -> Prepared:
         prepared = Prepared(kind.copy(arrays["weight"]), precision)
         view = kind.view(prepared.weight)
         (n, k), stream = view.shape, kind.stream(device)
-        if _plan.takes_limbs(view.dtype, precision, _kernels.gpu(device)):
-            limbs = _plan.limbs(0, n, k, 0)
+        if _plan.takes_limbs(view.dtype, precision, gpu := _kernels.gpu(device)):
+            limbs = _plan.limbs(0, n, k, 0, gpu)
             owner, at = kind.scratch(limbs.w_exponents + 4 * n, prepared.weight)
             problem = np.zeros(1, _kernels.PROBLEM)
             problem["n"], problem["k"], problem["ldw"] = n, k, k
@@ -67,5 +67,5 @@ def prepare(weight: Any, precision: str = "highest") -> Prepared:
             launch = _kernels.launcher(limbs.kernel, device)
             launch(limbs.grid, _plan.THREADS, (problem.ctypes.data,), words, stream)
         if is_capturing(stream):
-            _capture.keep_alive(stream, (prepared.weight, prepared.limbs))
+            _capture.keep_alive(kind, stream, (prepared.weight, prepared.limbs and prepared.limbs[0]))
     return prepared

@@ -13,7 +13,6 @@ class Sm90Gemm:
     """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'."""
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
-        one = one.at_most(_kernels.resident_clusters(one.kernel, one.cluster, device))
         self._grid = one.clusters * one.cluster
         self._problem = np.zeros(1, _kernels.PROBLEM)
         for name, value in dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel).items():

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import gsbn
 
 from . import _kernels, _plan
+from ._device import on_device
 from ._driver import driver
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None) -> int:
     Parameters
     ----------
     progress : callable, optional
-        Called as ``progress(done, total, name)`` before each kernel and once at the end.
+        Called as ``progress(done, total, name)`` before each kernel is waited for and once at the end.
 
     Returns
     -------
@@ -127,13 +129,21 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None) -> int:
         raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
     import cupy
 
-    device = _kernels.gpu(cupy.cuda.Device().id)
-    hopper = device.capability == (9, 0) and device.sm90a
+    device = cupy.cuda.Device().id
+    gpu = _kernels.gpu(device)
+    hopper = gpu.capability == (9, 0) and gpu.sm90a
     kernels = list(_kernels.all_kernels("sm_90a" if hopper else "any other"))
-    for done, kernel in enumerate(kernels):
-        if progress:
-            progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
-        _kernels.launcher(kernel, cupy.cuda.Device().id)
+
+    def load(kernel: _plan.Kernel) -> None:
+        with on_device(device):
+            _kernels.launcher(kernel, device)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works without the GIL
+        loading = [pool.submit(load, kernel) for kernel in kernels]
+        for done, (kernel, future) in enumerate(zip(kernels, loading, strict=True)):
+            if progress:
+                progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
+            future.result()
     if progress:
         progress(len(kernels), len(kernels), "")
     return len(kernels)

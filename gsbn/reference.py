@@ -115,7 +115,7 @@ def forward(
     ------
     ValueError
         For a shape that does not fit, half a pair of running statistics, inference without them, ``momentum=None`` in
-        training without a count, and training on a single row.
+        training without a count, training on a single row, and a count that cannot be raised or averaged over.
 
     Notes
     -----
@@ -162,7 +162,7 @@ def forward(
     d += beta
 
     if count is not None:
-        count += 1
+        count = _next_count(count, momentum)
         momentum = 1 / count if momentum is None else momentum
     if old_mean is None or old_var is None:
         return Forward(d, mean, var, None, None, count)
@@ -170,6 +170,15 @@ def forward(
     new_mean = (1 - momentum) * old_mean + momentum * (s * (mean + b))
     new_var = (1 - momentum) * old_var + momentum * (s * s * var * rows / (rows - 1))
     return Forward(d, mean, var, new_mean, new_var, count)
+
+
+def _next_count(count: int, momentum: float | None) -> int:
+    """The count of batches after this one, as an int64 that may be divided by."""
+    if count >= 2**63 - 1:
+        raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")
+    if momentum is None and count < 0:
+        raise ValueError(f"num_batches_tracked: expected a count of at least 0 with momentum=None, got {count}")
+    return count + 1
 
 
 class Gradients(NamedTuple):

@@ -12,16 +12,16 @@
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// A CTA takes COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a row of dy,
+// An item of work is COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a row of dy,
 // a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows). backward_sums adds GROUP
 // rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the groups in float64; warps and
-// then splits (CTAs of one column block) are added in float64 in an order that depends on the shape alone. Every CTA of
+// then splits (CTAs of one column block) are added in float64 in an order that depends on the shape alone. Every item of
 // backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA waits for another. float64 rows are
 // added with their rounding errors (Knuth's two-sum).
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
-// backward_fused is both where rows are few: a CTA takes all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
+// backward_fused is both where rows are few: an item is all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
 // their sums need nobody else's, and reads them once more from L2. No workspace.
 //
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
@@ -307,38 +307,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     } memory;
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const long long block = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
-    const long long col = block * COLUMNS + lane * VEC;
-    const long long begin = split * p.stats_rows, height = min(p.stats_rows, p.m - begin);
-    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    for_each_item((p.n + COLUMNS - 1) / COLUMNS * p.splits, [&](long long item) {
+        const long long block = item / p.splits, split = item % p.splits;
+        const long long col = block * COLUMNS + lane * VEC;
+        const long long begin = split * p.stats_rows, height = min(p.stats_rows, p.m - begin);
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-    Rows rows(p, dy, d, begin + warp, WARPS, count_rows(height, warp, WARPS), col, inside, memory.ring);
-    G centre[VEC] = {};
-    load_centre(p, saved, col, inside, centre);
-    double sum[VEC] = {}, dot[VEC] = {};
-    add_rows(rows, centre, sum, dot);
-    __syncthreads();  // all rows were read: the ring is free
+        Rows rows(p, dy, d, begin + warp, WARPS, count_rows(height, warp, WARPS), col, inside, memory.ring);
+        G centre[VEC] = {};
+        load_centre(p, saved, col, inside, centre);
+        double sum[VEC] = {}, dot[VEC] = {};
+        add_rows(rows, centre, sum, dot);
+        __syncthreads();  // all rows were read: the ring is free
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        memory.sums[0][warp][j * LANES + lane] = sum[j];
-        memory.sums[1][warp][j * LANES + lane] = dot[j];
-    }
-    __syncthreads();
-    const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
-    if (threadIdx.x >= COLUMNS || c >= p.n) return;
-    double S = 0.0, E = 0.0;
+        for (int j = 0; j < VEC; ++j) {
+            memory.sums[0][warp][j * LANES + lane] = sum[j];
+            memory.sums[1][warp][j * LANES + lane] = dot[j];
+        }
+        __syncthreads();
+        const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
+        if (threadIdx.x >= COLUMNS || c >= p.n) return;
+        double S = 0.0, E = 0.0;
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) {
-        S += memory.sums[0][i][slot(threadIdx.x)];
-        E += memory.sums[1][i][slot(threadIdx.x)];
-    }
-    double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
-    partials[0] = S;
-    partials[p.ldg] = E;
+        for (int i = 0; i < WARPS; ++i) {
+            S += memory.sums[0][i][slot(threadIdx.x)];
+            E += memory.sums[1][i][slot(threadIdx.x)];
+        }
+        double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
+        partials[0] = S;
+        partials[p.ldg] = E;
+    });
 }
 
-// Where there are sums (splits > 0), every CTA merges those of its columns, and the CTAs of the last rows write the O(O)
-// gradients. Then, unless dg is null, dg (m, n) of T, row pitch ldx, rows on 16 bytes; in inference it needs no sum.
+// Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
+// O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch ldx, rows on 16 bytes; in inference it needs no sum.
 // With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: cuBLAS' TF32 wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
@@ -352,54 +354,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
-    const long long col0 = blockIdx.x % blocks * COLUMNS, col = col0 + lane * VEC;
-    const long long end = p.m - blockIdx.x / blocks * p.normalize_rows, height = min(p.normalize_rows, end);
-    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    const long long row_blocks = dg == nullptr ? 1 : (p.m + p.normalize_rows - 1) / p.normalize_rows;
+    for_each_item(blocks * row_blocks, [&](long long item) {
+        const long long col0 = item % blocks * COLUMNS, col = col0 + lane * VEC;
+        const long long end = p.m - item / blocks * p.normalize_rows, height = min(p.normalize_rows, end);
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-    Rows rows(p, dy, TRAINING ? d : nullptr, end - 1 - warp, -WARPS,
-              dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
-    const long long c = col0 + threadIdx.x;
-    if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
-        const double* partials = reinterpret_cast<const double*>(workspace + p.partials) + c;
-        double S = 0.0, E = 0.0;
-        for (long long first = 0; first < p.splits; first += MERGE) {
-            double S_of[MERGE], E_of[MERGE];
+        Rows rows(p, dy, TRAINING ? d : nullptr, end - 1 - warp, -WARPS,
+                  dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
+        const long long c = col0 + threadIdx.x;
+        if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
+            const double* partials = reinterpret_cast<const double*>(workspace + p.partials) + c;
+            double S = 0.0, E = 0.0;
+            for (long long first = 0; first < p.splits; first += MERGE) {
+                double S_of[MERGE], E_of[MERGE];
 #pragma unroll
-            for (int i = 0; i < MERGE; ++i) {
-                const bool here = first + i < p.splits;
-                S_of[i] = here ? partials[(first + i) * 2 * p.ldg] : 0.0;
-                E_of[i] = here ? partials[((first + i) * 2 + 1) * p.ldg] : 0.0;
+                for (int i = 0; i < MERGE; ++i) {
+                    const bool here = first + i < p.splits;
+                    S_of[i] = here ? partials[(first + i) * 2 * p.ldg] : 0.0;
+                    E_of[i] = here ? partials[((first + i) * 2 + 1) * p.ldg] : 0.0;
+                }
+#pragma unroll
+                for (int i = 0; i < MERGE; ++i) {
+                    S += S_of[i];
+                    E += E_of[i];
+                }
             }
+            store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                          COLUMNS, threadIdx.x);
+        }
+        if (dg == nullptr) return;
+        __syncthreads();
+
+        const Coefficients of(p, saved, &stored[0][0], COLUMNS, lane * VEC, col, inside);
+        const auto turn = [&](const Vector<T, VEC>& out, int i) {
 #pragma unroll
-            for (int i = 0; i < MERGE; ++i) {
-                S += S_of[i];
-                E += E_of[i];
+            for (int j = 0; j < VEC; ++j)
+                if constexpr (ACROSS)
+                    tile[slot(lane * VEC + j) * (TILE + 1) + TILE - 1 - (i * WARPS + warp)] = out.at[j];
+        };
+        T* to = dg + (end - 1 - warp) * p.ldx + col;
+        for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
+            write_rows(of, rows, to, -WARPS * p.ldx, turn);
+            if constexpr (ACROSS) {
+                __syncthreads();
+                for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
+                    for (int r = lane; r < TILE; r += LANES)
+                        if (row0 + r >= end - height)
+                            across[(col0 + i) * p.ldw + row0 + r] = tile[slot(i) * (TILE + 1) + r];
+                __syncthreads();
             }
         }
-        store_feature(p, saved, c, S, E, blockIdx.x < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                      COLUMNS, threadIdx.x);
-    }
-    if (dg == nullptr) return;
-    __syncthreads();
-
-    const Coefficients of(p, saved, &stored[0][0], COLUMNS, lane * VEC, col, inside);
-    const auto turn = [&](const Vector<T, VEC>& out, int i) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if constexpr (ACROSS) tile[slot(lane * VEC + j) * (TILE + 1) + TILE - 1 - (i * WARPS + warp)] = out.at[j];
-    };
-    T* to = dg + (end - 1 - warp) * p.ldx + col;
-    for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
-        write_rows(of, rows, to, -WARPS * p.ldx, turn);
-        if constexpr (ACROSS) {
-            __syncthreads();
-            for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
-                for (int r = lane; r < TILE; r += LANES)
-                    if (row0 + r >= end - height)
-                        across[(col0 + i) * p.ldw + row0 + r] = tile[slot(i) * (TILE + 1) + r];
-            __syncthreads();
-        }
-    }
+    });
 }
 
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
@@ -413,43 +419,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int across_row = threadIdx.x % NARROW * VEC, down = threadIdx.x / NARROW;
-    const long long col0 = static_cast<long long>(blockIdx.x) * NARROW_COLUMNS, col = col0 + across_row;
-    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    for_each_item((p.n + NARROW_COLUMNS - 1) / NARROW_COLUMNS, [&](long long item) {
+        const long long col0 = item * NARROW_COLUMNS, col = col0 + across_row;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-    const long long count = count_rows(p.m, down, NARROW_ROWS);
-    Rows rows(p, dy, d, down, NARROW_ROWS, count, col, inside, ring);
-    G centre[VEC] = {};
-    load_centre(p, saved, col, inside, centre);
-    double sum[VEC] = {}, dot[VEC] = {};
-    add_rows(rows, centre, sum, dot);
-    Rows again(p, dy, TRAINING ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
+        const long long count = count_rows(p.m, down, NARROW_ROWS);
+        Rows rows(p, dy, d, down, NARROW_ROWS, count, col, inside, ring);
+        G centre[VEC] = {};
+        load_centre(p, saved, col, inside, centre);
+        double sum[VEC] = {}, dot[VEC] = {};
+        add_rows(rows, centre, sum, dot);
+        Rows again(p, dy, TRAINING ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
+        for (int j = 0; j < VEC; ++j) {
 #pragma unroll
-        for (int bit = NARROW; bit < LANES; bit *= 2) {
-            sum[j] += __shfl_xor_sync(0xFFFFFFFF, sum[j], bit);
-            dot[j] += __shfl_xor_sync(0xFFFFFFFF, dot[j], bit);
+            for (int bit = NARROW; bit < LANES; bit *= 2) {
+                sum[j] += __shfl_xor_sync(0xFFFFFFFF, sum[j], bit);
+                dot[j] += __shfl_xor_sync(0xFFFFFFFF, dot[j], bit);
+            }
+            if (lane < NARROW) {
+                sums[0][warp][across_row + j] = sum[j];
+                sums[1][warp][across_row + j] = dot[j];
+            }
         }
-        if (lane < NARROW) {
-            sums[0][warp][across_row + j] = sum[j];
-            sums[1][warp][across_row + j] = dot[j];
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < NARROW_COLUMNS && col0 + threadIdx.x < p.n) {
-        double S = 0.0, E = 0.0;
+        __syncthreads();
+        if (threadIdx.x < NARROW_COLUMNS && col0 + threadIdx.x < p.n) {
+            double S = 0.0, E = 0.0;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            S += sums[0][i][threadIdx.x];
-            E += sums[1][i][threadIdx.x];
+            for (int i = 0; i < WARPS; ++i) {
+                S += sums[0][i][threadIdx.x];
+                E += sums[1][i][threadIdx.x];
+            }
+            store_feature(p, saved, col0 + threadIdx.x, S, E, true, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                          NARROW_COLUMNS, threadIdx.x);
         }
-        store_feature(p, saved, col0 + threadIdx.x, S, E, true, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                      NARROW_COLUMNS, threadIdx.x);
-    }
-    if (dg == nullptr) return;
-    __syncthreads();
+        if (dg == nullptr) return;
+        __syncthreads();
 
-    const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
-    T* to = dg + down * p.ldx + col;
-    while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.ldx, [](const Vector<T, VEC>&, int) {});
+        const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
+        T* to = dg + down * p.ldx + col;
+        while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.ldx, [](const Vector<T, VEC>&, int) {});
+    });
 }

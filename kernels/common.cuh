@@ -26,6 +26,7 @@ enum : long long {
     FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes and its columns are adjacent
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
     FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
+    FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -143,6 +144,16 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
     affine[AFFINE_M_LOW * pitch + i] = static_cast<G>(isfinite(m_high) ? m - m_high : 0.0);
     affine[AFFINE_A * pitch + i] = static_cast<G>(a);
     affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
+}
+
+// A launch may have fewer CTAs than there is work (`sms`): CTA b takes the items b, b + gridDim.x, ... of `count`. All of
+// its threads come back from one item before any begins the next, so that shared memory is free again.
+template <typename Work>
+__device__ __forceinline__ void for_each_item(long long count, const Work& work) {
+    for (unsigned item = blockIdx.x; item < count; item += gridDim.x) {  // a grid, and so count, is below 2^31
+        if (item != blockIdx.x) __syncthreads();
+        work(static_cast<long long>(item));
+    }
 }
 
 // What every kernel does first. A launch may begin while the kernel ahead of it in the stream is still running

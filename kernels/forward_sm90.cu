@@ -38,10 +38,13 @@
 // this launch: no flag is ever reset, the workspace may be uninitialised memory, and what an aborted launch or the last
 // replay of a graph left behind cannot be mistaken. The number is a time that all CTAs agree on (agree_on_number).
 //
-// No deadlock. The launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3) waits for its operands and
-// for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits for publishing only;
-// finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been published. No wait
-// goes the other way, whatever m, the grid and the order of the tiles.
+// Where all rows of a feature lie in one tile (FLAG_ALONE), no CTA reads what another has written: each takes a number
+// of its own, and the launch is an ordinary one.
+//
+// No deadlock. Any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3) waits for its
+// operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits for publishing
+// only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been published. No
+// wait goes the other way, whatever m, the grid and the order of the tiles.
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
 // finishes a row.
@@ -523,11 +526,19 @@ __device__ __forceinline__ Merged await_merged(const Word* merged, size_t featur
     return {all.x, all.y, unit};
 }
 
+__device__ __forceinline__ u64 later_than(u64 time) {
+    u64 t;
+    do t = now();
+    while (t <= time);
+    return t;
+}
+
 // A number for this launch that every CTA knows and no earlier user of the workspace can have left in it: a time
 // within the launch. `roll` is [1 + CTAs]: the number, and where each CTA reports. Called by one warp of every CTA.
-// A CTA reports the time until it sees a number no older than its own start. CTA 0 waits for a report no older than
-// *its* own start from each, hence from this launch, and then takes a time no older than any report, hence no older than
-// anyone's start. Whatever else lies in `roll` is older than the launch, or in the future, and is passed over.
+// A CTA reports the time until it sees a number later than its own start. CTA 0 waits for a report later than *its* own
+// start from each, hence from this launch, and then takes a time later than any report, hence later than anyone's start.
+// Whatever else lies in `roll` is no later than the launch's beginning, or in the future, and is passed over. Every
+// comparison is strict: however coarse the timer's steps, a number left behind at a CTA's start does not pass.
 // Reports release: on return CTA 0 knows that all CTAs have done what they do before the call.
 __device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
     const u64 start = now();
@@ -537,17 +548,16 @@ __device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
         for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
             u64 report;
             do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(roll + 1 + cta) : "memory");
-            while (report < start ||
-                   report > now());  // so now() is no older than any report, whatever the clocks' skew
+            while (report <= start || report >= now());  // so now() is later than any report, whatever the clocks' skew
         }
         __syncwarp();
-        number = now();
+        number = later_than(start);
         if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(roll), "l"(number) : "memory");
     } else if (lane == 0) {
         do {
             asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
             asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(roll) : "memory");
-        } while (number < start || number > now());
+        } while (number <= start || number > now());
     }
     return number;  // in lane 0
 }
@@ -850,12 +860,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         else if (warp == 1) {
             // ---- merger
             const long long count = batches ? *(volatile long long*)batches + 1 : 1;
-            const u64 number = agree_on_number(roll, lane);
+            const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
             if (lane == 0) {
                 sh.launch = number;
                 sh.momentum = p.flags & FLAG_CUMULATIVE ? (Wide)1 / (Wide)count : (Wide)p.momentum;
                 mbar_arrive(&sh.agreed);
-                if (batches && blockIdx.x == 0) *batches = count;  // all CTAs have read it
+                if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
             }
             __syncwarp();
             const int share = share_of(order.rows), lanes = lanes_of(order.rows);
@@ -898,6 +908,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                             finish_unit(unit, nap);
                     }
                     __syncwarp();
+                    if (row * share >= BLOCK_N) break;  // more tiles than features: those before have merged them all
                     const u64 launch = *(volatile u64*)&sh.launch;
                     const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
                     await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);

@@ -6,7 +6,7 @@
 //   With X_ACROSS x lies transposed, (k, m) with pitch ldx, with W_ACROSS w as (k, n): so the backward makes
 //   dx = dg w (w across) and dw = dg^T x (both across) of the same kernel.
 //
-// A CTA makes one BLOCK_M x BLOCK_N tile of g, a thread THREAD_M x THREAD_N of it in registers. Both operands pass
+// An item of work is one BLOCK_M x BLOCK_N tile of g, of which a thread makes THREAD_M x THREAD_N in registers. Both operands pass
 // through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next BLOCK_K columns
 // are fetched into registers while the current ones are multiplied, and the two buffers need one barrier a step.
 //
@@ -92,92 +92,95 @@ struct Stage {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) gemm_tiled(const Problem p, const T* x, const T* w, C* g) {
+constexpr int CTAS = sizeof(G) == 8 ? 2 : 1;  // on an SM: as many as 16-bit and float32 tiles fit by themselves
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) gemm_tiled(const Problem p, const T* x, const T* w, C* g) {
     await_kernel_ahead();
     __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
     __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];
 
-    const long long tiles_m = (p.m + BLOCK_M - 1) / BLOCK_M;
-    const long long tile = blockIdx.x;
-    const long long m0 = tile % tiles_m * BLOCK_M, n0 = tile / tiles_m * BLOCK_N;
-    const int tm = threadIdx.x / THREADS_N, tn = threadIdx.x % THREADS_N;
+    const long long tiles_m = (p.m + BLOCK_M - 1) / BLOCK_M, tiles_n = (p.n + BLOCK_N - 1) / BLOCK_N;
+    for_each_item(tiles_m * tiles_n, [&](long long tile) {
+        const long long m0 = tile % tiles_m * BLOCK_M, n0 = tile / tiles_m * BLOCK_N;
+        const int tm = threadIdx.x / THREADS_N, tn = threadIdx.x % THREADS_N;
 
-    const T* x_tile = x + m0 * (X_ACROSS ? 1 : p.ldx);
-    const T* w_tile = w + n0 * (W_ACROSS ? 1 : p.ldw);
-    const long long x_rows = p.m - m0, w_rows = p.n - n0;
-    const bool x_aligned = p.flags & FLAG_VECTOR_X, w_aligned = p.flags & FLAG_VECTOR_W;
+        const T* x_tile = x + m0 * (X_ACROSS ? 1 : p.ldx);
+        const T* w_tile = w + n0 * (W_ACROSS ? 1 : p.ldw);
+        const long long x_rows = p.m - m0, w_rows = p.n - n0;
+        const bool x_aligned = p.flags & FLAG_VECTOR_X, w_aligned = p.flags & FLAG_VECTOR_W;
 
-    Stage<BLOCK_M, X_ACROSS> x_stage;
-    Stage<BLOCK_N, W_ACROSS> w_stage;
-    G sum[THREAD_M][THREAD_N] = {};
-    G part[THREAD_M][THREAD_N] = {};
+        Stage<BLOCK_M, X_ACROSS> x_stage;
+        Stage<BLOCK_N, W_ACROSS> w_stage;
+        G sum[THREAD_M][THREAD_N] = {};
+        G part[THREAD_M][THREAD_N] = {};
 
-    x_stage.fetch(x_tile, x_rows, p.k, p.ldx, 0, x_aligned);
-    w_stage.fetch(w_tile, w_rows, p.k, p.ldw, 0, w_aligned);
-    x_stage.park(xs[0]);
-    w_stage.park(ws[0]);
-    __syncthreads();
+        x_stage.fetch(x_tile, x_rows, p.k, p.ldx, 0, x_aligned);
+        w_stage.fetch(w_tile, w_rows, p.k, p.ldw, 0, w_aligned);
+        x_stage.park(xs[0]);
+        w_stage.park(ws[0]);
+        __syncthreads();
 
-    int buffer = 0;
-    for (long long k0 = 0; k0 < p.k; k0 += BLOCK_K, buffer ^= 1) {
-        const bool more = k0 + BLOCK_K < p.k;
-        if (more) {
-            x_stage.fetch(x_tile, x_rows, p.k, p.ldx, k0 + BLOCK_K, x_aligned);
-            w_stage.fetch(w_tile, w_rows, p.k, p.ldw, k0 + BLOCK_K, w_aligned);
-        }
+        int buffer = 0;
+        for (long long k0 = 0; k0 < p.k; k0 += BLOCK_K, buffer ^= 1) {
+            const bool more = k0 + BLOCK_K < p.k;
+            if (more) {
+                x_stage.fetch(x_tile, x_rows, p.k, p.ldx, k0 + BLOCK_K, x_aligned);
+                w_stage.fetch(w_tile, w_rows, p.k, p.ldw, k0 + BLOCK_K, w_aligned);
+            }
 #pragma unroll
-        for (int kk = 0; kk < BLOCK_K; ++kk) {
-            Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
-            Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
-            // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of conflicts.
+            for (int kk = 0; kk < BLOCK_K; ++kk) {
+                Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
+                Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
+                // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of conflicts.
 #pragma unroll
-            for (int f = 0; f < THREAD_M / FRAG_M; ++f)
-                xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(
-                    &xs[buffer][kk][f * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M]);
+                for (int f = 0; f < THREAD_M / FRAG_M; ++f)
+                    xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(
+                        &xs[buffer][kk][f * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M]);
 #pragma unroll
-            for (int f = 0; f < THREAD_N / FRAG_N; ++f)
-                wf[f] = *reinterpret_cast<const Vector<G, FRAG_N>*>(
-                    &ws[buffer][kk][f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N]);
+                for (int f = 0; f < THREAD_N / FRAG_N; ++f)
+                    wf[f] = *reinterpret_cast<const Vector<G, FRAG_N>*>(
+                        &ws[buffer][kk][f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N]);
 #pragma unroll
-            for (int i = 0; i < THREAD_M; ++i)
+                for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
-                for (int j = 0; j < THREAD_N; ++j)
-                    part[i][j] += xf[i / FRAG_M].at[i % FRAG_M] * wf[j / FRAG_N].at[j % FRAG_N];
-        }
-        if ((k0 + BLOCK_K) % PROMOTE == 0 || !more) {
+                    for (int j = 0; j < THREAD_N; ++j)
+                        part[i][j] += xf[i / FRAG_M].at[i % FRAG_M] * wf[j / FRAG_N].at[j % FRAG_N];
+            }
+            if ((k0 + BLOCK_K) % PROMOTE == 0 || !more) {
 #pragma unroll
-            for (int i = 0; i < THREAD_M; ++i)
+                for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
-                for (int j = 0; j < THREAD_N; ++j) {
-                    sum[i][j] += part[i][j];
-                    part[i][j] = 0;
-                }
-        }
-        if (more) {
-            x_stage.park(xs[buffer ^ 1]);
-            w_stage.park(ws[buffer ^ 1]);
-            __syncthreads();
-        }
-    }
-
-#pragma unroll
-    for (int i = 0; i < THREAD_M; ++i) {
-        const long long row = m0 + i / FRAG_M * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M + i % FRAG_M;
-        if (row >= p.m) break;
-#pragma unroll
-        for (int f = 0; f < THREAD_N / FRAG_N; ++f) {
-            const long long col = n0 + f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N;
-            C* to = g + row * p.ldg + col;
-            Vector<C, FRAG_N> out;
-#pragma unroll
-            for (int j = 0; j < FRAG_N; ++j) from_float(sum[i][f * FRAG_N + j], out.at[j]);
-            if (col + FRAG_N <= p.n && p.ldg % FRAG_N == 0) {
-                *reinterpret_cast<Vector<C, FRAG_N>*>(to) = out;
-            } else {
-#pragma unroll
-                for (int j = 0; j < FRAG_N; ++j)
-                    if (col + j < p.n) to[j] = out.at[j];
+                    for (int j = 0; j < THREAD_N; ++j) {
+                        sum[i][j] += part[i][j];
+                        part[i][j] = 0;
+                    }
+            }
+            if (more) {
+                x_stage.park(xs[buffer ^ 1]);
+                w_stage.park(ws[buffer ^ 1]);
+                __syncthreads();
             }
         }
-    }
+
+#pragma unroll
+        for (int i = 0; i < THREAD_M; ++i) {
+            const long long row = m0 + i / FRAG_M * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M + i % FRAG_M;
+            if (row >= p.m) break;
+#pragma unroll
+            for (int f = 0; f < THREAD_N / FRAG_N; ++f) {
+                const long long col = n0 + f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N;
+                C* to = g + row * p.ldg + col;
+                Vector<C, FRAG_N> out;
+#pragma unroll
+                for (int j = 0; j < FRAG_N; ++j) from_float(sum[i][f * FRAG_N + j], out.at[j]);
+                if (col + FRAG_N <= p.n && p.ldg % FRAG_N == 0) {
+                    *reinterpret_cast<Vector<C, FRAG_N>*>(to) = out;
+                } else {
+#pragma unroll
+                    for (int j = 0; j < FRAG_N; ++j)
+                        if (col + j < p.n) to[j] = out.at[j];
+                }
+            }
+        }
+    });
 }

@@ -4,9 +4,9 @@
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
-// A CTA takes COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
+// An item of work is COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
 // in registers and walks down every WARPS-th row, UNROLL rows in flight. Training has slope = 1.
-// CTAs run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
+// Items run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
@@ -38,6 +38,18 @@ constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
 constexpr int UNROLL = 4;
 
+// g - mean(g) as it is kept, d being its value in G. In a wider type it is all but exact: the mean comes in two parts.
+template <typename K>
+__device__ __forceinline__ K deviation(G g, G m, G m_low, G d) {
+    if constexpr (sizeof(K) > sizeof(G)) {
+        return (static_cast<K>(g) - m) - m_low;
+    } else {
+        K kept;
+        from_float(d, kept);
+        return kept;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked, D* deviations,
               const double* saved) {
@@ -46,63 +58,68 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 
     const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
-    const long long at = gridDim.x - 1 - static_cast<long long>(blockIdx.x);
-    const long long col = at % blocks * COLUMNS + lane * VEC;
-    const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
-    if (col >= p.n) return;
+    const long long items = blocks * ((p.m + p.normalize_rows - 1) / p.normalize_rows);
+    for_each_item(items, [&](long long item) {
+        const long long at = items - 1 - item;
+        const long long col = at % blocks * COLUMNS + lane * VEC;
+        const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
+        if (col >= p.n) return;
 
-    const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
-    const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
-    const Vector<G, VEC> slope = load<G, VEC>(affine + AFFINE_SLOPE * p.ldg, inside);
-    const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * p.ldg, inside);
-    const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * p.ldg, inside);
-    const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
-    const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
+        const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
+        const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
+        const Vector<G, VEC> slope = load<G, VEC>(affine + AFFINE_SLOPE * p.ldg, inside);
+        const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * p.ldg, inside);
+        const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * p.ldg, inside);
+        const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
+        const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
 
-    Vector<G, VEC> inverse_unit = {};
-    if (KEEPS && in_units<D>) {
+        Vector<G, VEC> inverse_unit = {};
+        if (KEEPS && in_units<D>) {
 #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if (j < inside) inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
-    }
-
-    const auto apply = [&](const Vector<G, VEC>& in, Vector<D, VEC>& kept) {
-        Vector<Y, VEC> out;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            const G d = fma(slope.at[j], in.at[j], -m.at[j]) - m_low.at[j];
-            from_float(fma(a.at[j], d, beta.at[j]), out.at[j]);
-            if (KEEPS) from_float(in_units<D> ? d * inverse_unit.at[j] : d, kept.at[j]);
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
         }
-        return out;
-    };
 
-    long long row = begin + warp;
-    const G* from = g + row * p.ldg + col;
-    Y* to = y + row * p.y_row + col * p.y_col;
-    D* keep = deviations + row * p.ldg + col;
-    const long long from_step = WARPS * p.ldg, to_step = WARPS * p.y_row;
-    if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
-        for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
-            Vector<G, VEC> in[UNROLL];
+        const auto apply = [&](const Vector<G, VEC>& in, Vector<D, VEC>& kept) {
+            Vector<Y, VEC> out;
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
+            for (int j = 0; j < VEC; ++j) {
+                const G d = fma(slope.at[j], in.at[j], -m.at[j]) - m_low.at[j];
+                from_float(fma(a.at[j], d, beta.at[j]), out.at[j]);
+                if (KEEPS)
+                    kept.at[j] = deviation<D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d);
+            }
+            return out;
+        };
+
+        long long row = begin + warp;
+        const G* from = g + row * p.ldg + col;
+        Y* to = y + row * p.y_row + col * p.y_col;
+        D* keep = deviations + row * p.ldg + col;
+        const long long from_step = WARPS * p.ldg, to_step = WARPS * p.y_row;
+        if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
+            for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
+                Vector<G, VEC> in[UNROLL];
 #pragma unroll
-            for (int i = 0; i < UNROLL; ++i, to += to_step, keep += from_step) {
-                Vector<D, VEC> kept;
-                *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i], kept);
-                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+                for (int i = 0; i < UNROLL; ++i, from += from_step)
+                    in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
+#pragma unroll
+                for (int i = 0; i < UNROLL; ++i, to += to_step, keep += from_step) {
+                    Vector<D, VEC> kept;
+                    *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i], kept);
+                    if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+                }
             }
         }
-    }
-    for (; row < end; row += WARPS, from += from_step, to += to_step, keep += from_step) {
-        Vector<D, VEC> kept;
-        const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside), kept);
+        for (; row < end; row += WARPS, from += from_step, to += to_step, keep += from_step) {
+            Vector<D, VEC> kept;
+            const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside), kept);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j)
-            if (j < inside) {
-                to[j * p.y_col] = out.at[j];
-                if (KEEPS) keep[j] = kept.at[j];
-            }
-    }
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) {
+                    to[j * p.y_col] = out.at[j];
+                    if (KEEPS) keep[j] = kept.at[j];
+                }
+        }
+    });
 }

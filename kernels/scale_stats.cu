@@ -7,7 +7,7 @@
 //
 // The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
 //
-// A CTA takes COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row, a thread VEC columns of
+// An item of work is COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row, a thread VEC columns of
 // every WARPS-th row. It holds GROUP rows in registers, takes their mean, then the squared deviations about that mean
 // (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT rows:
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
@@ -49,120 +49,122 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     __shared__ bool last;
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const long long block = blockIdx.x / p.splits, split = blockIdx.x % p.splits;
-    const long long col = block * COLUMNS + lane * VEC;
-    const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
-    const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+    for_each_item((p.n + COLUMNS - 1) / COLUMNS * p.splits, [&](long long item) {
+        const long long block = item / p.splits, split = item % p.splits;
+        const long long col = block * COLUMNS + lane * VEC;
+        const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-    Vector<G, VEC> pivot = {};
-    const int pivots = static_cast<int>(min(end - begin, static_cast<long long>(PIVOT)));
-    for (int i = 0; i < pivots; ++i) {
-        const Vector<G, VEC> at = load<G, VEC>(g + (begin + i) * p.ldg + col, inside);
+        Vector<G, VEC> pivot = {};
+        const int pivots = static_cast<int>(min(end - begin, static_cast<long long>(PIVOT)));
+        for (int i = 0; i < pivots; ++i) {
+            const Vector<G, VEC> at = load<G, VEC>(g + (begin + i) * p.ldg + col, inside);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
-    }
-    double first[VEC] = {}, second[VEC] = {};
-    for (long long row0 = begin + warp; row0 < end; row0 += GROUP * WARPS) {
-        const int count = static_cast<int>(min((end - row0 + WARPS - 1) / WARPS, static_cast<long long>(GROUP)));
-        const G* from = g + row0 * p.ldg + col;
-        Vector<G, VEC> at[GROUP];
+            for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
+        }
+        double first[VEC] = {}, second[VEC] = {};
+        for (long long row0 = begin + warp; row0 < end; row0 += GROUP * WARPS) {
+            const int count = static_cast<int>(min((end - row0 + WARPS - 1) / WARPS, static_cast<long long>(GROUP)));
+            const G* from = g + row0 * p.ldg + col;
+            Vector<G, VEC> at[GROUP];
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * WARPS * p.ldg, i < count ? inside : 0);
-        const double inverse = count == GROUP ? 1.0 / GROUP : 1.0 / count;
+            for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * WARPS * p.ldg, i < count ? inside : 0);
+            const double inverse = count == GROUP ? 1.0 / GROUP : 1.0 / count;
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                G centre = 0;  // summed already scaled: no overflow where the mean itself has none
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
+                G left = 0, squares = 0;  // left: what the rounding of centre left over
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    const G d = i < count ? at[i].at[j] - centre : G(0);
+                    left += d;
+                    squares += d * d;
+                }
+                const double shift = left * inverse;
+                const double d = static_cast<double>(centre) - pivot.at[j] + shift;
+                first[j] += count * d;
+                second[j] += squares - shift * left + count * d * d;
+            }
+        }
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            G centre = 0;  // summed already scaled: no overflow where the mean itself has none
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
-            G left = 0, squares = 0;  // left: what the rounding of centre left over
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) {
-                const G d = i < count ? at[i].at[j] - centre : G(0);
-                left += d;
-                squares += d * d;
-            }
-            const double shift = left * inverse;
-            const double d = static_cast<double>(centre) - pivot.at[j] + shift;
-            first[j] += count * d;
-            second[j] += squares - shift * left + count * d * d;
+            first_of[warp][lane * VEC + j] = first[j];
+            second_of[warp][lane * VEC + j] = second[j];
+            if (warp == 0) pivot_of[lane * VEC + j] = pivot.at[j];
         }
-    }
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        first_of[warp][lane * VEC + j] = first[j];
-        second_of[warp][lane * VEC + j] = second[j];
-        if (warp == 0) pivot_of[lane * VEC + j] = pivot.at[j];
-    }
-    __syncthreads();
+        __syncthreads();
 
-    const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
-    const bool mine = threadIdx.x < COLUMNS && c < p.n;
-    double mean = 0.0, m2 = 0.0;
-    if (mine) {
-        double sum = 0.0, squares = 0.0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            sum += first_of[i][threadIdx.x];
-            squares += second_of[i][threadIdx.x];
-        }
-        const double shift = sum / static_cast<double>(end - begin), spread = squares - sum * shift;
-        mean = pivot_of[threadIdx.x] + shift;
-        m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
-    }
-
-    if (p.splits > 1) {
-        double* partials = reinterpret_cast<double*>(workspace + p.partials);  // (splits, 2, ldg)
+        const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
+        const bool mine = threadIdx.x < COLUMNS && c < p.n;
+        double mean = 0.0, m2 = 0.0;
         if (mine) {
-            __stcg(&partials[(split * 2) * p.ldg + c], mean);
-            __stcg(&partials[(split * 2 + 1) * p.ldg + c], m2);
+            double sum = 0.0, squares = 0.0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i) {
+                sum += first_of[i][threadIdx.x];
+                squares += second_of[i][threadIdx.x];
+            }
+            const double shift = sum / static_cast<double>(end - begin), spread = squares - sum * shift;
+            mean = pivot_of[threadIdx.x] + shift;
+            m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
         }
-        __threadfence();  // the partials before the ticket
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            unsigned* tickets = reinterpret_cast<unsigned*>(workspace + p.tickets);
-            last = atomicAdd(&tickets[block], 1u) == p.splits - 1;
-        }
-        __syncthreads();
-        if (!last) return;
-        __threadfence();  // the ticket before the others' partials
-    }
-    if (!mine) return;
-    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
-                  beta_at = fetch(beta, p.beta, c);
-    const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
-    const Fetched var_at = fetch(running_var, p.running_var, c);
-    const long long batches = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked : 0;
 
-    if (p.splits > 1) {
-        const double* partials = reinterpret_cast<const double*>(workspace + p.partials);
-        const double mean_0 = __ldcg(&partials[c]);  // the means are summed from the first: equal ones stay exact
-        double sum = 0.0;
-#pragma unroll 8
-        for (long long i = 0; i < p.splits; ++i) {
-            const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
-            sum += n_i * (__ldcg(&partials[(i * 2) * p.ldg + c]) - mean_0);
+        if (p.splits > 1) {
+            double* partials = reinterpret_cast<double*>(workspace + p.partials);  // (splits, 2, ldg)
+            if (mine) {
+                __stcg(&partials[(split * 2) * p.ldg + c], mean);
+                __stcg(&partials[(split * 2 + 1) * p.ldg + c], m2);
+            }
+            __threadfence();  // the partials before the ticket
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                unsigned* tickets = reinterpret_cast<unsigned*>(workspace + p.tickets);
+                last = atomicAdd(&tickets[block], 1u) == p.splits - 1;
+            }
+            __syncthreads();
+            if (!last) return;
+            __threadfence();  // the ticket before the others' partials
         }
-        mean = mean_0 + sum / p.m;
-        m2 = 0.0;
+        if (!mine) return;
+        const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
+                      beta_at = fetch(beta, p.beta, c);
+        const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
+        const Fetched var_at = fetch(running_var, p.running_var, c);
+        const long long batches = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked : 0;
+
+        if (p.splits > 1) {
+            const double* partials = reinterpret_cast<const double*>(workspace + p.partials);
+            const double mean_0 = __ldcg(&partials[c]);  // the means are summed from the first: equal ones stay exact
+            double sum = 0.0;
 #pragma unroll 8
-        for (long long i = 0; i < p.splits; ++i) {
-            const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
-            const double d = __ldcg(&partials[(i * 2) * p.ldg + c]) - mean;
-            m2 += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]) + n_i * d * d;
+            for (long long i = 0; i < p.splits; ++i) {
+                const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
+                sum += n_i * (__ldcg(&partials[(i * 2) * p.ldg + c]) - mean_0);
+            }
+            mean = mean_0 + sum / p.m;
+            m2 = 0.0;
+#pragma unroll 8
+            for (long long i = 0; i < p.splits; ++i) {
+                const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
+                const double d = __ldcg(&partials[(i * 2) * p.ldg + c]) - mean;
+                m2 += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]) + n_i * d * d;
+            }
         }
-    }
-    const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
-    const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
-    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, a, beta_at.or_else(0.0));
-    if (saved != nullptr)
-        store_saved(saved, p.n, c, s, gamma_of, v, p.eps, p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0);
-    if (p.running_mean != 0) {
-        // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
-        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
-        const double to_mean = s * (mean + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
-        store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
-        store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
-    }
+        const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
+        const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
+        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, a, beta_at.or_else(0.0));
+        if (saved != nullptr)
+            store_saved(saved, p.n, c, s, gamma_of, v, p.eps, p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0);
+        if (p.running_mean != 0) {
+            // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
+            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+            const double to_mean = s * (mean + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
+            store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
+            store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
+        }
+    });
 }
 
 // What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
@@ -181,23 +183,27 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     running_affine(const Problem p, char* workspace, const void* bias, const void* scale, const void* gamma,
                    const void* beta, const void* running_mean, const void* running_var, const G* g, double* saved) {
     await_kernel_ahead();
-    const long long c = static_cast<long long>(blockIdx.x) * (LANES * WARPS) + threadIdx.x;
-    if (c >= p.n) return;
-    const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
-                  beta_at = fetch(beta, p.beta, c);
-    const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
-    const Fetched var_at = fetch(running_var, p.running_var, c);
-    const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
-    const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
-    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r, beta_at.or_else(0.0));
-    if (saved != nullptr) {
-        const double centre = centre_near((s == 0.0 ? 0.0 : mean / s) - b, g + c, p);
-        saved[SAVED_A * p.n + c] = gamma_r * s;
-        saved[SAVED_SCALE * p.n + c] = gamma_r;
-        saved[SAVED_GAMMA * p.n + c] = r;
-        saved[SAVED_CENTRE * p.n + c] = centre;
-        saved[SAVED_BIASED * p.n + c] = centre + b;
-        saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
-        saved[SAVED_S * p.n + c] = s;
-    }
+    constexpr int THREADS = LANES * WARPS;
+    for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
+        const long long c = item * THREADS + threadIdx.x;
+        if (c >= p.n) return;
+        const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
+                      beta_at = fetch(beta, p.beta, c);
+        const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
+        const Fetched var_at = fetch(running_var, p.running_var, c);
+        const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
+        const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
+        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r,
+                     beta_at.or_else(0.0));
+        if (saved != nullptr) {
+            const double centre = centre_near((s == 0.0 ? 0.0 : mean / s) - b, g + c, p);
+            saved[SAVED_A * p.n + c] = gamma_r * s;
+            saved[SAVED_SCALE * p.n + c] = gamma_r;
+            saved[SAVED_GAMMA * p.n + c] = r;
+            saved[SAVED_CENTRE * p.n + c] = centre;
+            saved[SAVED_BIASED * p.n + c] = centre + b;
+            saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
+            saved[SAVED_S * p.n + c] = s;
+        }
+    });
 }

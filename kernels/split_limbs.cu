@@ -84,62 +84,64 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __shared__ unsigned largest[WARPS];
     const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, pitch = (k + 7) / 8 * 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    long long i = static_cast<long long>(blockIdx.x) * ROWS + warp / ROW_WARPS;
-    if (ROW_WARPS == 1 && i >= m + n) return;
-    const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, m, (p.flags & FLAG_VECTOR_X) != 0}
-                            : Operand{w, p.ldw, w_limbs, w_exponents, n, (p.flags & FLAG_VECTOR_W) != 0};
-    i -= i < m ? 0 : m;
-    const float* row = o.a + i * o.pitch;
-    const long long first = 8 * (threadIdx.x % (32 * ROW_WARPS));
+    for_each_item((m + n + ROWS - 1) / ROWS, [&](long long item) {
+        long long i = item * ROWS + warp / ROW_WARPS;
+        if (ROW_WARPS == 1 && i >= m + n) return;
+        const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, m, (p.flags & FLAG_VECTOR_X) != 0}
+                                : Operand{w, p.ldw, w_limbs, w_exponents, n, (p.flags & FLAG_VECTOR_W) != 0};
+        i -= i < m ? 0 : m;
+        const float* row = o.a + i * o.pitch;
+        const long long first = 8 * (threadIdx.x % (32 * ROW_WARPS));
 
-    float v[HELD][8];
-    unsigned top = 0;
+        float v[HELD][8];
+        unsigned top = 0;
 #pragma unroll
-    for (int h = 0; h < HELD; h++) { read(o, row, first + h * WIDTH, k, v[h]); }
+        for (int h = 0; h < HELD; h++) { read(o, row, first + h * WIDTH, k, v[h]); }
 #pragma unroll
-    for (int h = 0; h < HELD; h++)
+        for (int h = 0; h < HELD; h++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) top = max(top, magnitude(v[h][e]));
-    for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
-        float beyond[8];
-        read(o, row, j, k, beyond);
+            for (int e = 0; e < 8; e++) top = max(top, magnitude(v[h][e]));
+        for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
+            float beyond[8];
+            read(o, row, j, k, beyond);
 #pragma unroll
-        for (int e = 0; e < 8; e++) top = max(top, magnitude(beyond[e]));
-    }
-    top = __reduce_max_sync(0xFFFFFFFFu, top);
-    if (ROW_WARPS > 1) {
-        if (lane == 0) largest[warp] = top;
-        __syncthreads();
-        top = __reduce_max_sync(0xFFFFFFFFu, largest[lane % WARPS]);
-    }
+            for (int e = 0; e < 8; e++) top = max(top, magnitude(beyond[e]));
+        }
+        top = __reduce_max_sync(0xFFFFFFFFu, top);
+        if (ROW_WARPS > 1) {
+            if (lane == 0) largest[warp] = top;
+            __syncthreads();
+            top = __reduce_max_sync(0xFFFFFFFFu, largest[lane % WARPS]);
+        }
 
-    const Scale scale = scale_of(top);
-    if (first == 0) o.exponents[i] = scale.exponent;
+        const Scale scale = scale_of(top);
+        if (first == 0) o.exponents[i] = scale.exponent;
 
-    auto split = [&](const float (&from)[8], long long j) {
-        if (j >= k) return;
-        Vector<__half, 8> high, low;
+        auto split = [&](const float (&from)[8], long long j) {
+            if (j >= k) return;
+            Vector<__half, 8> high, low;
 #pragma unroll
-        for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
-        __half* to = o.limbs + i * pitch + j;
-        *reinterpret_cast<Vector<__half, 8>*>(to) = high;
-        *reinterpret_cast<Vector<__half, 8>*>(to + o.rows * pitch) = low;
-    };
+            for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
+            __half* to = o.limbs + i * pitch + j;
+            *reinterpret_cast<Vector<__half, 8>*>(to) = high;
+            *reinterpret_cast<Vector<__half, 8>*>(to + o.rows * pitch) = low;
+        };
 #pragma unroll
-    for (int h = 0; h < HELD; h++) split(v[h], first + h * WIDTH);
-    for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
-        float beyond[8];
-        read(o, row, j, k, beyond);
-        split(beyond, j);
-    }
+        for (int h = 0; h < HELD; h++) split(v[h], first + h * WIDTH);
+        for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
+            float beyond[8];
+            read(o, row, j, k, beyond);
+            split(beyond, j);
+        }
+    });
 }
 
 // ---- across: the limbs of a matrix's transpose ---------------------------------------------------------------------
 //
 // The backward sums over rows, not along them. a (m, n), row pitch ldx, gives the limbs (2, n, pitch) of its transpose,
-// pitch = m rounded up to 8, and an exponent for every column. column_maxima first: 4 bytes read an element, by CTAs of
+// pitch = m rounded up to 8, and an exponent for every column. column_maxima first: 4 bytes read an element, by items of
 // 128 columns and `stats_rows` rows, merged by integer maxima, whose order does not matter. maxima start at zero, set by
-// the caller. Then split_columns, 8 bytes: a CTA turns a tile of 64 x 64 in shared memory.
+// the caller. Then split_columns, 8 bytes: an item is a tile of 64 x 64, turned in shared memory.
 
 constexpr int BLOCK_COLUMNS = 128, TILE = 64;
 
@@ -158,29 +160,31 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     __shared__ uint4 of_warp[WARPS][32];
     const long long blocks = (p.n + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long j = blockIdx.x % blocks * BLOCK_COLUMNS + 4 * lane;
-    const long long first = blockIdx.x / blocks * p.stats_rows, end = min(first + p.stats_rows, p.m);
-    uint4 top = make_uint4(0, 0, 0, 0);
-    for (long long i = first + warp; i < end; i += FLIGHT * WARPS) {
-        float4 v[FLIGHT];
+    for_each_item(blocks * ((p.m + p.stats_rows - 1) / p.stats_rows), [&](long long item) {
+        const long long j = item % blocks * BLOCK_COLUMNS + 4 * lane;
+        const long long first = item / blocks * p.stats_rows, end = min(first + p.stats_rows, p.m);
+        uint4 top = make_uint4(0, 0, 0, 0);
+        for (long long i = first + warp; i < end; i += FLIGHT * WARPS) {
+            float4 v[FLIGHT];
 #pragma unroll
-        for (int f = 0; f < FLIGHT; f++) v[f] = read_four(p, a, i + f * WARPS < end ? i + f * WARPS : p.m, j);
+            for (int f = 0; f < FLIGHT; f++) v[f] = read_four(p, a, i + f * WARPS < end ? i + f * WARPS : p.m, j);
 #pragma unroll
-        for (int f = 0; f < FLIGHT; f++) {
-            top.x = max(top.x, magnitude(v[f].x)), top.y = max(top.y, magnitude(v[f].y));
-            top.z = max(top.z, magnitude(v[f].z)), top.w = max(top.w, magnitude(v[f].w));
+            for (int f = 0; f < FLIGHT; f++) {
+                top.x = max(top.x, magnitude(v[f].x)), top.y = max(top.y, magnitude(v[f].y));
+                top.z = max(top.z, magnitude(v[f].z)), top.w = max(top.w, magnitude(v[f].w));
+            }
         }
-    }
-    of_warp[warp][lane] = top;
-    __syncthreads();
-    if (warp > 0) return;
-    for (int other = 1; other < WARPS; other++) {
-        const uint4 its = of_warp[other][lane];
-        top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
-    }
-    const unsigned four[4] = {top.x, top.y, top.z, top.w};
-    for (int c = 0; c < 4; c++)
-        if (j + c < p.n) atomicMax(maxima + j + c, four[c]);
+        of_warp[warp][lane] = top;
+        __syncthreads();
+        if (warp > 0) return;
+        for (int other = 1; other < WARPS; other++) {
+            const uint4 its = of_warp[other][lane];
+            top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
+        }
+        const unsigned four[4] = {top.x, top.y, top.z, top.w};
+        for (int c = 0; c < 4; c++)
+            if (j + c < p.n) atomicMax(maxima + j + c, four[c]);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
@@ -189,41 +193,43 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     await_kernel_ahead();
     __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
     const long long pitch = (p.m + 7) / 8 * 8, across = (p.n + TILE - 1) / TILE;
-    const long long column = blockIdx.x % across * TILE, row = blockIdx.x / across * TILE;
-    const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long j = column + 4 * group;
+    for_each_item(across * ((p.m + TILE - 1) / TILE), [&](long long item) {
+        const long long column = item % across * TILE, row = item / across * TILE;
+        const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const long long j = column + 4 * group;
 
-    Scale scale[4];
+        Scale scale[4];
 #pragma unroll
-    for (int c = 0; c < 4; c++) scale[c] = scale_of(j + c < p.n ? maxima[j + c] : 0);
-    if (row == 0 && threadIdx.x < 16)
-        for (int c = 0; c < 4; c++)
-            if (j + c < p.n) exponents[j + c] = scale[c].exponent;
+        for (int c = 0; c < 4; c++) scale[c] = scale_of(j + c < p.n ? maxima[j + c] : 0);
+        if (row == 0 && threadIdx.x < 16)
+            for (int c = 0; c < 4; c++)
+                if (j + c < p.n) exponents[j + c] = scale[c].exponent;
 
-    float4 v[2][2];
+        float4 v[2][2];
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) v[half][r] = read_four(p, a, row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+            for (int r = 0; r < 2; r++) v[half][r] = read_four(p, a, row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int pair = threadIdx.x / 16 + 16 * half;
-        const float first[4] = {v[half][0].x, v[half][0].y, v[half][0].z, v[half][0].w};
-        const float second[4] = {v[half][1].x, v[half][1].y, v[half][1].z, v[half][1].w};
+        for (int half = 0; half < 2; half++) {
+            const int pair = threadIdx.x / 16 + 16 * half;
+            const float first[4] = {v[half][0].x, v[half][0].y, v[half][0].z, v[half][0].w};
+            const float second[4] = {v[half][1].x, v[half][1].y, v[half][1].z, v[half][1].w};
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            __half high[2], low[2];
-            scale[c].split(first[c], high[0], low[0]), scale[c].split(second[c], high[1], low[1]);
-            turned[0][4 * group + c][pair] = __halves2half2(high[0], high[1]);
-            turned[1][4 * group + c][pair] = __halves2half2(low[0], low[1]);
+            for (int c = 0; c < 4; c++) {
+                __half high[2], low[2];
+                scale[c].split(first[c], high[0], low[0]), scale[c].split(second[c], high[1], low[1]);
+                turned[0][4 * group + c][pair] = __halves2half2(high[0], high[1]);
+                turned[1][4 * group + c][pair] = __halves2half2(low[0], low[1]);
+            }
         }
-    }
-    __syncthreads();
-    if (row + 2 * lane >= pitch) return;
-    for (int line = warp; line < 2 * TILE; line += WARPS) {
-        const int limb = line / TILE, c = line % TILE;
-        if (column + c < p.n)
-            *reinterpret_cast<__half2*>(limbs + (limb * p.n + column + c) * pitch + row + 2 * lane) =
-                turned[limb][c][lane];
-    }
+        __syncthreads();
+        if (row + 2 * lane >= pitch) return;
+        for (int line = warp; line < 2 * TILE; line += WARPS) {
+            const int limb = line / TILE, c = line % TILE;
+            if (column + c < p.n)
+                *reinterpret_cast<__half2*>(limbs + (limb * p.n + column + c) * pitch + row + 2 * lane) =
+                    turned[limb][c][lane];
+        }
+    });
 }

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from harness import DTYPES, Kind, place, without_out
+from harness import DTYPES, Kind, place, poisoned_allocations, without_out
 from tolerance import FLUSHED, arithmetic, roundoff
 
 import gsbn
@@ -57,7 +57,8 @@ def backward(
     layouts = layouts or {}
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
-    y, saved = gsbn.forward(**views, **options, return_saved=True)
+    with poisoned_allocations(kind):
+        y, saved = gsbn.forward(**views, **options, return_saved=True)
     assert isinstance(saved, gsbn.Saved)
     saved = saved if products is None else saved._replace(gemm=products)
     assert saved.x is views["x"]
@@ -66,7 +67,8 @@ def backward(
         assert y is views["out"]
     dy_placed = place(kind, dy, layouts.get("dy", "C"))
     before = [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]
-    got = gsbn.backward(dy_placed.view, saved, needs=needs)
+    with poisoned_allocations(kind):
+        got = gsbn.backward(dy_placed.view, saved, needs=needs, sms=options.get("sms"))
     assert isinstance(got, Gradients)
     assert not dy_placed.disturbed(kind)
     assert before == [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ CPU_KINDS = ("numpy", "torch-cpu")
 GPU_KINDS = ("cupy", "torch-cuda")
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 WRITTEN = (*STATISTICS, "out")
-LAYOUTS = ("C", "F", "strided", "negative", "unaligned")
+LAYOUTS = ("C", "F", "strided", "negative", "unaligned", "padded")
 GUARD = 64  # elements on each side of a buffer: whole 128-byte lines, so that a guard does not change the alignment
+BAND = 512  # bytes on each side of what a call allocates, for the same reason
 
 
 class Kind(NamedTuple):
@@ -92,7 +94,14 @@ def poison(dtype: np.dtype) -> Any:
 
 def footprint(shape: tuple[int, ...], layout: str) -> int:
     """Elements that a layout spans."""
-    return math.prod(2 * n + 1 for n in shape) if layout == "strided" else math.prod(shape)
+    if layout == "strided":
+        return math.prod(2 * n + 1 for n in shape)
+    return math.prod(padded(shape) if layout == "padded" else shape)
+
+
+def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """With rows that start on 16 bytes and go on, for 8 to 15 columns, with what is not the array's."""
+    return (shape[0], (shape[1] + 15) // 8 * 8) if len(shape) == 2 else shape
 
 
 def cut(base: Any, shape: tuple[int, ...], layout: str) -> Any:
@@ -103,6 +112,8 @@ def cut(base: Any, shape: tuple[int, ...], layout: str) -> Any:
         return flat.reshape(tuple(2 * n + 1 for n in shape))[(slice(1, None, 2),) * len(shape)]
     if layout == "negative":
         return flat.reshape(shape)[(slice(None, None, -1),) * len(shape)]
+    if layout == "padded" and len(shape) == 2:
+        return flat.reshape(padded(shape))[:, : shape[1]]
     if layout == "F" and len(shape) == 2:
         return flat.reshape(shape[::-1]).T
     return flat.reshape(shape)
@@ -136,6 +147,39 @@ def place(kind: Kind, a: np.ndarray, layout: str = "C") -> Placed:
     return Placed(cut(native, a.shape, layout), native, layout, base.tobytes())
 
 
+@contextlib.contextmanager
+def poisoned_allocations(kind: Kind) -> Iterator[None]:
+    """What is allocated meanwhile holds NaN, or bytes of 255, and in CuPy stands between bands that must hold."""
+    if kind.name == "torch-cuda":
+        import torch
+
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # and thereby fills what torch.empty returns
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+    elif kind.name == "cupy":
+        import cupy
+
+        blocks: list[tuple[Any, int]] = []
+
+        def malloc(nbytes: int) -> Any:
+            block = cupy.get_default_memory_pool().malloc(nbytes + 2 * BAND)
+            block.memset_async(255, nbytes + 2 * BAND)
+            blocks.append((block, nbytes))
+            return block + BAND
+
+        with cupy.cuda.using_allocator(malloc):
+            yield
+        for block, nbytes in blocks:
+            whole = cupy.ndarray(nbytes + 2 * BAND, np.uint8, block)
+            bands = cupy.concatenate([whole[:BAND], whole[BAND + nbytes :]])
+            assert (bands == 255).all(), f"written beside {nbytes} bytes that the call allocated"
+    else:
+        yield
+
+
 class Outcome(NamedTuple):
     """A result and the written arguments, as NumPy arrays."""
 
@@ -161,7 +205,8 @@ def forward(
     views = {name: p.view for name, p in placed.items()}
     if prepared:
         views["weight"] = gsbn.prepare(views["weight"], options.get("precision", "highest"))
-    y = gsbn.forward(**views, **options)
+    with poisoned_allocations(kind):
+        y = gsbn.forward(**views, **options)
 
     assert type(y) is type(views["x"])
     assert y.dtype == views["x"].dtype

@@ -15,7 +15,7 @@ from harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases
-from test_forward_gpu import capture, new_stream
+from test_forward_gpu import capture, exact_training, new_stream, refused_by_sm90
 from tolerance import TF32, assert_within, norm_error
 
 import gsbn
@@ -132,7 +132,52 @@ def test_nan_stays_in_its_feature(training: bool) -> None:
         assert_same_bits(np.delete(got[name], 1, axis=0), np.delete(clean[name], 1, axis=0))
 
 
+def exact_problem(shape: tuple[int, int, int], dtype: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """`exact_training` for gradients: with B a multiple of 4 every intermediate result is exact, for eps = 12.
+
+    d_ij = ±q_j, the signs alternating from row to row, and dy = α + β sign + c e, with e = 1, 1, -1, -1, ... orthogonal
+    to 1 and to the signs. So S = B α and D = B β q, and with s² q² r² = 1/4 what is left is dg = a (3/4 β sign + c e).
+    """
+    B, _, O = shape
+    arrays, rng = without_out(exact_training(shape, dtype)), np.random.default_rng(1)
+    sign, e = np.resize([1, -1], B)[:, None], np.resize([1, 1, -1, -1], B)[:, None]
+    alpha, beta, c = (rng.integers(-2, 3, O) for _ in range(3))
+    return arrays, (alpha + 4 * beta * sign + c * e).astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 8, 8), (64, 40, 64), (16, 264, 1000), (1024, 96, 72), (2048, 6, 40)])
+def test_gradients_of_small_integers_are_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
+    arrays, dy = exact_problem(shape, dtype)
+    with refused_by_sm90(gemm):
+        got = backward(kind_of("cupy"), arrays, dy, training=True, eps=12.0, gemm=gemm)
+    truth = truth_of(arrays, dy, training=True, eps=12.0)
+    for name, gradient in got.items():
+        want = reference.round_to(getattr(truth, name), arrays[name].dtype)
+        np.testing.assert_array_equal(gradient, want, name)  # as values: the sign of a zero is free
+
+
 # ---- as accurate as PyTorch
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("features", [1, 5])
+@pytest.mark.parametrize("rows", [2, 3, 4, 6, 8, 12, 16, 17, 24])
+def test_few_rows_are_as_accurate_as_autograd(rows: int, features: int, dtype: str) -> None:
+    """Two rows leave next to nothing of dy after normalisation, three one dimension: dx and dw are all cancellation."""
+    kind, shape = kind_of("torch-cuda"), (rows, 512, features)
+    problems = [family("standard", seed, shape, dtype) for seed in SEEDS]
+    of_dy = [draw_dy(arrays, seed) for seed, arrays in enumerate(problems)]
+    truths = [truth_of(arrays, dy, training=True) for arrays, dy in zip(problems, of_dy, strict=True)]
+    theirs = [torch_gradients(kind, arrays, dy) for arrays, dy in zip(problems, of_dy, strict=True)]
+    ours = [backward(kind, arrays, dy, training=True) for arrays, dy in zip(problems, of_dy, strict=True)]
+    for field in ("x", "weight"):
+        truth = np.stack([getattr(t, field) for t in truths])
+        mine, its = np.stack([o[field] for o in ours]), np.stack([t[field] for t in theirs])
+        eps = float(ml_dtypes.finfo(mine.dtype).eps)
+        error, its_error = norm_error(mine, truth), norm_error(its, truth)
+        assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"
 
 
 FAMILIES = ("standard", "mean 1e2", "tiny variance", "tiny and zero scale")

@@ -6,6 +6,7 @@ An error names its argument, says what was expected and what came, and comes bef
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,65 @@ def test_a_gemm_of_the_gpu_on_the_cpu(cpu_kind: Kind, gemm: str) -> None:
 )
 def test_fold_refuses(kind: Kind, changes: Call, error: type[Exception], name: str) -> None:
     refuses(kind, fold_arguments(kind, **native(kind, changes)), error, about(name), gsbn.fold)
+
+
+@pytest.mark.parametrize("name", ["momentum", "eps", "training", "return_saved", "sms"])
+def test_an_equal_value_of_another_type_came_first(kind: Kind, name: str) -> None:
+    """True == 1 == 1.0: what is remembered of a call that was right must not let a wrong one pass."""
+    right, wrong = (True, 1) if name in ("training", "return_saved") else (1 if name == "sms" else 1.0, True)
+    for _ in range(2):
+        gsbn.forward(**arguments(kind, **{name: right}))
+        refuses(kind, arguments(kind, **{name: wrong}), TypeError, about(name))
+
+
+@pytest.mark.parametrize(("count", "momentum"), [(2**63 - 1, 0.1), (2**63 - 1, None), (-1, None), (-5, None)], ids=str)
+def test_a_count_that_cannot_be_raised(cpu_kind: Kind, count: int, momentum: float | None) -> None:
+    """On the CPU; on a GPU the host reads no array."""
+    call = arguments(cpu_kind, num_batches_tracked=cpu_kind.put(np.array(count)), momentum=momentum)
+    refuses(cpu_kind, call, ValueError, about("num_batches_tracked"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("eps", 10**400), ("momentum", -(10**400)), ("eps", Fraction(1, 10**400))])
+def test_a_number_beyond_float64(kind: Kind, name: str, value: Any) -> None:
+    refuses(kind, arguments(kind, **{name: value}), ValueError, about(name))
+
+
+@pytest.mark.parametrize("sms", [0, -1, True, 1.5, "8", [8]])
+def test_a_number_of_sms(kind: Kind, sms: Any) -> None:
+    error = ValueError if isinstance(sms, int) and sms is not True else TypeError
+    refuses(kind, arguments(kind, sms=sms), error, about("sms"))
+    call = {name: a for name, a in arguments(kind).items() if name != "out"}
+    _, saved = gsbn.forward(**call, return_saved=True)
+    refuses(kind, {"dy": saved.x[:, :O], "saved": saved, "sms": sms}, error, about("sms"), gsbn.backward)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", *VECTORS, "num_batches_tracked", "out"])
+def test_a_mask_is_not_lost_without_a_word(name: str) -> None:
+    call = arguments(kind_of("numpy"))
+    call[name] = np.ma.masked_array(call[name])
+    refuses(kind_of("numpy"), call, TypeError, about(name))
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_what_was_saved_has_changed_since(torch_kind: Kind, name: str) -> None:
+    """Torch counts the changes of a tensor: a backward for what the forward never saw is refused, as by autograd."""
+    import torch
+
+    call = {n: a for n, a in arguments(torch_kind).items() if n != "out"}
+    dy = torch_kind.put(np.ones((B, O), np.float32))
+    y, saved = gsbn.forward(**call, return_saved=True)
+    gsbn.backward(dy, saved)
+    y.mul_(2)  # nobody's business
+    gsbn.backward(dy, saved)
+    call[name].mul_(2)
+    with pytest.raises(RuntimeError, match=rf"^{name}: .*inplace operation"):
+        gsbn.backward(dy, saved)
+    _, saved = gsbn.forward(**call, return_saved=True)
+    assert gsbn.backward(dy, saved).x.isfinite().all()
+    with torch.inference_mode():  # which counts nothing
+        call = {n: a for n, a in arguments(torch_kind).items() if n != "out"}
+        _, saved = gsbn.forward(**call, return_saved=True)
+        gsbn.backward(dy, saved)
 
 
 # ---- kinds and devices

@@ -14,7 +14,7 @@ from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundoff
 
 import gsbn
-from gsbn import _kernels, _plan, _sm90, reference
+from gsbn import _driver, _kernels, _plan, _sm90, reference
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -75,6 +75,8 @@ def test_every_tile_keeps_what_a_backward_needs(
     """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
     if (dtype, precision) == ("float32", "highest") and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
+    if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
+        pytest.skip("so few rows are kept in float64")
     arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, dtype, True).arrays()).items()}
     alone = {name: a.copy() for name, a in arrays.items()}
     options = {"training": True, "gemm": "sm90", "precision": precision}
@@ -109,6 +111,8 @@ def test_every_tile_keeps_what_a_backward_needs(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> None:
+    if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
+        pytest.skip("so few rows are kept in float64")
     arrays = without_out(Case(shape, dtype, True).arrays())
     dy = draw_dy(arrays)
     got = backward(kind_of("cupy"), arrays, dy, training=True, **SM90)
@@ -159,20 +163,6 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-@pytest.mark.parametrize("resident", [1, 5])
-def test_a_context_that_holds_few_clusters(resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kernels, "resident_clusters", lambda kernel, cluster, device: resident)
-    gsbn._forward._calls.clear()
-    arrays = Case((1000, 264, 1048), "bfloat16", True).arrays()
-    got = forward(kind_of("cupy"), arrays, training=True, **SM90)
-    (call,) = gsbn._forward._calls.values()
-    gsbn._forward._calls.clear()
-    assert call.plan.one is not None
-    assert call.plan.one.clusters == resident
-    truth = reference.forward(**without_out(arrays), training=True)
-    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
-
-
 @pytest.mark.parametrize("block_m", _plan.BLOCKS_M)
 @pytest.mark.parametrize("element", _plan.ELEMENTS)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
@@ -181,8 +171,9 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         defines = dict(kernel.defines)
         chosen = str(_plan.ELEMENTS[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
-            cluster = int(defines["CLUSTER"])
-            assert _kernels.resident_clusters(kernel, cluster, device) == _kernels.gpu(device).sms // cluster
+            size, function = int(defines["CLUSTER"]), _kernels.launcher(kernel, device).pointer
+            resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)
+            assert resident == _kernels.gpu(device).clusters(size)
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])

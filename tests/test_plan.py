@@ -17,10 +17,13 @@ from strategies import sides
 
 from gsbn import _driver, _kernels
 from gsbn._plan import (
+    C_TYPE,
+    FEW_ROWS,
     FUSED_CTAS,
     FUSED_ROWS,
     INT32_MAX,
     ITEMSIZE,
+    MAX_TERMS,
     SM90_BLOCK_N,
     Device,
     LimbGemm,
@@ -36,7 +39,9 @@ from gsbn._plan import (
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
+SHARES = [H200.at_most(120), H200.at_most(1), Device((9, 0), 15, pairs=0), Device((8, 0), 108).at_most(20)]
 DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
+DEVICES += SHARES
 LARGEST_GRID = 2**31 - 1
 
 
@@ -61,6 +66,11 @@ def problems(draw: st.DrawFn) -> Matmul:
     return Matmul(m, n, k, dtype, device, draw(matrices(m, k)), draw(matrices(n, k)), draw(matrices(m, n)))
 
 
+def largest_grid(device: Device) -> int:
+    """CTAs spread over the SMs before any gets a second: as many of them take as many SMs."""
+    return device.sms if device.limited else LARGEST_GRID
+
+
 def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     # every kernel is one that compile_all compiles
     kernels = {decided.stats_kernel, decided.affine_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
@@ -71,8 +81,9 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
         return
 
     # the grids are neither empty nor too large, and cover every row once
-    grids = [decided.stats_grid, decided.normalize_grid] + [decided.gemm_grid] * (decided.gemm_kernel is not None)
-    assert all(1 <= grid <= LARGEST_GRID for grid in grids)
+    grids = [decided.stats_grid, decided.affine_grid, decided.normalize_grid]
+    grids += [decided.gemm_grid] * (decided.gemm_kernel is not None)
+    assert all(1 <= grid <= largest_grid(p.device) for grid in grids)
     assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
 
     # the workspace: aligned, in order, and large enough
@@ -94,15 +105,17 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     if decided.y_is_g:
         assert ITEMSIZE[p.dtype] == g_size
         assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
+        if decided.through is not None:  # the copy engine stores whole words: the last may not reach past a row
+            assert p.n * g_size % 16 == 0
 
     # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
     for matrix, rows, copied in ((p.x, p.m, decided.copy_x), (p.w, p.n, decided.copy_w)):
         if not copied:
             row, column = matrix.strides
+            if decided.through is not None:  # limbs are made of rows and columns that lie anywhere
+                assert 1 in matrix.strides
+                continue
             by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
-            if decided.gemm == "sm90":
-                assert matrix.aligned
-                assert row * ITEMSIZE[p.dtype] % 16 == 0
             assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
 
 
@@ -110,7 +123,8 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
-    assert 1 <= one.clusters <= min(tiles, p.device.sms // one.cluster)
+    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
+    assert one.clusters * one.cluster <= p.device.sms
     features = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N
     assert -(-p.m // one.block_m) * features * 16 <= one.merged  # (mean, M2, launch) of every tile and feature
     assert one.merged + features * 16 <= one.roll
@@ -119,6 +133,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         limbs, size = one.limbs, 2 * 2 * p.k  # of a row, both limbs
         assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
         assert limbs.pitch >= 2 * p.k
+        assert 1 <= limbs.grid <= largest_grid(p.device)
         assert limbs.pitch % 16 == limbs.x % 256 == limbs.w % 256 == 0
         assert end <= limbs.x
         assert limbs.x + p.m * size <= limbs.w
@@ -144,18 +159,18 @@ def assert_limb_gemm_fits(p: Matmul, through: LimbGemm) -> None:
         assert maxima is None or one.workspace <= maxima <= through.workspace - 4 * rows
     assert limbs.x + 4 * p.m * p.k <= limbs.w
     assert limbs.w + 4 * p.n * p.k <= limbs.x_exponents
-    maxima_grid, rows, grid = column_grids(p.k, p.m)
-    assert 1 <= maxima_grid <= LARGEST_GRID and 1 <= grid <= LARGEST_GRID
-    assert rows * maxima_grid >= p.k * -(-p.m // 128)
+    maxima_grid, rows, grid = column_grids(p.k, p.m, p.device)
+    assert 1 <= maxima_grid <= largest_grid(p.device) and 1 <= grid <= largest_grid(p.device)
+    assert rows * maxima_grid >= p.k * -(-p.m // 128) or p.device.limited
 
 
 def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
-    assert p.dtype in ("float16", "bfloat16") and p.device == H200
+    assert p.dtype in ("float16", "bfloat16") and p.device.capability == (9, 0)
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10
     assert (one.workspace, one.limbs) == (0, None)
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
-    assert 1 <= one.clusters <= min(tiles, p.device.sms // one.cluster)
+    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     macros = dict(one.kernel.defines)
     for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
@@ -189,6 +204,14 @@ def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, capturing: bool,
 FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
 
 
+def kept_by(p: Matmul, *, training: bool) -> str:
+    if ITEMSIZE[p.dtype] > 2:
+        return p.dtype
+    if not training:
+        return "float32"
+    return p.dtype if p.m > FEW_ROWS else "float64"
+
+
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing, saved=True)
@@ -202,7 +225,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool)
     assert decided.normalize_kernel in set(_kernels.all_kernels())
     assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
     assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
-    assert decided.keep.dtype == p.dtype or not training
+    assert decided.keep.dtype == kept_by(p, training=training)
     if not decided.keep.is_g:
         assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
 
@@ -237,8 +260,9 @@ def test_a_backward_fits(
         assert decided.reads_d == (decided.dg and training)
 
     # grids and workspace
-    assert 1 <= decided.dg_grid <= LARGEST_GRID and decided.sums <= decided.sums_grid <= LARGEST_GRID
-    assert decided.dg_grid * decided.dg_rows >= p.m or not decided.dg
+    largest = largest_grid(p.device)
+    assert 1 <= decided.dg_grid <= largest and decided.sums <= decided.sums_grid <= largest
+    assert decided.dg_grid * decided.dg_rows >= p.m or not decided.dg or p.device.limited
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.fused:
         assert decided.sums and not decided.across
@@ -255,6 +279,7 @@ def test_a_backward_fits(
     if decided.across:
         assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
     assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
+    assert dict(decided.sums_kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
     if decided.vector_dy:
         assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
 
@@ -275,7 +300,7 @@ def test_a_backward_fits(
             continue
         assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
         if product.kernel is not None:
-            assert product.kernel in set(_kernels.all_kernels())
+            assert product.kernel in set(_kernels.all_kernels()) and 1 <= product.grid <= largest
             assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
         else:
             for matrix, rows in ((q.x, q.m), (q.w, q.n)):
@@ -283,14 +308,38 @@ def test_a_backward_fits(
                 assert (column == 1 and row >= q.k) or (row == 1 and column >= rows)
 
 
-def test_a_grid_shrinks_to_what_is_resident() -> None:
-    p = contiguous(16384, 4096, 4096)
-    one = plan(p, training=True).one
+def test_a_share_of_the_gpu() -> None:
+    """Whoever holds the other SMs may have broken a pair with each; without pairs, CTAs stay alone."""
+    assert (H200.at_most(None), H200.at_most(132), H200.at_most(10**30)) == (H200,) * 3
+    assert [H200.at_most(n).clusters(2) for n in (131, 120, 67, 66, 2)] == [65, 54, 1, 0, 0]
+    assert Device((9, 0), 132, pairs=60).at_most(130).clusters(2) == 58
+    for device in SHARES[:3]:
+        one = plan(contiguous(16384, 4096, 4096, device=device), training=True, gemm="sm90").one
+        assert one is not None and (one.cluster == 1 or device.clusters(2) > 0)
+
+
+@pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
+def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, cumulative: bool, want: bool) -> None:
+    one = plan(contiguous(rows, 1024, 64), training=True, gemm="sm90", cumulative=cumulative).one
     assert one is not None
-    for resident in (1, 7, one.clusters - 1):
-        assert_one_launch_fits(p, one.at_most(resident))
-        assert one.at_most(resident).clusters == resident
-    assert one.at_most(one.clusters + 1) == one
+    assert one.cooperative == (want or one.block_m < rows)
+    frozen = plan(contiguous(rows, 1024, 64), training=False, gemm="sm90").one
+    assert frozen is not None and not frozen.cooperative
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", "highest"), ("bfloat16", "highest"), ("float32", "high")])
+def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: str) -> None:
+    limit = MAX_TERMS["tf32" if dtype == "float32" else dtype]
+    assert plan(contiguous(64, 64, limit, dtype), training=True, precision=precision, gemm="sm90").one is not None
+    p = contiguous(64, 64, limit + 8, dtype)
+    for options, want in (({}, "cublas"), ({"capturing": True}, "tiled")):
+        assert plan(p, training=True, precision=precision, **options).gemm == want
+    with pytest.raises(ValueError, match=r"gemm: .*lose digits"):
+        plan(p, training=True, precision=precision, gemm="sm90")
+    if dtype != "float32":
+        decided = backward_plan(p._replace(n=limit + 8, k=64, w=Matrix((64, 1), True)), training=True, needs=("x",),
+                                ldd=limit + 8, gemm="sm90")  # fmt: skip
+        assert decided.x is not None and decided.x.gemm == "cublas"
 
 
 def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,13 +348,16 @@ def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPat
     def occupancy(found: Any, function: Any, config: Any) -> int:
         c = config._obj
         assert ctypes.sizeof(c) == 56  # of CUlaunchConfig
-        asked.append((function.value, c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.shared, c.attributes, c.count))
+        attribute = _driver._LaunchAttribute.from_address(c.attributes)
+        assert ctypes.sizeof(attribute) == 72  # of CUlaunchAttribute
+        asked.append((function.value, c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.shared, c.count))
+        asked.append((attribute.id, *attribute.value[:3]))  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         found._obj.value = 61
         return 0
 
     monkeypatch.setattr(_driver, "driver", lambda: SimpleNamespace(cuOccupancyMaxActiveClusters=occupancy))
     assert _driver.resident_clusters(2**40, threads=384, cluster=2, shared=1000) == 61
-    assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, None, 0)]
+    assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, 1), (4, 2, 1, 1)]
 
 
 def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:

@@ -2,9 +2,9 @@
 
 compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
 
-CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. forward_sm90 runs on two
-clusters, so that each has several tiles and parks them. Results are held to the reference, coarsely: the bounds are the
-tests' job.
+CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
+four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them.
+Results are held to the reference, coarsely: the bounds are the tests' job.
 
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
 initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
@@ -141,8 +141,8 @@ def main():
     global NAME
     words = {word for word in sys.argv[1:] if not word.startswith("--")}
     cp.cuda.set_allocator(None)
-    _interop._KEPT_BYTES = -1  # each call has scratch memory of its own, of the size that it asked for
-    _kernels.resident_clusters = lambda kernel, cluster, device: 2
+    gpu = _kernels.gpu(cp.cuda.Device().id)
+    _kernels.gpu = lambda device: gpu._replace(sms=4, pairs=2)
     kind = _interop._Cupy
     scratch, maker, new = kind.scratch, kind.maker, cp.empty
 
