@@ -16,7 +16,7 @@ from ._limbs import Multiply
 from ._sm90 import Sm90Gemm
 from .reference import Gradients
 
-__all__ = ["Gradients", "backward"]
+__all__ = ["Gradients", "backward", "backward_within"]
 
 VECTORS = Gradients._fields[2:]
 
@@ -75,6 +75,21 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
     fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU all arithmetic is NumPy's in
     float64, g included, and each gradient is rounded once.
     """
+    return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
+
+
+_ANY = _plan.Limits()
+
+
+def backward_within(
+    limits: _plan.Limits,
+    dy: Any,
+    saved: Saved,
+    *,
+    needs: Collection[str] = Gradients._fields,
+    sms: int | None = None,
+) -> Gradients:
+    """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
     kind = kind_of(dy)
     if kind is None:  # a foreign DLPack producer, or no array at all
@@ -87,14 +102,16 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
         _views(kind, dy, saved)
         _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
-    return _backward(kind, dy, saved, wanted, sms)
+    return _backward(kind, dy, saved, wanted, sms, limits)
 
 
-def _backward(kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None) -> Gradients:
+def _backward(
+    kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
+) -> Gradients:
     device = kind.device(dy)
     if not is_current(device):
         with on_device(device):
-            return _backward(kind, dy, saved, wanted, sms)
+            return _backward(kind, dy, saved, wanted, sms, limits)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     call = key = None
@@ -102,13 +119,13 @@ def _backward(kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: i
     try:
         signature, pointers = kind.read((dy, *saved[:4]))
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, saved[4:8], wanted, sms, aligned, capturing)
+        key = (signature, saved[4:8], wanted, sms, aligned, capturing, limits)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if call is None:
         views = _views(kind, dy, saved)
-        call = _prepare_call(kind, views, saved, wanted, sms, device, capturing)
+        call = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -172,6 +189,7 @@ def _prepare_call(
     sms: int | None,
     device: int,
     capturing: bool,
+    limits: _plan.Limits,
 ) -> _Call:
     dy, x, weight = views["dy"], views["x"], views["weight"]
     (m, k), n = x.shape, weight.shape[0]
@@ -191,7 +209,7 @@ def _prepare_call(
     ldd = saved.deviations.shape[1]
     gpu = _kernels.gpu(device).at_most(sms)
     plan = _plan.backward_plan(
-        _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), matrix_of(dy)),
+        _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), matrix_of(dy), limits),
         ldd=ldd,
         training=saved.training,
         needs=made,

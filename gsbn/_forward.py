@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, is_curre
 from ._interop import Kind, Prepared, kind_of, kinds_of
 from ._limbs import Multiply
 
-__all__ = ["Saved", "fold", "forward", "matrix_of"]
+__all__ = ["Saved", "fold", "forward", "forward_within", "matrix_of"]
 
 ARRAYS = (
     "x",
@@ -177,20 +179,42 @@ def forward(
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
     """
+    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms)
+    return _read(arrays, options, _ANY)
+
+
+def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
+    """`forward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
+    given = _signature().bind(*arguments, **keywords)
+    given.apply_defaults()
+    arrays, options = (tuple(given.arguments[name] for name in names) for names in (ARRAYS, OPTIONS))
+    return _read(arrays, options, limits)
+
+
+@cache
+def _signature() -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+_ANY = _plan.Limits()
+
+
+def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
+    """What kind of arrays these are, and the rest by it."""
     prepared = None
+    x, weight, precision = arrays[0], arrays[1], options[3]
     if isinstance(weight, Prepared):
         if weight.precision != precision:
             raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
-        prepared, weight = weight, weight.weight
-    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm, return_saved, sms)
+        prepared, arrays = weight, (x, weight.weight, *arrays[2:])
     kind = kind_of(x)
     if kind is None:  # a foreign DLPack producer, or no array at all
         own = ("out",) if prepared is None else ("out", "weight")
         kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
         arrays = tuple(imported.values())
-        return _forward(kind, arrays, options, prepared, read_only)
-    return _forward(kind, arrays, options, prepared)
+        return _forward(kind, arrays, options, prepared, limits, read_only)
+    return _forward(kind, arrays, options, prepared, limits)
 
 
 def _forward(
@@ -198,6 +222,7 @@ def _forward(
     arrays: tuple[Any, ...],
     options: tuple[Any, ...],
     prepared: Prepared | None,
+    limits: _plan.Limits,
     read_only: frozenset[str] = frozenset(),
 ) -> Any:
     if not kind.on_gpu:
@@ -205,7 +230,7 @@ def _forward(
     device = kind.device(arrays[0])
     if not is_current(device):
         with on_device(device):
-            return _forward(kind, arrays, options, prepared, read_only)
+            return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     call = key = None
@@ -215,7 +240,7 @@ def _forward(
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
         limbs = prepared is not None and prepared.limbs is not None
         types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
-        key = (signature, options, types, aligned, capturing, limbs, read_only)
+        key = (signature, options, types, aligned, capturing, limbs, read_only, limits)
         call = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
@@ -223,7 +248,7 @@ def _forward(
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
-        call = _prepare_call(kind, arrays, views, options, device, capturing, prepared)
+        call = _prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -328,13 +353,14 @@ def _prepare_call(
     device: int,
     capturing: bool,
     prepared: Prepared | None,
+    limits: _plan.Limits,
 ) -> _Call:
     training, momentum, eps, precision, gemm, return_saved, sms = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     gpu = _kernels.gpu(device).at_most(sms)
-    p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at)
+    p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
     plan = _plan.plan(
         p,
         training=bool(training),
@@ -610,7 +636,7 @@ def fold(
         if is_capturing(stream):
             _capture.keep_alive(kind, stream, (w, b, copied))
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
-        launch = _kernels.launcher(_kernels.fold_kernel(_plan.C_TYPE[view.dtype]), device)
+        launch = _kernels.launcher(_plan.fold(view.dtype), device)
         addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
         launch(view.shape[0], _plan.THREADS, (problem.ctypes.data,), addresses, stream)
     return w, b

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import os
 import struct
 import threading
@@ -56,43 +55,7 @@ def digest() -> str:
 
 def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
     """Every variant that a plan can ask for, or those for one architecture."""
-    yield from (kernel for kernel in _variants() if arch is None or kernel.arch in (None, arch))
-
-
-def _variants() -> Iterator[Kernel]:
-    for dtype, product in itertools.product(_plan.C_TYPE, ("forward", "dx", "dw")):
-        for tile in _plan.TILES["double" if dtype == "float64" else "float"]:
-            yield _plan.gemm_tiled(dtype, tile, product)
-    for t in _plan.C_TYPE.values():
-        yield fold_kernel(t)
-    for dtype in _plan.C_TYPE:
-        few, many = (_plan.kept_dtype(dtype, rows, training=True) for rows in (1, _plan.FEW_ROWS + 1))
-        frozen = _plan.kept_dtype(dtype, 1, training=False)
-        for training, kept in {(False, frozen), (True, few), (True, many)}:
-            yield from _plan.backward_kernels(dtype, kept, training=training)
-            if dtype == "float32":
-                yield _plan.backward_kernels(dtype, kept, training=training, across=True)[1]
-        for kept_or_none in {None, few, many}:
-            yield _plan.normalize(dtype, kept_or_none)
-    yield from map(_plan.copy_matrix, (2, 4, 8))
-    yield _plan.fill_sm(0)
-    for name, g in itertools.product(("scale_stats", "running_affine"), ("float", "double")):
-        yield Kernel(name, "scale_stats", (("G_TYPE", g),))
-    choices = (_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS)
-    for element, mode, block_m, cluster in itertools.product(*choices):
-        if (element, block_m) != ("limbs", 256):
-            for keeps in (False, True) if mode == "training" else (False,):
-                yield _plan.forward_sm90(element, mode, block_m, cluster, keeps)
-    for element, block_m, cluster in itertools.product(("float16", "bfloat16"), _plan.BLOCKS_M, _plan.CLUSTERS):
-        for x_across in (False, True):  # dx and dw of the backward
-            if not x_across or block_m // cluster >= _plan.COLUMN:
-                yield _plan.forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
-    yield from (_plan.split_limbs(k) for k in (_plan.SPLIT_WIDTH, _plan.SPLIT_WIDTH + 1))
-    yield from _plan.column_kernels()
-
-
-def fold_kernel(t: str) -> Kernel:
-    return Kernel("fold", "fold", (("X_TYPE", t),))
+    yield from (kernel for kernel in _plan.every_kernel() if arch is None or kernel.arch in (None, arch))
 
 
 def _options(kernel: Kernel) -> tuple[str, ...]:

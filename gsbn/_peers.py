@@ -207,9 +207,9 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
     device, kind = xp.cuda.Device().id, kind_of(x)
     assert kind is not None
-    at = [_forward.matrix_of(kind.view(a)) for a in (x, weight, g)]
+    x_at, w_at, y_at = (_forward.matrix_of(kind.view(a)) for a in (x, weight, g))
     shape = (case.batch, case.out_features, case.in_features)
-    p = _plan.Matmul(*shape, case.dtype, _kernels.gpu(device), *at)
+    p = _plan.Matmul(*shape, case.dtype, _kernels.gpu(device), x_at, w_at, y_at)
     try:
         _plan.gemm_for(p, precision=case.precision, gemm="sm90", capturing=False)
     except ValueError as error:

@@ -72,7 +72,7 @@ def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tu
 def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for forward_sm90's x, weight and y: boxes of 128 bytes by the rows of a
     transfer, which are rows of k where an operand lies across it."""
-    m, n, k, dtype, _, x, w, y = p
+    m, n, k, dtype, _, x, w, y, _ = p
     if one.limbs is not None:
         pitch = one.limbs.pitch
         return [

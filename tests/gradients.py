@@ -24,11 +24,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from harness import DTYPES, Kind, place, poisoned_allocations, without_out
+from harness import ANY, DTYPES, Kind, place, poisoned_allocations, without_out
 from tolerance import FLUSHED, arithmetic, roundoff
 
 import gsbn
 from gsbn import Gradients, reference
+from gsbn._backward import backward_within
+from gsbn._plan import Limits
 
 NAMES = Gradients._fields
 VECTORS = NAMES[2:]
@@ -47,6 +49,7 @@ def backward(
     layouts: Mapping[str, str] | None = None,
     needs: tuple[str, ...] = NAMES,
     products: str | None = None,
+    limits: Limits = ANY,
     **options: Any,
 ) -> dict[str, np.ndarray | None]:
     """``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must hold of every call.
@@ -68,7 +71,7 @@ def backward(
     dy_placed = place(kind, dy, layouts.get("dy", "C"))
     before = [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]
     with poisoned_allocations(kind):
-        got = gsbn.backward(dy_placed.view, saved, needs=needs, sms=options.get("sms"))
+        got = backward_within(limits, dy_placed.view, saved, needs=needs, sms=options.get("sms"))
     assert isinstance(got, Gradients)
     assert not dy_placed.disturbed(kind)
     assert before == [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import gsbn
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -26,6 +28,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 WRITTEN = (*STATISTICS, "out")
 LAYOUTS = ("C", "F", "strided", "negative", "unaligned", "padded")
 GUARD = 64  # elements on each side of a buffer: whole 128-byte lines, so that a guard does not change the alignment
+ANY = Limits()  # the planner's own choice
 BAND = 512  # bytes on each side of what a call allocates, for the same reason
 
 
@@ -195,6 +198,7 @@ def forward(
     layouts: Mapping[str, str] | None = None,
     *,
     prepared: bool = False,
+    limits: Limits = ANY,
     **options: Any,
 ) -> Outcome:
     """``gsbn.forward`` on placed copies of ``arrays``, the weight prepared or not; checks what must hold of every call.
@@ -206,7 +210,7 @@ def forward(
     if prepared:
         views["weight"] = gsbn.prepare(views["weight"], options.get("precision", "highest"))
     with poisoned_allocations(kind):
-        y = gsbn.forward(**views, **options)
+        y = forward_within(limits, **views, **options)
 
     assert type(y) is type(views["x"])
     assert y.dtype == views["x"].dtype

@@ -19,7 +19,9 @@ from test_forward_gpu import capture, exact_training, new_stream, refused_by_sm9
 from tolerance import TF32, assert_within, norm_error
 
 import gsbn
-from gsbn import _plan, reference
+from gsbn import reference
+from gsbn._plan import Limits
+from gsbn._plan.backward import FUSED_ROWS
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -66,17 +68,13 @@ def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fused_rows", [0, 512], ids=["two passes", "fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("shape", [(3000, 64, 40), (130, 2050, 70), (70, 33, 2100), (2, 1, 1), (1200, 264, 520)])
-def test_long_sides(
-    shape: tuple[int, int, int], fused_rows: int, dtype: str, training: bool, gemm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if fused_rows and shape[0] > fused_rows:
+def test_long_sides(shape: tuple[int, int, int], fused: bool, dtype: str, training: bool, gemm: str) -> None:
+    if fused and shape[0] > FUSED_ROWS:
         pytest.skip("too many rows for one CTA")
-    monkeypatch.setattr(_plan, "FUSED_ROWS", fused_rows)
-    monkeypatch.setattr(gsbn._backward, "_calls", {})
-    arrays = Case(shape, dtype, training).arrays()
-    assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training)
+    arrays, limits = Case(shape, dtype, training).arrays(), Limits(fused=fused)
+    assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training, limits=limits)
 
 
 @pytest.mark.parametrize("name", GPU_KINDS)

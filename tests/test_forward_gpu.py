@@ -31,7 +31,8 @@ from strategies import Case, cases
 from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
 
 import gsbn
-from gsbn import _plan, reference
+from gsbn import reference
+from gsbn._plan.gemm import MAX_TERMS
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -196,7 +197,7 @@ def test_long_sums_are_as_accurate_as_torchs(dtype: str, factor: int, positive: 
     """The contract's rule where tensor cores have cut off most, in y, dx (a sum over O) and dweight (over B)."""
     import torch
 
-    terms = min(factor * _plan.MAX_TERMS[dtype], 2**20)
+    terms = min(factor * MAX_TERMS[dtype], 2**20)
     t, eps = getattr(torch, dtype), float(np.finfo(np.float32).eps) * 2 ** (13 if dtype == "float16" else 16)
     torch.manual_seed(0)
 

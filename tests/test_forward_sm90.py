@@ -15,6 +15,10 @@ from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundo
 
 import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS
+from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -37,17 +41,10 @@ def hopper() -> None:
         pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
 
 
-@pytest.fixture(params=["any", *itertools.product(_plan.BLOCKS_M, _plan.CLUSTERS)], ids=str)
-def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The planner's own choice of a tile, and each tile for all shapes."""
-    if request.param != "any":
-        monkeypatch.setattr(_plan, "BLOCKS_M", request.param[:1])
-        monkeypatch.setattr(_plan, "CLUSTERS", request.param[1:])
-        _plan.plan.cache_clear()
-        gsbn._forward._calls.clear()
-    yield request.param
-    _plan.plan.cache_clear()
-    gsbn._forward._calls.clear()
+@pytest.fixture(params=[None, *itertools.product(BLOCKS_M, CLUSTERS)], ids=str)
+def tile(request: pytest.FixtureRequest) -> Any:
+    """The planner's own choice of a tile, None, and each tile for all shapes."""
+    return request.param
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -57,10 +54,11 @@ def test_every_tile_is_right(
     shape: tuple[int, int, int], dtype: str, precision: str, training: bool, tile: Any
 ) -> None:
     limbs = (dtype, precision) == ("float32", "highest")
-    if limbs and tile[0] == 256:
+    if limbs and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
     arrays = Case(shape, dtype, training).arrays()
-    got = forward(kind_of("cupy"), arrays, training=training, gemm="sm90", precision=precision)
+    options = {"training": training, "gemm": "sm90", "precision": precision}
+    got = forward(kind_of("cupy"), arrays, limits=Limits(sm90=tile), **options)
     truth = reference.forward(**without_out(arrays), training=training)
     operand = TF32 if dtype == "float32" else 0.0
     limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
@@ -73,15 +71,15 @@ def test_every_tile_keeps_what_a_backward_needs(
     shape: tuple[int, int, int], dtype: str, precision: str, tile: Any
 ) -> None:
     """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
-    if (dtype, precision) == ("float32", "highest") and tile[0] == 256:
+    if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
         pytest.skip("so few rows are kept in float64")
     arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, dtype, True).arrays()).items()}
     alone = {name: a.copy() for name, a in arrays.items()}
     options = {"training": True, "gemm": "sm90", "precision": precision}
-    y, saved = gsbn.forward(**arrays, **options, return_saved=True)
-    gsbn.forward(**alone, **options)
+    y, saved = forward_within(Limits(sm90=tile), **arrays, **options, return_saved=True)
+    forward_within(Limits(sm90=tile), **alone, **options)
     for name, a in arrays.items():  # the running statistics, and what may not be written
         assert_same_bits(a.get(), alone[name].get())
 
@@ -131,7 +129,7 @@ def test_products_of_integers_are_exact(
     shape: tuple[int, int, int], across: tuple[bool, bool], dtype: str, tile: Any
 ) -> None:
     """The GEMM alone, as the backward takes it: operands along what is summed over, or across; NaN after each row."""
-    if across[0] and tile != "any" and tile[0] // tile[1] < _plan.COLUMN:
+    if across[0] and tile and tile[0] // tile[1] < _plan.COLUMN:
         pytest.skip("a CTA loads whole columns of x")
     (m, n, k), t, device = shape, DTYPES[dtype], cupy.cuda.Device().id
     rng = np.random.default_rng(0)
@@ -146,7 +144,7 @@ def test_products_of_integers_are_exact(
     c = padded(np.full((m, n), np.nan, t))
     at = [_plan.Matrix((o.shape[1], 1), True) for o in (a, b, c)]
     x_at, w_at = (where.T if turned else where for where, turned in zip(at, across, strict=False))
-    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2])
+    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2], Limits(sm90=tile))
     multiply = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
     multiply(a.data.ptr, b.data.ptr, c.data.ptr, cupy.cuda.get_current_stream().ptr)
     got = cupy.asnumpy(c)
@@ -163,13 +161,13 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-@pytest.mark.parametrize("block_m", _plan.BLOCKS_M)
-@pytest.mark.parametrize("element", _plan.ELEMENTS)
+@pytest.mark.parametrize("block_m", BLOCKS_M)
+@pytest.mark.parametrize("element", ELEMENTS_OF_KERNEL)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id
     for kernel in _kernels.all_kernels("sm_90a"):
         defines = dict(kernel.defines)
-        chosen = str(_plan.ELEMENTS[element]), str(block_m)
+        chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
             size, function = int(defines["CLUSTER"]), _kernels.launcher(kernel, device).pointer
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)

@@ -21,7 +21,8 @@ from test_forward_gpu import capture, new_stream, truth_and_bounds
 from tolerance import assert_outcome_within, assert_within, bounds
 
 import gsbn
-from gsbn import _kernels, _plan
+from gsbn import _kernels
+from gsbn._plan.gemm import CUBLAS_SMS
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -374,7 +375,7 @@ def test_a_limited_grid_does_all_the_work(
 ) -> None:
     if gemm == "sm90" and (dtype == "float64" or not training):
         pytest.skip("it keeps nothing for this backward")
-    if gemm == "cublas" and sms < _plan.CUBLAS_SMS:
+    if gemm == "cublas" and sms < CUBLAS_SMS:
         pytest.skip("cuBLAS cannot be held to so few")
     needs_hopper(gemm)
     arrays = Case(shape, dtype, training).arrays()

@@ -19,14 +19,12 @@ from gsbn import _driver, _kernels
 from gsbn._plan import (
     C_TYPE,
     FEW_ROWS,
-    FUSED_CTAS,
-    FUSED_ROWS,
     INT32_MAX,
     ITEMSIZE,
-    MAX_TERMS,
     SM90_BLOCK_N,
     Device,
     LimbGemm,
+    Limits,
     Matmul,
     Matrix,
     OneLaunch,
@@ -36,6 +34,8 @@ from gsbn._plan import (
     column_kernels,
     plan,
 )
+from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
+from gsbn._plan.gemm import MAX_TERMS, candidates
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -437,6 +437,24 @@ def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
     assert (auto.x.gemm, auto.x.copy) == ("cublas", False)
     assert asked.weight.p.x.strides == (1, asked.pitch)
     assert asked.across == 0
+
+
+def test_a_choice_can_be_limited() -> None:
+    """What tests, sweeps and benches ask for instead of the cheapest; a limit that leaves nothing is passed over."""
+    p = contiguous(1000, 1032, 136)
+    tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
+    assert len(tiles) == 8
+    for tile in tiles:
+        one = plan(p._replace(limits=Limits(sm90=tile)), training=True, gemm="sm90").one
+        assert one is not None and (one.block_m, one.cluster) == tile
+    limbs = contiguous(1000, 1032, 136, "float32")._replace(limits=Limits(sm90=(256, 2)))
+    one = plan(limbs, training=True, gemm="sm90").one
+    assert one is not None and one.block_m < 256
+    small = plan(p._replace(limits=Limits(tiled=(32, 32, 2, 2))), training=True, gemm="tiled")
+    assert dict(small.gemm_kernel.defines)["BLOCK_M"] == "32"  # type: ignore[union-attr]
+    for fused in (True, False):
+        decided = backward_plan(p._replace(limits=Limits(fused=fused)), training=True, needs=FIELDS, ldd=1032)
+        assert decided.fused == fused
 
 
 def test_few_features_take_clusters_of_one() -> None:

@@ -14,7 +14,6 @@ racecheck does not know that a release and an acquire on a counter in shared mem
     reports of forward_sm90 is `constants` (inference) and `coef` (training), which such counters guard.
 """
 
-import dataclasses
 import sys
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _accuracy, _backward, _forward, _gradients, _interop, _kernels, _peers, _plan, _sm90, bench, reference
+from gsbn import _accuracy, _gradients, _interop, _kernels, _plan, _sm90, reference
+from gsbn._backward import backward_within
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
@@ -46,9 +49,10 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(shape, dtype, gemm, training, precision="highest", keeps=False):
+def forward(limits, shape, dtype, gemm, training, precision="highest", keeps=False):
     host, native = operands(shape, dtype)
-    y = gsbn.forward(**native, training=training, precision=precision, gemm=gemm, return_saved=keeps)
+    options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps}
+    y = forward_within(limits, **native, **options)
     want = reference.forward(**host, training=training)
     if keeps:
         y, saved = y
@@ -57,29 +61,23 @@ def forward(shape, dtype, gemm, training, precision="highest", keeps=False):
     agree(y, want.y)
 
 
-def tiled(dtype, g_type, tile):
-    before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
-    for training in (True, False):
-        forward((300, 40, 45), dtype, "tiled", training)  # with scale_stats in three splits, running_affine, normalize
-    _plan.TILES = before
+def tiled(dtype, tile):
+    for training in (True, False):  # with scale_stats in three splits, running_affine, normalize
+        forward(Limits(tiled=tile), (300, 40, 45), dtype, "tiled", training)
 
 
-def backward(dtype, g_type, tile, gemm, precision="highest"):
-    before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
-    fused_rows = _plan.FUSED_ROWS
+def backward(dtype, tile, gemm, precision="highest"):
     host, native = operands((300, 40, 45), dtype)
     dy = _gradients.draw_dy(np, _accuracy.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
-        _, saved = gsbn.forward(**native, **options, return_saved=True)
+        _, saved = forward_within(Limits(tiled=tile), **native, **options, return_saved=True)
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
         want = reference.backward(dy, **taken, training=training)
-        for _plan.FUSED_ROWS in (0, fused_rows):  # two launches, and one
-            _backward._calls.clear()
-            got = gsbn.backward(cp.asarray(dy), saved)
+        for fused in (False, True):  # two launches, and one
+            got = backward_within(Limits(tiled=tile, fused=fused), cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
                 agree(getattr(got, name), getattr(want, name))
-    _plan.TILES = before
 
 
 def fold(dtype):
@@ -91,47 +89,47 @@ def fold(dtype):
 
 def sm90(element, mode, block_m, cluster, keeps=False):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
-    _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
+    limits = Limits(sm90=(block_m, cluster))
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
-        return forward(shape, dtype, "sm90", mode == "training", precision, keeps)
-    o = _accuracy.make_operands(np, *shape, dtype)
-    x, weight = cp.asarray(o.x), cp.asarray(o.weight)
-    case = bench.Case(*shape, dtype, precision)
-    g, _, _ = _peers.make("gsbn-gemm", case, dataclasses.replace(o, x=x, weight=weight), cp).outputs()
-    return agree(g, o.x.astype("f8") @ o.weight.astype("f8").T)
+        return forward(limits, shape, dtype, "sm90", mode == "training", precision, keeps)
+    return multiply(limits, shape, dtype, precision)
 
 
 def product_of(name, dtype, block_m, cluster):
     """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
-    _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
-    m, n, k = 2 * block_m - 8, 4 * _plan.SM90_BLOCK_N + 40, 136  # the last rows, features and k fill no tile
-    o = _accuracy.make_operands(np, m, k, n, dtype)
-    across = name == "dw"
-    a, b = (cp.ascontiguousarray(cp.asarray(at)) for at in (o.x.T if across else o.x, o.weight.T))
+    shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows, k and features fill no tile
+    multiply(Limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_across=name == "dw", w_across=True)
+
+
+def multiply(limits, shape, dtype, precision, *, x_across=False, w_across=False):
+    """forward_sm90's GEMM alone."""
+    m, k, n = shape
+    o = _accuracy.make_operands(np, *shape, dtype)
+    a, b = (cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_across), (o.weight, w_across)))
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
     device = cp.cuda.Device().id
-    a_at = a_at.T if across else a_at
-    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), a_at, b_at.T, _plan.Matrix((n, 1), True))
-    multiply = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
-    multiply(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
+    a_at, b_at = a_at.T if x_across else a_at, b_at.T if w_across else b_at
+    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), a_at, b_at, _plan.Matrix((n, 1), True), limits)
+    launch = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", precision), device)
+    launch(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
     agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
 
 
 def variants():
     """Names, and what runs them."""
-    for dtype, g_type in ((d, "double" if d == "float64" else "float") for d in _plan.C_TYPE):
+    for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
-        for tile in _plan.TILES[g_type]:
-            yield f"tiled {dtype} {tile[0]}", tiled, (dtype, g_type, tile)
-            yield f"backward {dtype} {tile[0]}", backward, (dtype, g_type, tile, "tiled")
-    yield "backward limbs", backward, ("float32", "float", _plan.TILES["float"][0], "sm90")
-    yield "backward tf32", backward, ("float32", "float", _plan.TILES["float"][0], "cublas", "high")
+        for tile in TILES["double" if dtype == "float64" else "float"]:
+            yield f"tiled {dtype} {tile[0]}", tiled, (dtype, tile)
+            yield f"backward {dtype} {tile[0]}", backward, (dtype, tile, "tiled")
+    yield "backward limbs", backward, ("float32", None, "sm90")
+    yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
-    for choice in tuple(product(_plan.ELEMENTS, _plan.MODES, _plan.BLOCKS_M, _plan.CLUSTERS, (False, True))):
+    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS, (False, True))):
         if _plan.forward_sm90(*choice) in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             yield "sm90 {} {} {}x{}".format(*choice) + " keeps" * choice[-1], sm90, choice
-    for choice in product(("dx", "dw"), ("float16", "bfloat16"), _plan.BLOCKS_M, _plan.CLUSTERS):
+    for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
         if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:
             yield "sm90 {} {} {}x{}".format(*choice), product_of, choice
@@ -167,9 +165,6 @@ def main():
             clear = CLEAR and of_hopper
             cp.empty = cp.zeros if clear else new
             kind.scratch, kind.maker = (clear_scratch, clear_maker) if clear else (scratch, maker)
-            _plan.plan.cache_clear()
-            _forward._calls.clear()
-            _backward._calls.clear()
             NAME = name
             run(*choice)
             count += 1

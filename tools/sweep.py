@@ -2,6 +2,7 @@
 
 python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON a problem
 python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
+python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
 tiles, named BLOCK_MxCLUSTER, the portable path on cuBLAS, and PyTorch eager beside them. Times are of the device, calls
@@ -9,17 +10,25 @@ back to back behind a kernel that keeps it busy while the host enqueues; each ch
 """
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gsbn import _forward, _kernels, _plan
+from gsbn import _kernels, _plan
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.cost import cublas_us, split_us
+from gsbn._plan.gemm import tile_of
+from gsbn._plan.h200 import H200
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS
 
 DTYPES = {
     "bfloat16": ("bfloat16", "high"),
@@ -27,7 +36,7 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
-TILES = [(block_m, cluster) for block_m in _plan.BLOCKS_M for cluster in _plan.CLUSTERS]
+TILES = list(product(BLOCKS_M, CLUSTERS))
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
@@ -91,8 +100,6 @@ def measure(limit, skip, dtypes):
     began = time.monotonic()
     import torch
 
-    import gsbn
-
     compile_all(dtypes)
     print(f"compiled after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     cycles = 2_000_000  # a millisecond for the host to enqueue in
@@ -116,16 +123,8 @@ def measure(limit, skip, dtypes):
             cycles = min(2 * cycles, 20_000_000)
 
     def forced(call, tile):
-        """The same call with one tile to choose from, and a memory of its own for it."""
-        own = {}
-
-        def run():
-            _forward._calls = own
-            return call("cublas" if tile is None else "sm90")
-
-        if tile is not None:
-            _plan.BLOCKS_M, _plan.CLUSTERS = (tile[0],), (tile[1],)
-        _plan.plan.cache_clear()
+        """The same call with one tile to choose from; cuBLAS for None."""
+        run = partial(call, Limits(sm90=tile), "cublas" if tile is None else "sm90")
         run()
         return run
 
@@ -142,8 +141,8 @@ def measure(limit, skip, dtypes):
         options = dict(bias=bias, gamma=gamma, beta=beta, running_mean=mean, running_var=var, training=training)
         y = torch.empty(b, o, device="cuda", dtype=x.dtype)
 
-        def ours(gemm, x=x, w=w, scale=scale, options=options, y=y, precision=precision):
-            return gsbn.forward(x, w, scale, precision=precision, gemm=gemm, out=y, **options)
+        def ours(limits, gemm, x=x, w=w, scale=scale, options=options, y=y, precision=precision):
+            return forward_within(limits, x, w, scale, precision=precision, gemm=gemm, out=y, **options)
 
         running = [a.to(x.dtype) for a in (mean, var)]
 
@@ -189,6 +188,68 @@ def judged(file):
     return lines
 
 
+def expected(line, rates):
+    """What the model says of every choice that was measured."""
+    p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
+    element, mode = _plan.element_for(p.dtype, precision), line["mode"]
+    found = {"cublas": cublas_us(p, element, mode == "training", keeps=False, rates=rates)}
+    for tile in TILES:
+        name = "{}x{}".format(*tile)
+        if name in line["us"]:
+            found[name] = tile_of(p, mode, element, *tile, rates=rates).us
+            found[name] += split_us(p, element, prepared=False, rates=rates)
+    return found
+
+
+def loss(lines, rates):
+    """How far the model is from the times that matter, those near a problem's best, and what its choices lose."""
+    total = 0.0
+    for line in lines:
+        us, model = line["us"], expected(line, rates)
+        best = min(us[name] for name in model)
+        total += sum(math.log(t / us[name]) ** 2 for name, t in model.items() if us[name] < 1.6 * best) / len(model)
+        total += 4 * math.log(us[min(model, key=model.get)] / best)
+    return total / len(lines)
+
+
+def scalars(rates):
+    """Every number of the rates: the field, the key within it (None for a field that is a number), the value."""
+    for field, value in rates._asdict().items():
+        if isinstance(value, dict):
+            yield from ((field, key, v) for key, v in value.items() if v)
+        elif isinstance(value, tuple):
+            yield from ((field, key, v) for key, v in enumerate(value))
+        else:
+            yield field, None, value
+
+
+def with_value(rates, field, key, value):
+    old = getattr(rates, field)
+    if isinstance(old, dict):
+        value = {**old, key: value}
+    elif isinstance(old, tuple):
+        value = (*old[:key], value, *old[key + 1 :])
+    return rates._replace(**{field: value})
+
+
+def fit(file, rounds=3):
+    """One number after the other, a few per cent up and down, for as long as the loss shrinks."""
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
+    rates, least = H200, loss(lines, H200)
+    print(f"loss {least:.5f}")
+    for turn in range(int(rounds)):
+        for field, key, value in list(scalars(rates)):
+            for factor in (1 + 0.08 / (turn + 1), 1 / (1 + 0.08 / (turn + 1))):
+                trial = with_value(rates, field, key, float(f"{value * factor:.3g}"))
+                if (of_trial := loss(lines, trial)) < least:
+                    rates, least = trial, of_trial
+        print(f"loss {least:.5f} after round {turn + 1}", flush=True)
+    path = Path(__file__).resolve().parents[1] / "gsbn" / "_plan" / "h200.py"
+    head = path.read_text().partition("H200 = ")[0]
+    fields = "".join(f"    {name}={value!r},\n" for name, value in rates._asdict().items())
+    path.write_text(f"{head}H200 = Rates(\n{fields})\n")
+
+
 def judge(file, most=15):
     lines = judged(file)
     print(f"{len(lines)} problems over {len({tuple(line['shape']) for line in lines})} shapes")
@@ -210,5 +271,7 @@ if __name__ == "__main__":
         measure(limit, skip, sys.argv[4:] or list(DTYPES))
     elif sys.argv[1:2] == ["judge"]:
         judge(sys.argv[2])
+    elif sys.argv[1:2] == ["fit"]:
+        fit(*sys.argv[2:4])
     else:
         sys.exit(__doc__)

@@ -1,0 +1,207 @@
+"""A backward call, decided: its passes, its two products, where things lie in its workspace."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .cost import ieee_us, limb_product_us
+from .gemm import (
+    MAX_TERMS,
+    LimbGemm,
+    OneLaunch,
+    cheapest_tile,
+    cublas_obstacle,
+    limb_gemm,
+    one_launch,
+    takes,
+    takes_limbs,
+    tiled,
+)
+from .h200 import H200
+from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
+from .variants import BLOCKS_M, CLUSTERS, RING_STEP, SM90_BLOCK_N, Kernel, backward_kernels
+
+__all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan"]
+
+SUMS_CTAS, DG_CTAS = 1, 2  # CTAs on an SM, of backward_sums and of backward_dg
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows, and CTAs on an SM, up to which backward_fused makes one launch of the two
+FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
+
+
+class Product(NamedTuple):
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
+
+    p: Matmul
+    gemm: str
+    copy: bool  # the GEMM cannot take b's strides: p has those of a copy
+    kernel: Kernel | None
+    grid: int
+    block: int
+    through: LimbGemm | None = None
+    one: OneLaunch | None = None
+
+
+class BackwardPlan(NamedTuple):
+    """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
+
+    sums: bool  # whether anything is made of sums, which backward_dg then merges
+    dg: bool  # whether dg is made
+    fused: bool  # all of that in one launch of sums_kernel
+    reads_d: bool
+    copy_dy: bool  # the kernels would not take these strides at speed
+    dy: Matrix
+    vector_dy: bool
+    pitch: int  # of dg
+    across: int  # the pitch of its transpose, which the GEMM of dw then reads; 0 for none
+    sums_grid: int
+    sums_rows: int
+    splits: int
+    dg_grid: int
+    dg_rows: int
+    dg_at: int
+    across_at: int
+    limbs_at: int  # one product's after the other's
+    workspace: int
+    sums_kernel: Kernel
+    dg_kernel: Kernel
+    x: Product | None  # dx = dg w
+    weight: Product | None  # dw = dgᵀ x
+
+
+def backward_plan(
+    p: Matmul,
+    *,
+    ldd: int,
+    training: bool,
+    needs: tuple[str, ...],
+    precision: str = "highest",
+    gemm: str = "auto",
+    capturing: bool = False,
+) -> BackwardPlan:
+    """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y, `ldd` the deviations' pitch.
+
+    Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
+    """
+    m, n, k, dtype, device, x, w, dy, limits = p
+    size = ITEMSIZE[dtype]
+    dg = "x" in needs or "weight" in needs
+    sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
+    copy_dy = dy.strides[1] not in (0, 1)
+    if copy_dy:
+        dy = Matrix((n, 1), True)
+
+    pitch = round_up(n, 16 // size)
+    # m, n, k of the two products; dg lies in rows of `pitch`
+    rows = Matrix((pitch, 1), True)
+    of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True), p.limits)
+    of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True), p.limits)
+    dx = _product("dx", of_x, precision, gemm, capturing) if "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None
+    across = 0
+    if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
+        across = round_up(m, 16 // size)
+        dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
+
+    blocks = ceil_div(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
+    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), RING_STEP)
+    row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), RING_STEP)
+    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
+    # what `needs` leaves out: the bits of the rest are the same.
+    columns = ceil_div(n, 64 // size)
+    fused = sums and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
+    fused = fused and (columns <= device.ctas(FUSED_CTAS) if limits.fused is None else limits.fused)
+    if fused or not sums:
+        splits = 0
+    dg_at = round_up(splits * 2 * ldd * 8, 256)  # after the sums of each split
+    across_at = round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    limbs_at = round_up(across_at + n * across * size, 256)
+    limbs_bytes = max(
+        (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
+    )
+    kept = kept_dtype(dtype, m, training=training)
+    sums_kernel, dg_kernel, fused_kernel = backward_kernels(dtype, kept, training=training, across=across > 0)
+    return BackwardPlan(
+        sums=sums,
+        dg=dg,
+        fused=fused,
+        reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
+        copy_dy=copy_dy,
+        dy=dy,
+        vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
+        pitch=pitch,
+        across=across,
+        sums_grid=device.grid(columns if fused else blocks * splits),
+        sums_rows=sums_rows,
+        splits=splits,
+        dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
+        dg_rows=dg_rows,
+        dg_at=dg_at,
+        across_at=across_at,
+        limbs_at=limbs_at,
+        workspace=limbs_at + limbs_bytes,
+        sums_kernel=fused_kernel if fused else sums_kernel,
+        dg_kernel=dg_kernel,
+        x=dx,
+        weight=dw,
+    )
+
+
+def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
+    """Which GEMM makes dx or dw."""
+    obstacle = cublas_obstacle(p, capturing)
+    if gemm == "cublas" and obstacle is not None:
+        raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
+    if _wants_limbs(p, precision, gemm, obstacle):
+        copy = 1 not in p.w.strides
+        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
+        return Product(p, "sm90", copy, None, 0, 0, limb_gemm(p))
+    if _wants_sm90(p, gemm, obstacle):
+        copy = not _lies_across(p)
+        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
+        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision))
+    if gemm != "tiled" and obstacle is None:
+        copy = not takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
+        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
+    copy = p.w.strides[0] != 1
+    if copy:
+        p = p._replace(w=Matrix((1, p.n), True))
+    return Product(p, "tiled", copy, *tiled(p, name))
+
+
+def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
+    """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    if not takes_limbs(p.dtype, precision, p.device) or p.n % 4 or max(p.m, p.n, p.k) > INT32_MAX // 2:
+        return False
+    if gemm != "auto":
+        return gemm == "sm90"
+    return obstacle is not None or (p.k >= 64 and limb_product_us(p, cheapest_tile(p, "gemm", "limbs").us) < ieee_us(p))
+
+
+def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
+    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot."""
+    if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
+        return False
+    if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
+        return False
+    if p.k > MAX_TERMS[p.dtype]:
+        return False
+    if gemm != "auto" or obstacle is not None:
+        return gemm in ("auto", "sm90")
+    return _lies_across(p) and (_fills_waves(p) or cheapest_tile(p, "gemm", p.dtype).us <= H200.cublas_host_us)
+
+
+def _fills_waves(p: Matmul) -> bool:
+    """Whether the largest tiles fill several waves: measured to beat cuBLAS, which cuts other shapes better."""
+    tile = cheapest_tile(p, "gemm", p.dtype)
+    resident = p.device.clusters(tile.cluster)
+    block_n = SM90_BLOCK_N * tile.cluster
+    waves = ceil_div(ceil_div(p.m, tile.block_m) * ceil_div(p.n, block_n), resident)
+    largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
+    return largest and waves > 1 and p.m * p.n >= FILL * waves * resident * tile.block_m * block_n
+
+
+def _lies_across(p: Matmul) -> bool:
+    """Whether forward_sm90 takes the weight, or x, as it lies across what is summed over."""
+    row, col = p.w.strides
+    return row == 1 and p.n <= col < 2**39 and p.w.aligned and col % 8 == 0

@@ -1,0 +1,96 @@
+"""What a path is expected to take, in us: so that the choice among paths is right rather than each time."""
+
+from __future__ import annotations
+
+from .h200 import H200
+from .problem import ITEMSIZE, Matmul, ceil_div
+from .rates import Rates
+from .variants import SM90_BLOCK_N
+
+__all__ = ["cublas_us", "ieee_us", "limb_product_us", "one_launch_us", "split_us"]
+
+
+def one_launch_us(
+    p: Matmul,
+    mode: str,
+    element: str,
+    block_m: int,
+    cluster: int,
+    waves: int,
+    clusters: int,
+    *,
+    keeps: bool,
+    rates: Rates = H200,
+) -> float:
+    """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
+
+    Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
+    wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
+    (inference) or for the others' statistics (training).
+    """
+    m, n, k, dtype, *_ = p
+    rows, ctas = ceil_div(m, block_m), clusters * cluster
+    limbs = 2 if element == "limbs" else 1
+    size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
+    loaded = limbs * ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
+    distinct = limbs * (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
+    stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
+    feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
+    if limbs == 1 and k * size % 128:
+        feed *= rates.off_line
+    products = 3 if element == "limbs" else 1
+    pace = [products * rates.mma_us * block_m, rates.step_us, feed]
+    if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
+        pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
+    step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
+    y = (
+        ctas
+        * block_m
+        * SM90_BLOCK_N
+        * ITEMSIZE[dtype]
+        * 1e-6
+        * (rates.off_line_y if n * ITEMSIZE[dtype] % 128 else 1.0)
+    )
+    y *= 1 + keeps  # g - m is written as y is
+    tile = ceil_div(k * size, 128) * step + rates.tile_us[mode] + y / rates.y_rate[mode]
+    warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # of features
+    if mode == "training":
+        merge = rates.merge_us.get(rows, rates.trip_us)
+        around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
+        later = max(tile + y / rates.parked_rate, rates.park_us)
+    else:
+        laying = ceil_div(warps, 3) if mode == "inference" else 0
+        around, later = rates.laying_us * laying, max(tile, rates.relaying_us * laying)
+    us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
+    return us
+
+
+def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
+    """What comes before the one launch."""
+    if element != "limbs":
+        return 0.0
+    return rates.limb_us + (p.m + (0 if prepared else p.n)) * p.k * 8e-6 / rates.limb_rate
+
+
+def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Rates = H200) -> float:
+    """A forward by cuBLAS and two launches more."""
+    m, n, k, dtype, device, *_ = p
+    size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
+    cold = g > 0.8 * rates.l2_mb
+    us = rates.cublas_call_us[training] + (rates.ieee_call_us if element == "limbs" else 0.0)
+    us += 2 * m * n * k / (rates.cublas_flops[element] * device.sms / 132)
+    us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
+    return us + (g / rates.g_rate[cold] if training else 0.0)
+
+
+def limb_product_us(p: Matmul, one_us: float, rates: Rates = H200) -> float:
+    """A product through limbs whose operands may lie across what is summed over, its GEMM alone taking `one_us`."""
+    columns = 8e-6 * p.k * (p.m * (p.x.strides[1] != 1) + p.n * (p.w.strides[1] != 1))
+    return (
+        one_us + split_us(p, "limbs", prepared=False, rates=rates) + 2 * rates.limb_us + columns / 2 / rates.limb_rate
+    )
+
+
+def ieee_us(p: Matmul, rates: Rates = H200) -> float:
+    """A float32 product by cuBLAS in IEEE arithmetic."""
+    return 2 * p.m * p.n * p.k / (rates.cublas_flops["limbs"] * p.device.sms / 132) + rates.ieee_call_us

@@ -1,0 +1,197 @@
+"""A forward call, decided: its GEMM, its passes, where things lie in its workspace."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from .cost import cublas_us, split_us
+from .gemm import (
+    LimbGemm,
+    OneLaunch,
+    cheapest_tile,
+    cublas_obstacle,
+    limb_gemm,
+    one_launch,
+    parking_obstacle,
+    sm90_obstacle,
+    takes,
+    tiled,
+)
+from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
+from .variants import THREADS, WARPS, Kernel, element_for, normalize, running_affine, scale_stats
+
+__all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
+
+SAVED_ROWS = 7  # O-vectors that a forward keeps for its backward
+STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
+NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
+
+
+class Keep(NamedTuple):
+    """The B x O array that a forward keeps for its backward."""
+
+    dtype: str
+    is_g: bool  # g is computed in it
+
+
+class Plan(NamedTuple):
+    """A forward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
+
+    gemm: str
+    why: str
+    copy_x: bool  # the GEMM cannot take these strides
+    copy_w: bool
+    y_is_g: bool  # g is computed in y's memory and normalised in place
+    vector_y: bool
+    ldg: int
+    stats_grid: int
+    stats_rows: int
+    splits: int
+    affine_grid: int
+    normalize_grid: int
+    normalize_rows: int
+    affine: int
+    partials: int
+    tickets: int
+    tickets_bytes: int
+    g: int
+    workspace: int
+    gemm_kernel: Kernel | None
+    gemm_grid: int
+    gemm_block: int
+    stats_kernel: Kernel
+    affine_kernel: Kernel
+    normalize_kernel: Kernel
+    one: OneLaunch | None
+    through: LimbGemm | None  # float32's g, where one launch does not serve
+    limbs_at: int
+    keep: Keep | None
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    p: Matmul,
+    *,
+    training: bool,
+    precision: str = "highest",
+    gemm: str = "auto",
+    capturing: bool = False,
+    prepared: bool = False,
+    saved: bool = False,
+    cumulative: bool = False,
+) -> Plan:
+    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
+    running statistics are averages over all batches.
+
+    Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
+    """
+    chosen, why = gemm_for(
+        p, precision=precision, gemm=gemm, capturing=capturing, training=training, prepared=prepared, saved=saved
+    )
+    m, n, k, dtype, device, x, w, y, _ = p
+    g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
+    y_size = ITEMSIZE[dtype]
+
+    vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
+    # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
+    if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
+        y_is_g = False
+    ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
+    keep, fused = None, chosen == "sm90" and parking_obstacle(p) is None
+    if saved:
+        kept = kept_dtype(dtype, m, training=training)
+        keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
+
+    blocks = ceil_div(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
+    splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_STEP)
+    row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_STEP)
+
+    affine = 0
+    partials = round_up(affine + 5 * ldg * g_size, 256)
+    tickets = round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
+    tickets_bytes = blocks * 4 if training and splits > 1 else 0
+    g = round_up(tickets + tickets_bytes, 256)
+    workspace = g + (0 if y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
+
+    kernel, grid, block, one = None, 0, 0, None
+    if chosen == "tiled":
+        kernel, grid, block = tiled(p, "forward")
+    through, limbs_at = None, round_up(workspace, 256)
+    if chosen == "sm90" and not fused:
+        a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
+        through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
+        workspace = limbs_at + through.workspace
+    elif fused:
+        one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved, cumulative=cumulative)
+    limbs = one is not None and one.limbs is not None
+    return Plan(
+        gemm=chosen,
+        why=why,
+        copy_x=1 not in x.strides if through else not takes(limbs, chosen, x, m, k, y_size),
+        copy_w=1 not in w.strides if through else not takes(limbs, chosen, w, n, k, y_size),
+        y_is_g=y_is_g,
+        vector_y=vector_y,
+        ldg=ldg,
+        stats_grid=device.grid(blocks * splits),
+        stats_rows=stats_rows,
+        splits=splits,
+        affine_grid=device.grid(ceil_div(n, THREADS)),
+        normalize_grid=device.grid(blocks * row_blocks),
+        normalize_rows=normalize_rows,
+        affine=affine,
+        partials=partials,
+        tickets=tickets,
+        tickets_bytes=tickets_bytes,
+        g=g,
+        workspace=workspace,
+        gemm_kernel=kernel,
+        gemm_grid=grid,
+        gemm_block=block,
+        stats_kernel=scale_stats(dtype),
+        affine_kernel=running_affine(dtype),
+        normalize_kernel=normalize(dtype, keep.dtype if keep is not None and training else None),
+        one=one,
+        through=through,
+        limbs_at=limbs_at,
+        keep=keep,
+    )
+
+
+def gemm_for(
+    p: Matmul,
+    *,
+    precision: str,
+    gemm: str,
+    capturing: bool,
+    training: bool = True,
+    prepared: bool = False,
+    saved: bool = False,
+) -> tuple[str, str]:
+    """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    obstacles = {
+        "sm90": sm90_obstacle(p, precision, training, saved),
+        "cublas": cublas_obstacle(p, capturing),
+        "tiled": None,
+    }
+    if gemm != "auto":
+        obstacle = obstacles[gemm]
+        if obstacle is not None:
+            raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
+        return gemm, "asked for"
+    if obstacles["sm90"] is obstacles["cublas"] is None:
+        element = element_for(p.dtype, precision)
+        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
+            return "cublas", "more accurate, or faster, for few features"
+        ours = cheapest_tile(p, _mode(training), element, keeps=saved).us + split_us(p, element, prepared=prepared)
+        few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
+        if few_rows or cublas_us(p, element, training, keeps=saved) < ours:
+            return "cublas", "its GEMM cuts this shape better than tiles of one launch"
+    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
+    better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
+    return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "inference"

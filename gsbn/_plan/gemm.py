@@ -1,0 +1,294 @@
+"""A product of two matrices: which kernels can make it, and how each would."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from .cost import one_launch_us
+from .h200 import H200
+from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, Matrix, ceil_div, kept_dtype, round_up
+from .rates import Rates
+from .variants import (
+    BLOCKS_M,
+    CLUSTERS,
+    COLUMN,
+    SM90_BLOCK_N,
+    SPLIT_WIDTH,
+    THREADS,
+    TILES,
+    Kernel,
+    element_for,
+    forward_sm90,
+    gemm_tiled,
+    split_limbs,
+)
+
+__all__ = [
+    "CUBLAS_SMS",
+    "MAX_TERMS",
+    "LimbGemm",
+    "Limbs",
+    "OneLaunch",
+    "Tile",
+    "candidates",
+    "cheapest_tile",
+    "column_grids",
+    "copy_grid",
+    "cublas_obstacle",
+    "limb_gemm",
+    "limbs",
+    "one_launch",
+    "parking_obstacle",
+    "sm90_obstacle",
+    "takes",
+    "takes_limbs",
+    "tile_of",
+    "tiled",
+]
+
+COPY_TILE = 64  # rows and columns of an item of copy_matrix
+CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
+PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
+# Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
+# the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
+MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
+
+
+class Limbs(NamedTuple):
+    """float32 operands as two float16 limbs, by split_limbs; offsets into the workspace in bytes."""
+
+    kernel: Kernel
+    grid: int
+    pitch: int  # bytes from row to row
+    x: int
+    w: int
+    x_exponents: int
+    w_exponents: int
+
+
+class OneLaunch(NamedTuple):
+    """A launch of forward_sm90, the whole forward or its GEMM alone; offsets and sizes in bytes."""
+
+    kernel: Kernel
+    cooperative: bool  # its CTAs wait for each other: all must be resident
+    element: str
+    limbs: Limbs | None
+    block_m: int
+    cluster: int
+    clusters: int
+    panel: int
+    merged: int
+    roll: int
+    workspace: int
+
+
+class LimbGemm(NamedTuple):
+    """A float32 GEMM c = a bᵀ through limbs; offsets and sizes in bytes."""
+
+    one: OneLaunch
+    split_grid: int  # of what lies in rows
+    a_maxima: int | None  # where those of its columns lie, if it lies across what is summed over
+    b_maxima: int | None
+    workspace: int
+
+
+class Tile(NamedTuple):
+    us: float
+    block_m: int
+    cluster: int
+    clusters: int
+
+
+def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> Tile:
+    """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
+    found = candidates(p, mode, element, keeps=keeps)
+    return min([tile for tile in found if (tile.block_m, tile.cluster) == p.limits.sm90] or found)
+
+
+def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> list[Tile]:
+    """All tiles that forward_sm90 can have, each with what it is expected to take."""
+    found = (tile_of(p, mode, element, *tile, keeps=keeps) for tile in itertools.product(BLOCKS_M, CLUSTERS))
+    return [tile for tile in found if tile is not None]
+
+
+def tile_of(
+    p: Matmul, mode: str, element: str, block_m: int, cluster: int, *, keeps: bool = False, rates: Rates = H200
+) -> Tile | None:
+    """What forward_sm90 would take with this tile, and the clusters of its grid; None where it cannot have it."""
+    if element == "limbs" and block_m == 256:
+        return None  # no room for sums beside its accumulators
+    if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
+        return None
+    tiles, resident = ceil_div(p.m, block_m) * ceil_div(p.n, SM90_BLOCK_N * cluster), p.device.clusters(cluster)
+    if resident == 0:
+        return None
+    waves = ceil_div(tiles, resident)
+    # As few clusters as need no more waves: the power that the others would draw goes to these.
+    clusters = ceil_div(tiles, waves)
+    us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, rates=rates)
+    return Tile(us, block_m, cluster, clusters)
+
+
+def one_launch(
+    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False, cumulative: bool = False
+) -> OneLaunch:
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too.
+
+    CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
+    read the count of batches that one raises.
+    """
+    m, n, k = p.m, p.n, p.k
+    element = element_for(p.dtype, precision)
+    _, block_m, cluster, clusters = cheapest_tile(p, mode, element, keeps=keeps)
+    rows, blocks = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N)
+    merged = roll = workspace = 0
+    if mode != "gemm":  # which has neither statistics nor flags
+        merged = rows * blocks * SM90_BLOCK_N * 16
+        roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
+        workspace = roll + round_up(8 * (1 + clusters * cluster), 256)
+    split = limbs(m, 0 if prepared else n, k, workspace, p.device) if element == "limbs" else None
+    if split is not None:
+        workspace = split.w_exponents + (0 if prepared else 4 * n)
+    return OneLaunch(
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element)),
+        cooperative=mode == "training" and (rows > 1 or cumulative),
+        element=element,
+        limbs=split,
+        block_m=block_m,
+        cluster=cluster,
+        clusters=clusters,
+        panel=_panel(p, mode, element),
+        merged=merged,
+        roll=roll,
+        workspace=workspace,
+    )
+
+
+def _panel(p: Matmul, mode: str, element: str) -> int:
+    """Columns of blocks of features that clusters take together: x is then streamed less often, but more of w is."""
+    if mode == "gemm" and element != "limbs":
+        return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
+    return 1 if p.m <= 8192 else 2 if mode == "training" and element != "limbs" else 4
+
+
+def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
+    """Whether forward_sm90 reads x, and the weight, across what is summed over: in all other modes none lies so."""
+    if mode != "gemm" or element not in ("float16", "bfloat16"):
+        return False, False
+    return p.x.strides[1] != 1, p.w.strides[1] != 1
+
+
+def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
+    """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
+    pitch = 2 * round_up(k, 8)
+    w = start + round_up(2 * m * pitch, 256)
+    x_exponents = w + round_up(2 * n * pitch, 256)
+    return Limbs(
+        kernel=split_limbs(k),
+        grid=_split_grid(m + n, k, device),
+        pitch=pitch,
+        x=start,
+        w=w,
+        x_exponents=x_exponents,
+        w_exponents=x_exponents + round_up(4 * m, 256),
+    )
+
+
+def _split_grid(rows: int, k: int, device: Device) -> int:
+    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
+
+
+def limb_gemm(p: Matmul) -> LimbGemm:
+    """A float32 GEMM through limbs; operands lie along what is summed over, or across it, rows of y on 16 bytes."""
+    one = one_launch(p, "gemm", "highest")
+    a, b = (at.strides[1] != 1 for at in (p.x, p.w))
+    a_maxima = round_up(one.workspace, 256)
+    b_maxima = round_up(a_maxima + 4 * p.m * a, 256)
+    return LimbGemm(
+        one=one,
+        split_grid=_split_grid((0 if a else p.m) + (0 if b else p.n), p.k, p.device),
+        a_maxima=a_maxima if a else None,
+        b_maxima=b_maxima if b else None,
+        workspace=b_maxima + 4 * p.n * b,
+    )
+
+
+def column_grids(k: int, count: int, device: Device) -> tuple[int, int, int]:
+    """For k rows of `count` columns: column_maxima's grid and rows of an item, split_columns' grid."""
+    blocks = ceil_div(count, 128)
+    rows = round_up(ceil_div(k, max(1, 1024 // blocks)), 64)
+    return device.grid(blocks * ceil_div(k, rows)), rows, device.grid(ceil_div(count, 64) * ceil_div(k, 64))
+
+
+def copy_grid(rows: int, cols: int, device: Device) -> int:
+    return device.grid(ceil_div(rows, COPY_TILE) * ceil_div(cols, COPY_TILE))
+
+
+def cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
+    if max(p.m, p.n, p.k, *map(abs, p.x.strides), *map(abs, p.w.strides)) > INT32_MAX:
+        return "cuBLAS takes sizes below 2^31"
+    if p.dtype == "bfloat16" and p.device.capability < (8, 0):
+        return "cuBLAS has no bfloat16 below compute capability 8.0"
+    if p.device.limited and p.device.sms < CUBLAS_SMS:
+        return f"cuBLAS cannot be held to fewer than {CUBLAS_SMS} SMs"
+    return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
+
+
+def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
+    """Whether forward_sm90 takes operands of this dtype as limbs."""
+    return element_for(dtype, precision) == "limbs" and device.capability == (9, 0) and device.sm90a
+
+
+def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
+    m, n, k, dtype, device, x, w, y, _ = p
+    if device.capability != (9, 0) or not device.sm90a:
+        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
+    if dtype == "float64":
+        return "it has no float64"
+    size, limbs = ITEMSIZE[dtype], element_for(dtype, precision) == "limbs"
+    if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
+        return "the copy engine takes smaller sizes"
+    if saved and not training:
+        # The sums over g see all of its error that has one sign: what tensor cores cut off.
+        return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
+    if saved and kept_dtype(dtype, m, training=True) != dtype:
+        return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
+    if limbs:  # they have a pitch of their own, and their g need not lie in y
+        return None
+    if k > MAX_TERMS[element_for(dtype, precision)]:
+        return f"beyond {MAX_TERMS[element_for(dtype, precision)]} input features its sums lose digits"
+    if k * size % 16:  # what is copied has rows of k elements
+        return "rows of x and weight must be multiples of 16 bytes"
+    return parking_obstacle(p)
+
+
+def parking_obstacle(p: Matmul) -> str | None:
+    """Why forward_sm90 cannot work in y's memory."""
+    y, size = p.y, ITEMSIZE[p.dtype]
+    if not y.aligned or y.strides[1] != 1 or y.strides[0] < p.n or y.strides[0] * size % 16:
+        return "rows of y must start on 16 bytes"
+    if p.n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
+        return "rows of y must be multiples of 16 bytes"
+    return None
+
+
+def takes(limbs: bool, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
+    """Whether the GEMM reads these strides as they are."""
+    row, col = operand.strides
+    if gemm == "tiled" or limbs:
+        return col == 1
+    if gemm == "sm90":
+        return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0
+    return (col == 1 and row >= k) or (row == 1 and col >= rows)
+
+
+def tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
+    """The largest tile that still gives every SM one; failing that, the smallest."""
+    choices = TILES["double" if p.dtype == "float64" else "float"]
+    for tile in (p.limits.tiled,) if p.limits.tiled in choices else choices:
+        block_m, block_n, thread_m, thread_n = tile
+        grid = ceil_div(p.m, block_m) * ceil_div(p.n, block_n)
+        if grid >= p.device.sms:
+            break
+    return gemm_tiled(p.dtype, tile, product), p.device.grid(grid), (block_m // thread_m) * (block_n // thread_n)

@@ -1,0 +1,133 @@
+"""What a plan depends on: a product of two matrices, where its operands lie, and the GPU that it runs on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = [
+    "C_TYPE",
+    "FEW_ROWS",
+    "INT32_MAX",
+    "ITEMSIZE",
+    "SPLITS",
+    "Device",
+    "Limits",
+    "Matmul",
+    "Matrix",
+    "ceil_div",
+    "kept_dtype",
+    "round_up",
+    "split_rows",
+]
+
+INT32_MAX = 2**31 - 1
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
+SPLITS = 64  # CTAs at most that share a column block of scale_stats or backward_sums: merging them takes time
+# Up to so many rows 16-bit calls keep deviations in float64, and their backward computes in it. Of B rows dg has B - 2
+# dimensions left, into which the rounding of d turns a part of the other two: about sqrt(2 / (B - 2)) roundings of dg;
+# of two rows eps / var is left, of which float32 would keep a digit or two. Simulated on normal data, 16-bit deviations
+# pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
+FEW_ROWS = 16
+
+
+class Device(NamedTuple):
+    """A GPU, or a context's share of it, as far as a plan depends on it."""
+
+    capability: tuple[int, int]
+    sms: int
+    sm90a: bool = True  # NVRTC can compile for it
+    pairs: int | None = (
+        None  # clusters of two CTAs, each with an SM to itself, that are there at once; None for sms / 2
+    )
+    limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
+
+    def at_most(self, sms: int | None) -> Device:
+        """The same for a call that may occupy so many SMs. Who holds the others may have broken a pair with each."""
+        if sms is None or sms >= self.sms:
+            return self
+        pairs = min(sms // 2, max(0, self.clusters(2) - (self.sms - sms)))
+        return self._replace(sms=sms, pairs=pairs, limited=True)
+
+    @property
+    def target(self) -> int:
+        """How many SMs cuBLAS shall take; 0 for all."""
+        return self.sms if self.limited else 0
+
+    def clusters(self, size: int) -> int:
+        """How many clusters of 1 or 2 CTAs, each with an SM to itself, are resident at once."""
+        return self.sms if size == 1 else self.sms // 2 if self.pairs is None else self.pairs
+
+    def ctas(self, of_an_sm: int) -> int:
+        """CTAs that fill the GPU. They spread over all SMs before any gets a second."""
+        return self.sms if self.limited else of_an_sm * self.sms
+
+    def grid(self, items: int) -> int:
+        """CTAs for so many items of work."""
+        return min(items, self.sms) if self.limited else items
+
+
+class Matrix(NamedTuple):
+    """Where a 2-D operand lies: strides in elements, and whether its first element is on 16 bytes."""
+
+    strides: tuple[int, int]
+    aligned: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], strides: tuple[int, int], aligned: bool) -> Matrix:
+        """With the strides of dimensions of size 1, which mean nothing, made those of a C-contiguous array."""
+        col = strides[1] if shape[1] > 1 else 1
+        return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
+
+    @property
+    def T(self) -> Matrix:
+        return self._replace(strides=self.strides[::-1])
+
+
+class Limits(NamedTuple):
+    """What the planner's choice is limited to, for whoever wants another than the cheapest: tests, sweeps, benches.
+
+    A limit that leaves a product no choice is passed over.
+    """
+
+    sm90: tuple[int, int] | None = None  # forward_sm90's rows in a tile, and CTAs in a cluster
+    tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
+    fused: bool | None = None  # the backward's passes in one launch where its rows allow it, or never
+
+
+class Matmul(NamedTuple):
+    """g = x wᵀ and where its result goes, as far as a plan depends on it: x (m, k), w (n, k), y (m, n)."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    device: Device
+    x: Matrix
+    w: Matrix
+    y: Matrix
+    limits: Limits = Limits()
+
+
+def kept_dtype(dtype: str, rows: int, *, training: bool) -> str:
+    """What a forward keeps for its backward, g - m in training and g in inference: its dtype for an x of `dtype`.
+
+    In inference a float16 g overflows, and there are no statistics to scale it by.
+    """
+    if ITEMSIZE[dtype] > 2:
+        return dtype
+    return "float32" if not training else dtype if rows > FEW_ROWS else "float64"
+
+
+def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
+    """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps."""
+    rows = round_up(ceil_div(m, max(1, ctas // blocks)), step)
+    return ceil_div(m, rows), rows
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b

@@ -1,0 +1,38 @@
+"""What a GPU takes for what the kernels do: the constants of the cost model, each of which a fit may change."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Rates"]
+
+
+class Rates(NamedTuple):
+    """In us and MB; a "step" of forward_sm90 is 128 bytes of k. `cost` says how they enter."""
+
+    mma_us: float  # of a step, for each row of x
+    step_us: float  # of a step, whatever is in it
+    shared_us: float  # 128 bytes in or out of shared memory, in a GEMM alone
+    l2_rate: float  # MB/us of all that the CTAs load
+    memory_rate: float  # MB/us of what differs among them, where it comes from memory
+    off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
+    off_line_y: float  # and where rows of y do not
+    tile_us: dict[str, float]  # beginning and end of a tile, by mode
+    y_rate: dict[str, float]  # MB/us, by mode
+    parked_rate: float  # MB/us of tiles that are finished later
+    call_us: dict[str, float]  # by mode
+    laying_us: float  # inference: a round of constants, 96 features by three warps
+    relaying_us: float  # and of a later tile
+    park_us: float  # training: a tile that waits, at least
+    merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
+    trip_us: float  # and of more rows
+    limb_us: float  # a launch that splits float32 into limbs
+    limb_rate: float  # MB/us of it
+    cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
+    ieee_call_us: float  # more than for a GEMM on tensor cores
+    cublas_call_us: dict[bool, float]  # of three launches, in training or not
+    cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
+    operand_rate: float  # MB/us of cuBLAS' operands
+    g_rate: tuple[float, float]  # MB/us of g by scale_stats: from L2, from memory
+    y_cublas_rate: tuple[float, float]  # MB/us of g and y by normalize: from L2, from memory
+    l2_mb: float  # of operands, and 0.8 times that of g, stay in L2

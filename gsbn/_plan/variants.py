@@ -1,0 +1,192 @@
+"""Every variant of every kernel that a plan may ask for: its file, its macros, its shared memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .problem import C_TYPE
+
+__all__ = [
+    "BLOCKS_M",
+    "CLUSTERS",
+    "COLUMN",
+    "ELEMENTS",
+    "MODES",
+    "RING_STEP",
+    "SM90_BLOCK_N",
+    "SM90_THREADS",
+    "SPLIT_WIDTH",
+    "THREADS",
+    "TILES",
+    "WARPS",
+    "Kernel",
+    "backward_kernels",
+    "column_kernels",
+    "copy_matrix",
+    "element_for",
+    "every_kernel",
+    "fill_sm",
+    "fold",
+    "forward_sm90",
+    "gemm_tiled",
+    "normalize",
+    "running_affine",
+    "scale_stats",
+    "split_limbs",
+]
+
+WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
+THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
+RING_STEP = 4 * WARPS  # rows that a CTA of backward_sums or backward_dg has on their way at once
+ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
+MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
+BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
+CLUSTERS = (2, 1)  # CTAs that share an x tile
+SM90_BLOCK_N = 128
+COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
+SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
+TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
+    "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
+    "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
+}
+
+
+class Kernel(NamedTuple):
+    """One compiled variant: the function of this name in kernels/<file>.cu, compiled with these macros."""
+
+    name: str
+    file: str
+    defines: tuple[tuple[str, str], ...]
+    arch: str | None = None  # where only one will do
+    shared: int = 0  # bytes of dynamic shared memory
+
+
+def every_kernel() -> Iterator[Kernel]:
+    """All variants; what is compiled ahead of time."""
+    for dtype, product in itertools.product(C_TYPE, ("forward", "dx", "dw")):
+        for tile in TILES["double" if dtype == "float64" else "float"]:
+            yield gemm_tiled(dtype, tile, product)
+    for dtype in C_TYPE:
+        yield fold(dtype)
+        wide = "float64" if dtype == "float64" else "float32"
+        kept_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
+        for training, kept in [(False, wide), *((True, kept) for kept in sorted(kept_in_training))]:
+            yield from backward_kernels(dtype, kept, training=training)
+            if dtype == "float32":
+                yield backward_kernels(dtype, kept, training=training, across=True)[1]
+        yield from (normalize(dtype, kept) for kept in (None, *sorted(kept_in_training)))
+        yield from (scale_stats(dtype), running_affine(dtype))
+    yield from map(copy_matrix, (2, 4, 8))
+    yield fill_sm(0)
+    for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
+        if (element, block_m) != ("limbs", 256):
+            for keeps in (False, True) if mode == "training" else (False,):
+                yield forward_sm90(element, mode, block_m, cluster, keeps)
+    for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
+        for x_across in (False, True):  # dx and dw of the backward
+            if not x_across or block_m // cluster >= COLUMN:
+                yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
+    yield from (split_limbs(k) for k in (SPLIT_WIDTH, SPLIT_WIDTH + 1))
+    yield from column_kernels()
+
+
+def scale_stats(dtype: str) -> Kernel:
+    """The variant of scale_stats for an x of this dtype."""
+    return Kernel("scale_stats", "scale_stats", (("G_TYPE", "double" if dtype == "float64" else "float"),))
+
+
+def running_affine(dtype: str) -> Kernel:
+    """The variant of running_affine for an x of this dtype."""
+    return scale_stats(dtype)._replace(name="running_affine")
+
+
+def fold(dtype: str) -> Kernel:
+    """The variant of fold for a weight of this dtype."""
+    return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
+
+
+def normalize(dtype: str, kept: str | None = None) -> Kernel:
+    """The variant of normalize for a y of this dtype, and for keeping g - m in another, or in the same."""
+    defines = (("G_TYPE", "double" if dtype == "float64" else "float"), ("Y_TYPE", C_TYPE[dtype]))
+    return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+
+
+def copy_matrix(itemsize: int) -> Kernel:
+    """The variant of copy_matrix for elements of so many bytes."""
+    word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
+    return Kernel("copy_matrix", "copy_matrix", (("WORD_TYPE", word),))
+
+
+def fill_sm(shared: int) -> Kernel:
+    """What fills an SM with one CTA, if `shared` is all of its shared memory."""
+    return Kernel("fill_sm", "fill_sm", (), arch="sm_90a", shared=shared)
+
+
+def column_kernels() -> tuple[Kernel, Kernel]:
+    """What makes limbs of an operand that lies across what is summed over."""
+    maxima, columns = (Kernel(name, *split_limbs(SPLIT_WIDTH)[1:]) for name in ("column_maxima", "split_columns"))
+    return maxima, columns
+
+
+def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
+    """The variants of backward_sums, backward_dg and backward_fused for a dy of this dtype and what was kept."""
+    t, d = C_TYPE[dtype], C_TYPE[kept]
+    g = "double" if d == "double" else "float"
+    defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
+    sums, dg, fused = (Kernel(f"backward_{name}", "backward", defines) for name in ("sums", "dg", "fused"))
+    if across:
+        tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
+        dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
+    return sums, dg, fused
+
+
+def split_limbs(k: int) -> Kernel:
+    """The variant of split_limbs for rows of k elements."""
+    return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
+
+
+def forward_sm90(
+    element: str,
+    mode: str,
+    block_m: int,
+    cluster: int,
+    keeps: bool = False,
+    x_across: bool = False,
+    w_across: bool = False,
+) -> Kernel:
+    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
+
+    `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k.
+    """
+    limbs = 2 if element == "limbs" else 1
+    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
+    staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
+    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
+    shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
+    defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
+    defines |= {"CLUSTER": cluster, "KEEP": int(keeps), "X_ACROSS": int(x_across), "W_ACROSS": int(w_across)}
+    return Kernel(
+        "forward_sm90",
+        "forward_sm90",
+        tuple((name, str(value)) for name, value in defines.items()),
+        arch="sm_90a",
+        shared=shared,
+    )
+
+
+def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str) -> Kernel:
+    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x)."""
+    t = C_TYPE[dtype]
+    names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
+    defines = [("X_TYPE", t), ("G_TYPE", "double" if t == "double" else "float")]
+    defines += zip(names, map(str, tile), strict=True)
+    if product != "forward":
+        defines += [("C_TYPE", t), ("X_ACROSS", str(product == "dw").lower()), ("W_ACROSS", "true")]
+    return Kernel("gemm_tiled", "gemm_tiled", tuple(defines))
+
+
+def element_for(dtype: str, precision: str) -> str:
+    """What forward_sm90 makes of operands of a dtype: one of ELEMENTS."""
+    return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype
