@@ -70,7 +70,7 @@ def keep_alive(kind: Kind, stream: int, owners: tuple[Any, ...], prepared: Any =
     """
     identity, graph = _capture_of(stream)
     owners = tuple(owner for owner in owners if owner is not None)
-    if owners and kind.graph_keeps(owners[0], identity):
+    if kind.graph_keeps(owners, identity):
         owners = ()
     if prepared is not None:
         owners += (prepared,)

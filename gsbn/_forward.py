@@ -69,6 +69,9 @@ class Saved(NamedTuple):
     dtypes: tuple[str | None, str | None, str | None, str | None]
     versions: tuple[int | None, int | None] = (None, None)
 
+    def __reduce__(self) -> Any:
+        return Saved, self[:8]  # what is loaded or copied begins to count anew
+
 
 def forward(
     x: Any,

@@ -94,8 +94,8 @@ class Kind:
         """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
 
-    def graph_keeps(self, array: Any, capture: int) -> bool:
-        """Whether the library keeps a new array's memory for the graph of a capture, whatever becomes of the array."""
+    def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
+        """Whether the library keeps these new arrays' memory for the graph of a capture, whatever becomes of them."""
         return False
 
     def version(self, array: Any) -> int | None:
@@ -310,11 +310,16 @@ class _TorchCuda(_Torch):
         memory = like_it.new_empty(nbytes)
         return memory, memory.data_ptr()
 
-    def graph_keeps(self, array: Any, capture: int) -> bool:
+    def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
         # Within torch's own capture memory comes from a pool of the graph's; within another's, from the common one.
-        if self._asked[0] != capture:
-            self._asked = capture, self._is_of_a_graph(array.data_ptr())
-        return self._asked[1]
+        pointer = next(filter(None, (array.data_ptr() for array in arrays)), 0)
+        if pointer == 0:
+            return True  # no memory at all
+        asked, found = self._asked
+        if asked != capture:
+            found = self._is_of_a_graph(pointer)
+            self._asked = capture, found
+        return found
 
     def _is_of_a_graph(self, pointer: int) -> bool:
         try:

@@ -5,6 +5,8 @@ An error names its argument, says what was expected and what came, and comes bef
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -228,6 +230,8 @@ def test_what_was_saved_has_changed_since(torch_kind: Kind, name: str) -> None:
         gsbn.backward(dy, saved)
     _, saved = gsbn.forward(**call, return_saved=True)
     assert gsbn.backward(dy, saved).x.isfinite().all()
+    for copied in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):  # whose tensors count anew
+        assert gsbn.backward(dy, copied).x.isfinite().all()
     with torch.inference_mode():  # which counts nothing
         call = {n: a for n, a in arguments(torch_kind).items() if n != "out"}
         _, saved = gsbn.forward(**call, return_saved=True)
