@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _capture, _check, _kernels, _plan, reference
+from . import _capture, _check, _declared, _kernels, _plan, reference
 from ._copy import Copy
 from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
 from ._forward import Saved, matrix_of
@@ -19,6 +19,7 @@ from .reference import Gradients
 __all__ = ["Gradients", "backward", "backward_within"]
 
 VECTORS = Gradients._fields[2:]
+TO_VECTORS = tuple(f"to_{name}" for name in VECTORS)  # as the kernels call them
 
 
 def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None) -> Gradients:
@@ -197,14 +198,12 @@ def _prepare_call(
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
     made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    problem = np.zeros(1, _kernels.PROBLEM)
-    problem["m"], problem["n"], problem["k"] = m, n, k
     makers = [
         None if dtype is None else kind.maker(shape, saved.x, dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)
     ]
     if m == 0:
-        return _Call(None, problem, shapes, dtypes, makers)  # type: ignore[arg-type]
+        return _Call(None, _declared.problem(), shapes, dtypes, makers)  # type: ignore[arg-type]
 
     ldd = saved.deviations.shape[1]
     gpu = _kernels.gpu(device).at_most(sms)
@@ -217,14 +216,21 @@ def _prepare_call(
         gemm=saved.gemm,
         capturing=capturing,
     )
-    fields = dict(
-        ldx=plan.pitch, ldw=plan.across, ldg=ldd, y_row=plan.dy.strides[0], y_col=plan.dy.strides[1], splits=plan.splits
+    problem = _declared.problem(
+        m=m,
+        n=n,
+        k=k,
+        ldx=plan.pitch,
+        ldw=plan.across,
+        ldg=ldd,
+        y_row=plan.dy.strides[0],
+        y_col=plan.dy.strides[1],
+        stats_rows=plan.sums_rows,
+        normalize_rows=plan.dg_rows,
+        splits=plan.splits,
+        flags=_declared.flags(vector_y=plan.vector_dy),
+        **{name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype},
     )
-    flags = _kernels.FLAGS["vector_y"] * plan.vector_dy
-    fields |= dict(stats_rows=plan.sums_rows, normalize_rows=plan.dg_rows, flags=flags)
-    fields |= {name: 8 + _kernels.KINDS[dtypes[2 + i]] for i, name in enumerate(VECTORS) if dtypes[2 + i]}  # type: ignore[index]
-    for name, value in fields.items():
-        problem[name] = value
     call = _Call(plan, problem, shapes, dtypes, makers)
     if plan.copy_dy:
         call.copy_dy = Copy(kind, dy, saved.x, device, gpu)
@@ -233,9 +239,11 @@ def _prepare_call(
     if plan.x is not None and plan.x.copy:
         call.copy_w = Copy(kind, weight, saved.x, device, gpu)
     if plan.sums:
-        call.launch_sums = _kernels.launcher(plan.sums_kernel, device)
+        words = ("dy", "d", "saved", "dg", *TO_VECTORS) if plan.fused else ("dy", "d", "saved", "workspace")
+        call.launch_sums = _kernels.launcher(plan.sums_kernel, device, words)
     if (plan.sums or plan.dg) and not plan.fused:
-        call.launch_dg = _kernels.launcher(plan.dg_kernel, device)
+        words = ("dy", "d", "saved", "workspace", "dg", "across", *TO_VECTORS)
+        call.launch_dg = _kernels.launcher(plan.dg_kernel, device, words)
     for product in (plan.x, plan.weight):
         if product is not None:
             call.products.append((product, _product(product, x.dtype, saved.precision, device)))
@@ -251,12 +259,11 @@ def _product(product: _plan.Product, dtype: str, precision: str, device: int) ->
         return Sm90Gemm(p, product.one, device)
     if product.kernel is None:
         return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False, sms=p.device.target)
-    problem, size = np.zeros(1, _kernels.PROBLEM), _plan.ITEMSIZE[dtype]
     ldx, ldw = max(p.x.strides), p.w.strides[1]
-    flags = _kernels.FLAGS["vector_x"] + _kernels.FLAGS["vector_w"] * (p.w.aligned and ldw * size % 16 == 0)
-    for name, value in dict(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags).items():
-        problem[name] = value
-    return _kernels.launcher(product.kernel, device), problem, (problem.ctypes.data,)  # an address does not keep it
+    flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[dtype] % 16 == 0)
+    problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags)
+    launch = _kernels.launcher(product.kernel, device, ("x", "w", "g"))
+    return launch, problem, (problem.ctypes.data,)  # an address does not keep it
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ._interop import Kind
 
 __all__ = ["Copy"]
 
+WORDS = ("from", "row_stride", "col_stride", "to", "rows", "cols")
 _WORD = (1 << 64) - 1
 
 
@@ -22,7 +23,7 @@ class Copy:
         self._kind, self._make = kind, kind.maker((rows, cols), like)
         self._strides, self._shape = (row, col), (rows, cols)
         self._grid = _plan.copy_grid(rows, cols, gpu)
-        self._launch = _kernels.launcher(_plan.copy_matrix(view.itemsize), device)
+        self._launch = _kernels.launcher(_plan.copy_matrix(view.itemsize), device, WORDS)
 
     def __call__(self, at: int, stream: int) -> tuple[Any, int]:
         """The copy of the array that starts at this address, and its own."""

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _capture, _check, _kernels, _plan, _tma, reference
+from . import _capture, _check, _declared, _kernels, _plan, _tma, reference
 from ._copy import Copy
 from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
 from ._interop import Kind, Prepared, kind_of, kinds_of
-from ._limbs import Multiply
+from ._limbs import SPLIT_WORDS, Multiply
+from ._sm90 import SM90_WORDS
 
 __all__ = ["Saved", "fold", "forward", "forward_within", "matrix_of"]
 
@@ -30,6 +31,11 @@ ARRAYS = (
 )
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
+# The words of the kernels, as _launch passes them.
+STATS_WORDS = ("g", "workspace", *VECTORS, "num_batches_tracked", "saved")
+AFFINE_WORDS = ("workspace", *VECTORS, "g", "saved")
+NORMALIZE_WORDS = ("g", "y", "workspace", "num_batches_tracked", "deviations", "saved")
+FOLD_WORDS = ("w", "w_folded", "b_folded", *VECTORS)
 
 
 class Saved(NamedTuple):
@@ -377,26 +383,35 @@ def _prepare_call(
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
 
-    flags = _kernels.FLAGS
-    set_flags = (
-        flags["vector_x"] * (x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0)
-        + flags["vector_w"] * (w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0)
-        + flags["vector_y"] * plan.vector_y
-        + flags["cumulative"] * (momentum is None)
-        + flags["units"] * (plan.keep is not None and plan.keep.dtype == "float16")
-        + flags["alone"] * (plan.one is not None and not plan.one.cooperative)
+    flags = _declared.flags(
+        vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
+        vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
+        vector_y=plan.vector_y,
+        cumulative=momentum is None,
+        units=plan.keep is not None and plan.keep.dtype == "float16",
+        alone=plan.one is not None and not plan.one.cooperative,
     )
-    problem = np.zeros(1, _kernels.PROBLEM)
-    fields = dict(m=m, n=n, k=k, ldx=x_at.strides[0], ldw=w_at.strides[0], ldg=plan.ldg)
-    fields |= dict(y_row=y_at.strides[0], y_col=y_at.strides[1], splits=plan.splits, flags=set_flags)
-    fields |= dict(stats_rows=plan.stats_rows, normalize_rows=plan.normalize_rows)
-    fields |= dict(affine=plan.affine, partials=plan.partials, tickets=plan.tickets)
-    fields |= dict(panel=plan.one.panel if plan.one is not None else 0)
-    for name, value in fields.items():
-        problem[name] = value
-    for name in VECTORS:
-        problem[name] = _vector_code(views[name])
-    problem["momentum"], problem["eps"] = 0.0 if momentum is None else momentum, eps
+    problem = _declared.problem(
+        m=m,
+        n=n,
+        k=k,
+        ldx=x_at.strides[0],
+        ldw=w_at.strides[0],
+        ldg=plan.ldg,
+        y_row=y_at.strides[0],
+        y_col=y_at.strides[1],
+        stats_rows=plan.stats_rows,
+        normalize_rows=plan.normalize_rows,
+        splits=plan.splits,
+        panel=plan.one.panel if plan.one is not None else 0,
+        affine=plan.affine,
+        partials=plan.partials,
+        tickets=plan.tickets,
+        flags=flags,
+        **{name: _vector_code(views[name]) for name in VECTORS},
+        momentum=0.0 if momentum is None else momentum,
+        eps=eps,
+    )
 
     product = None
     if plan.gemm == "cublas":
@@ -422,9 +437,10 @@ def _prepare_call(
         call.copy_w = Copy(kind, weight, arrays[1], device, gpu)
     if plan.one is not None:
         one = plan.one
-        call.launch_one = _kernels.launcher(one.kernel, device, cooperative=one.cooperative)
+        words = SM90_WORDS if plan.keep is None else (*SM90_WORDS, "kept", "saved")
+        call.launch_one = _kernels.launcher(one.kernel, device, words, cooperative=one.cooperative)
         if one.limbs is not None:
-            call.launch_split = _kernels.launcher(one.limbs.kernel, device)
+            call.launch_split = _kernels.launcher(one.limbs.kernel, device, SPLIT_WORDS)
         boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
         if plan.keep is not None:
             rows, cols, _, *rest = boxes[-1]
@@ -435,9 +451,12 @@ def _prepare_call(
         p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
         call.multiply = Multiply(p, plan.through, device)
     if plan.gemm_kernel is not None:
-        call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device)
-    call.launch_affine = _kernels.launcher(plan.stats_kernel if call.training else plan.affine_kernel, device)
-    call.launch_normalize = _kernels.launcher(plan.normalize_kernel, device)
+        call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device, ("x", "w", "g"))
+    if call.training:
+        call.launch_affine = _kernels.launcher(plan.stats_kernel, device, STATS_WORDS)
+    else:
+        call.launch_affine = _kernels.launcher(plan.affine_kernel, device, AFFINE_WORDS)
+    call.launch_normalize = _kernels.launcher(plan.normalize_kernel, device, NORMALIZE_WORDS)
     return call
 
 
@@ -447,7 +466,7 @@ def matrix_of(view: Any) -> _plan.Matrix:
 
 
 def _vector_code(view: Any) -> int:
-    return 0 if view is None else view.strides[0] // view.itemsize * 8 + _kernels.KINDS[view.dtype]
+    return 0 if view is None else view.strides[0] // view.itemsize * 8 + _declared.kind_code(view.dtype)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -629,17 +648,14 @@ def fold(
         if at.strides[1] != 1:
             source = copied = kind.copy(source)
             at = _plan.Matrix((view.shape[1], 1), True)
-        problem = np.zeros(1, _kernels.PROBLEM)
-        problem["n"], problem["k"] = view.shape
-        problem["ldw"], problem["eps"] = at.strides[0], eps
-        for name in VECTORS:
-            problem[name] = _vector_code(views[name])
+        codes = {name: _vector_code(views[name]) for name in VECTORS}
+        problem = _declared.problem(n=view.shape[0], k=view.shape[1], ldw=at.strides[0], eps=eps, **codes)
         w, b = kind.empty(view.shape, source), kind.empty(view.shape[:1], source)
         stream = kind.stream(device)
         if is_capturing(stream):
             _capture.keep_alive(kind, stream, (w, b, copied))
         vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
-        launch = _kernels.launcher(_plan.fold(view.dtype), device)
+        launch = _kernels.launcher(_plan.fold(view.dtype), device, FOLD_WORDS)
         addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
         launch(view.shape[0], _plan.THREADS, (problem.ctypes.data,), addresses, stream)
     return w, b

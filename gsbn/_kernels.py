@@ -11,37 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import _device, _driver, _plan
+from ._declared import KERNEL_DIR, parameters, source
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "PROBLEM", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
-
-
-def _find() -> Path:
-    here = Path(__file__).resolve().parent
-    for folder in (here / "kernels", here.parent / "kernels"):  # in a wheel; in a checkout
-        if (folder / "common.cuh").is_file():
-            return folder
-    raise ImportError(f"gsbn: no kernels/ inside or beside {here}: reinstall gsbn")
-
-
-KERNEL_DIR = _find()
-
-# struct Problem of kernels/common.cuh, passed by value.
-PROBLEM = np.dtype(
-    [(name, np.int64) for name in ("m", "n", "k", "ldx", "ldw", "ldg", "y_row", "y_col")]
-    + [(name, np.int64) for name in ("stats_rows", "normalize_rows", "splits", "panel")]
-    + [(name, np.int64) for name in ("affine", "partials", "tickets", "flags")]
-    + [(name, np.int64) for name in ("bias", "scale", "gamma", "beta", "running_mean", "running_var")]
-    + [(name, np.float64) for name in ("momentum", "eps")]
-)
-FLAGS = {"vector_x": 1, "vector_w": 2, "vector_y": 4, "cumulative": 8, "units": 16, "alone": 32}
-KINDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
+__all__ = ["KERNEL_DIR", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
 
 
 @cache
@@ -66,11 +42,6 @@ def _options(kernel: Kernel) -> tuple[str, ...]:
         f"-DGSBN_DIGEST={digest()}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
     )
-
-
-@cache
-def _source(file: str) -> str:
-    return (KERNEL_DIR / f"{file}.cu").read_text(encoding="utf-8")
 
 
 @cache
@@ -165,8 +136,16 @@ _modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 _launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
 
 
-def launcher(kernel: Kernel, device: int, *, cooperative: bool = False) -> Launcher:
-    """The kernel, compiled if need be and loaded on a device, which must be the current one."""
+def launcher(
+    kernel: Kernel, device: int, words: tuple[str, ...] | None = None, *, cooperative: bool = False
+) -> Launcher:
+    """The kernel, compiled if need be and loaded on a device, which must be the current one.
+
+    `words` are the names of the parameters that the caller is going to pass, in this order: TypeError if the source
+    declares others.
+    """
+    if words is not None and words != parameters(kernel)[1]:
+        raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")
     found = _launchers.get((kernel, device, cooperative))
     if found is None:
         import cupy
@@ -174,7 +153,7 @@ def launcher(kernel: Kernel, device: int, *, cooperative: bool = False) -> Launc
         key = (kernel.file, kernel.defines)
         with _locks[key]:
             if key not in _modules:
-                _modules[key] = cupy.RawModule(code=_source(kernel.file), options=_options(kernel))
+                _modules[key] = cupy.RawModule(code=source(f"{kernel.file}.cu"), options=_options(kernel))
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
@@ -191,7 +170,7 @@ def compile_all(arch: str) -> dict[Kernel, bytes]:
     headers = find_nvidia_header_directory("cudart")
 
     def cubin(kernel: Kernel) -> bytes:
-        program = nvrtc.createProgram(_source(kernel.file), f"{kernel.file}.cu", (), ())
+        program = nvrtc.createProgram(source(f"{kernel.file}.cu"), f"{kernel.file}.cu", (), ())
         target = () if kernel.arch else (f"-arch={arch}",)
         try:
             nvrtc.compileProgram(program, (*_options(kernel), f"-I{headers}", "-ftz=true", *target))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from . import _kernels, _plan
+from . import _declared, _kernels, _plan
 from ._device import cuda
 from ._sm90 import Sm90Gemm
 
-__all__ = ["Multiply"]
+__all__ = ["SPLIT_WORDS", "Multiply"]
+
+SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
 
 
 class Multiply:
@@ -17,15 +17,13 @@ class Multiply:
     def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, device: int) -> None:
         assert gemm.one.limbs is not None
         self._limbs, self._gemm = gemm.one.limbs, gemm
-        self._problem = np.zeros(1, _kernels.PROBLEM)
-        fields = dict(m=p.m, n=p.n, k=p.k, ldx=p.x.strides[0], ldw=p.w.strides[0])
-        flags = _kernels.FLAGS
-        fields["flags"] = flags["vector_x"] * _whole(p.x, 0) + flags["vector_w"] * _whole(p.w, 0)
-        for name, value in fields.items():
-            self._problem[name] = value
+        flags = _declared.flags(vector_x=_whole(p.x, 0), vector_w=_whole(p.w, 0))
+        self._problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=p.x.strides[0], ldw=p.w.strides[0], flags=flags)
         self._multiply = Sm90Gemm(p, gemm.one, device)
-        self._split = _kernels.launcher(self._limbs.kernel, device)
-        self._maxima, self._columns = (_kernels.launcher(kernel, device) for kernel in _plan.column_kernels())
+        self._split = _kernels.launcher(self._limbs.kernel, device, SPLIT_WORDS)
+        maxima, columns = _plan.column_kernels()
+        self._maxima = _kernels.launcher(maxima, device, ("a", "maxima"))
+        self._columns = _kernels.launcher(columns, device, ("a", "maxima", "limbs", "exponents"))
         self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x, p.device)
         self._of_b = None if gemm.b_maxima is None else _Columns(p.k, p.n, p.w, p.device)
 
@@ -58,10 +56,8 @@ class _Columns:
     def __init__(self, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device) -> None:
         self.count = count
         self.maxima_grid, stats_rows, self.grid = _plan.column_grids(k, count, gpu)
-        self.problem = np.zeros(1, _kernels.PROBLEM)
-        self.problem["m"], self.problem["n"], self.problem["ldx"] = k, count, at.strides[1]
-        self.problem["stats_rows"] = stats_rows
-        self.problem["flags"] = _kernels.FLAGS["vector_x"] * _whole(at, 1)
+        flags = _declared.flags(vector_x=_whole(at, 1))
+        self.problem = _declared.problem(m=k, n=count, ldx=at.strides[1], stats_rows=stats_rows, flags=flags)
 
 
 def _whole(at: _plan.Matrix, axis: int) -> bool:

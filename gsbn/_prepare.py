@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from . import _capture, _check, _kernels, _plan
+from . import _capture, _check, _declared, _kernels, _plan
 from ._device import is_capturing, on_device
 from ._interop import Prepared, kinds_of
+from ._limbs import SPLIT_WORDS
 
 __all__ = ["prepare"]
 
@@ -59,12 +58,11 @@ def prepare(weight: Any, precision: str = "highest") -> Prepared:
         if _plan.takes_limbs(view.dtype, precision, gpu := _kernels.gpu(device)):
             limbs = _plan.limbs(0, n, k, 0, gpu)
             owner, at = kind.scratch(limbs.w_exponents + 4 * n, prepared.weight)
-            problem = np.zeros(1, _kernels.PROBLEM)
-            problem["n"], problem["k"], problem["ldw"] = n, k, k
-            problem["flags"] = _kernels.FLAGS["vector_w"] * (view.pointer % 16 == 0 and k % 4 == 0)
+            flags = _declared.flags(vector_w=view.pointer % 16 == 0 and k % 4 == 0)
+            problem = _declared.problem(n=n, k=k, ldw=k, flags=flags)
             prepared.limbs = owner, at + limbs.w, at + limbs.w_exponents
             words = (0, 0, 0, view.pointer, *prepared.limbs[1:])
-            launch = _kernels.launcher(limbs.kernel, device)
+            launch = _kernels.launcher(limbs.kernel, device, SPLIT_WORDS)
             launch(limbs.grid, _plan.THREADS, (problem.ctypes.data,), words, stream)
         if is_capturing(stream):
             _capture.keep_alive(kind, stream, (prepared.weight, prepared.limbs and prepared.limbs[0]))

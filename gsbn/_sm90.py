@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-import numpy as np
+from . import _declared, _kernels, _plan, _tma
 
-from . import _kernels, _plan, _tma
+__all__ = ["SM90_WORDS", "Sm90Gemm"]
 
-__all__ = ["Sm90Gemm"]
+SM90_WORDS = (
+    "y",
+    "partial",
+    "merged",
+    "roll",
+    "bias",
+    "scale",
+    "gamma",
+    "beta",
+    "running_mean",
+    "running_var",
+    "batches",
+    "x_exponents",
+    "w_exponents",
+)
 
 
 class Sm90Gemm:
@@ -14,12 +28,10 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
         self._grid = one.clusters * one.cluster
-        self._problem = np.zeros(1, _kernels.PROBLEM)
-        for name, value in dict(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel).items():
-            self._problem[name] = value
+        self._problem = _declared.problem(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel)
         self._at = self._problem.ctypes.data
         self._matrices = _tma.Matrices(_tma.map_arguments(one, p))
-        self._launch = _kernels.launcher(one.kernel, device)
+        self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS)
 
     def __call__(self, a: int, b: int, c: int, stream: int, a_exponents: int = 0, b_exponents: int = 0) -> None:
         _owners, maps = _tma.tensor_maps(self._matrices, a, b, c)  # the owners live until the launch is made

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gsbn import _kernels
+from gsbn import _backward, _copy, _declared, _forward, _kernels, _limbs, _sm90
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -35,6 +35,52 @@ def test_every_name_is_a_global_function_of_its_file() -> None:
     for kernel in _kernels.all_kernels():
         source = (_kernels.KERNEL_DIR / f"{kernel.file}.cu").read_text(encoding="utf-8")
         assert re.search(rf"__global__[^;{{]*\b{kernel.name}\s*\(", source), kernel
+
+
+def test_python_passes_what_the_sources_declare() -> None:
+    """By name and in order; on a GPU every preparation of a call asks the same."""
+    backward = ("dy", "d", "saved")
+    passed = {
+        "gemm_tiled": ("x", "w", "g"),
+        "fold": _forward.FOLD_WORDS,
+        "scale_stats": _forward.STATS_WORDS,
+        "running_affine": _forward.AFFINE_WORDS,
+        "normalize": _forward.NORMALIZE_WORDS,
+        "backward_sums": (*backward, "workspace"),
+        "backward_dg": (*backward, "workspace", "dg", "across", *_backward.TO_VECTORS),
+        "backward_fused": (*backward, "dg", *_backward.TO_VECTORS),
+        "split_limbs": _limbs.SPLIT_WORDS,
+        "column_maxima": ("a", "maxima"),
+        "split_columns": ("a", "maxima", "limbs", "exponents"),
+        "copy_matrix": _copy.WORDS,
+        "fill_sm": (),
+    }
+    for kernel in _kernels.all_kernels():
+        by_value, words = _declared.parameters(kernel)
+        keeps = dict(kernel.defines).get("KEEP") == "1"
+        if kernel.name == "forward_sm90":
+            assert words == (*_sm90.SM90_WORDS, *(("kept", "saved") if keeps else ()))
+            assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
+        else:
+            assert words == passed[kernel.name], kernel
+            assert by_value == (() if kernel.name in ("copy_matrix", "fill_sm") else ("p",))
+
+
+def test_what_the_sources_do_not_declare_is_refused() -> None:
+    kernel = next(kernel for kernel in _kernels.all_kernels() if kernel.name == "fold")
+    with pytest.raises(TypeError, match=r"^fold takes \('w', 'w_folded', "):
+        _kernels.launcher(kernel, 0, ("w", "b_folded", "w_folded"))
+    with pytest.raises(TypeError, match="has no rows"):
+        _declared.problem(rows=1)
+    with pytest.raises(KeyError):
+        _declared.flags(vector_z=True)
+
+
+def test_a_problem_holds_its_fields() -> None:
+    record = _declared.problem(m=3, eps=0.5, flags=_declared.flags(vector_x=True, units=True, alone=False))
+    assert (record["m"][0], record["n"][0], record["eps"][0], record["flags"][0]) == (3, 0, 0.5, 1 + 16)
+    assert record.nbytes == 8 * len(record.dtype.names) == 8 * 24
+    assert [_declared.kind_code(dtype) for dtype in ("float32", "float64", "float16", "bfloat16")] == [1, 2, 3, 4]
 
 
 def test_every_kernel_waits_for_the_one_ahead() -> None:

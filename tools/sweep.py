@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn import _kernels, _plan
+from gsbn._declared import source
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import cublas_us, split_us
@@ -78,7 +79,7 @@ def planned(shape, dtype, mode):
 def compile_one(kernel):
     import cupy
 
-    cupy.RawModule(code=_kernels._source(kernel.file), options=_kernels._options(kernel)).compile()
+    cupy.RawModule(code=source(f"{kernel.file}.cu"), options=_kernels._options(kernel)).compile()
 
 
 def tiles(dtype):
