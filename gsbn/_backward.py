@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _capture, _check, _declared, _kernels, _plan, reference
-from ._copy import Copy
-from ._device import cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
+from . import _check, _declared, _kernels, _plan, reference
+from ._call import ABSENT, Call
+from ._device import gemm_arguments, is_capturing, is_current, on_device
 from ._forward import Saved, matrix_of
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
@@ -19,7 +20,7 @@ from .reference import Gradients
 __all__ = ["Gradients", "backward", "backward_within"]
 
 VECTORS = Gradients._fields[2:]
-TO_VECTORS = tuple(f"to_{name}" for name in VECTORS)  # as the kernels call them
+ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
 def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None) -> Gradients:
@@ -115,24 +116,25 @@ def _backward(
             return _backward(kind, dy, saved, wanted, sms, limits)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    call = key = None
+    found = key = None
     pointers: list[int] = []
     try:
         signature, pointers = kind.read((dy, *saved[:4]))
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
         key = (signature, saved[4:8], wanted, sms, aligned, capturing, limits)
-        call = _calls.get(key)
+        found = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
-    if call is None:
+    if found is None:
         views = _views(kind, dy, saved)
-        call = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
+        found = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
-            _calls[key] = call
+            _calls[key] = found
     _check_versions(kind, saved)
-    return _launch(call, kind, dy, saved, pointers, stream, capturing)
+    made = found.call.run(saved.x, pointers, stream, capturing)
+    return Gradients(*(None if place is None else made[place] for place in found.places))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -162,24 +164,14 @@ def _check_versions(kind: Kind, saved: Saved) -> None:
 _MAX_CALLS = 1024
 
 
-class _Call:
-    """A backward call, ready but for its addresses."""
+class _Backward(NamedTuple):
+    """A backward call, ready but for its addresses, and the places of its gradients among what it makes."""
 
-    def __init__(
-        self, plan: _plan.BackwardPlan, problem: Any, shapes: list[Any], dtypes: list[str | None], makers: list[Any]
-    ) -> None:
-        self.plan, self.problem = plan, problem
-        self.values = (problem.ctypes.data,)
-        self.shapes, self.dtypes, self.makers = shapes, dtypes, makers  # of the gradients; None is not made
-        self.copy_dy: Copy | None = None
-        self.copy_x: Copy | None = None
-        self.copy_w: Copy | None = None
-        self.launch_sums: Any = None
-        self.launch_dg: Any = None
-        self.products: list[tuple[_plan.Product, Any]] = []  # with what _product made of it
+    call: Call
+    places: list[int | None]
 
 
-_calls: dict[Any, _Call] = {}
+_calls: dict[Any, _Backward] = {}
 
 
 def _prepare_call(
@@ -191,19 +183,26 @@ def _prepare_call(
     device: int,
     capturing: bool,
     limits: _plan.Limits,
-) -> _Call:
+) -> _Backward:
     dy, x, weight = views["dy"], views["x"], views["weight"]
     (m, k), n = x.shape, weight.shape[0]
     given = (x.dtype, x.dtype, *saved.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
-    shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
     made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    makers = [
-        None if dtype is None else kind.maker(shape, saved.x, dtype)
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    ]
+    places = [made.index(name) if name in made else None for name in Gradients._fields]
+    call = Call(kind, device, ARGUMENTS)
+    shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
+    of = dict.fromkeys(Gradients._fields, ABSENT)
+    nbytes = {}
+    for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
+        if dtype is not None:
+            of[name] = call.make(f"gradient of {name}", shape, saved.x, dtype)
+            nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
     if m == 0:
-        return _Call(None, _declared.problem(), shapes, dtypes, makers)  # type: ignore[arg-type]
+        for name in made:
+            if nbytes[name]:
+                call.clear(of[name], nbytes[name])
+        return _Backward(call, places)
 
     ldd = saved.deviations.shape[1]
     gpu = _kernels.gpu(device).at_most(sms)
@@ -231,94 +230,47 @@ def _prepare_call(
         flags=_declared.flags(vector_y=plan.vector_dy),
         **{name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype},
     )
-    call = _Call(plan, problem, shapes, dtypes, makers)
-    if plan.copy_dy:
-        call.copy_dy = Copy(kind, dy, saved.x, device, gpu)
-    if plan.weight is not None and plan.weight.copy:
-        call.copy_x = Copy(kind, x, saved.x, device, gpu)
-    if plan.x is not None and plan.x.copy:
-        call.copy_w = Copy(kind, weight, saved.x, device, gpu)
-    if plan.sums:
-        words = ("dy", "d", "saved", "dg", *TO_VECTORS) if plan.fused else ("dy", "d", "saved", "workspace")
-        call.launch_sums = _kernels.launcher(plan.sums_kernel, device, words)
+    of_dy = call.copy("dy", dy, saved.x, gpu) if plan.copy_dy else "dy"
+    of_x = call.copy("x", x, saved.x, gpu) if plan.weight is not None and plan.weight.copy else "x"
+    of_w = call.copy("weight", weight, saved.x, gpu) if plan.x is not None and plan.x.copy else "weight"
+    call.workspace(plan.workspace)
+    dg = call.at(plan.dg_at) if plan.dg else ABSENT
+    to_vectors = {f"to_{name}": of[name] for name in VECTORS}
+    reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
+    if plan.fused:
+        call.launch(plan.sums_kernel, plan.sums_grid, problem, {**reads, "dg": dg, **to_vectors})
+    elif plan.sums:
+        call.launch(plan.sums_kernel, plan.sums_grid, problem, {**reads, "workspace": call.at(0)})
+    elif "bias" in made:  # in training, and nothing but zeros is wanted
+        call.clear(of["bias"], nbytes["bias"])
     if (plan.sums or plan.dg) and not plan.fused:
-        words = ("dy", "d", "saved", "workspace", "dg", "across", *TO_VECTORS)
-        call.launch_dg = _kernels.launcher(plan.dg_kernel, device, words)
-    for product in (plan.x, plan.weight):
+        reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": call.at(plan.across_at)}
+        call.launch(plan.dg_kernel, plan.dg_grid, problem, {**reads, **to_vectors})
+    across = call.at(plan.across_at) if plan.across else dg
+    for product, operands in ((plan.x, (dg, of_w, of["x"])), (plan.weight, (across, of_x, of["weight"]))):
         if product is not None:
-            call.products.append((product, _product(product, x.dtype, saved.precision, device)))
-    return call
+            _multiply(call, product, operands, call.at(plan.limbs_at), saved.precision, device)
+    return _Backward(call, places)
 
 
-def _product(product: _plan.Product, dtype: str, precision: str, device: int) -> Any:
-    """What a launch of this GEMM wants beside its addresses."""
+def _multiply(
+    call: Call, product: _plan.Product, operands: tuple[str, str, str], limbs: str, precision: str, device: int
+) -> None:
+    """The step that makes c of a and b, whose names these are."""
     p = product.p
     if product.through is not None:
-        return Multiply(p, product.through, device)
-    if product.one is not None:
-        return Sm90Gemm(p, product.one, device)
-    if product.kernel is None:
-        return gemm_arguments((p.m, p.n, p.k), p.x, p.w, p.n, dtype, precision, wide=False, sms=p.device.target)
-    ldx, ldw = max(p.x.strides), p.w.strides[1]
-    flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[dtype] % 16 == 0)
-    problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags)
-    launch = _kernels.launcher(product.kernel, device, ("x", "w", "g"))
-    return launch, problem, (problem.ctypes.data,)  # an address does not keep it
-
-
-# ---- launch ----------------------------------------------------------------------------------------------------------
-
-
-def _launch(
-    call: _Call, kind: Kind, dy: Any, saved: Saved, pointers: list[int], stream: int, capturing: bool
-) -> Gradients:
-    plan = call.plan
-    dy_at, x_at, w_at, d_at, saved_at = pointers
-    made = [None if make is None else make() for make in call.makers]
-    at = [0 if array is None else kind.pointer(array) for array in made]
-    if plan is None:  # an empty batch
-        for target, shape, dtype in zip(at, call.shapes, call.dtypes, strict=True):
-            if dtype is not None and 0 not in shape:
-                cuda().runtime.memsetAsync(target, 0, int(np.prod(shape)) * _plan.ITEMSIZE[dtype], stream)
-        return Gradients(*made)
-
-    dy_copy = x_copy = w_copy = None
-    if call.copy_dy is not None:
-        dy_copy, dy_at = call.copy_dy(dy_at, stream)
-    if call.copy_x is not None:
-        x_copy, x_at = call.copy_x(x_at, stream)
-    if call.copy_w is not None:
-        w_copy, w_at = call.copy_w(w_at, stream)
-    scratch, workspace = kind.scratch(plan.workspace, saved.x)
-    if capturing:
-        _capture.keep_alive(kind, stream, (*made, scratch, dy_copy, x_copy, w_copy))
-
-    dg_at = workspace + plan.dg_at
-    d_read = d_at if plan.reads_d else 0
-    if plan.fused:
-        words: tuple[int, ...] = (dy_at, d_read, saved_at, dg_at if plan.dg else 0, *at[2:])
-        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, words, stream)
-    elif plan.sums:
-        call.launch_sums(plan.sums_grid, _plan.THREADS, call.values, (dy_at, d_read, saved_at, workspace), stream)
-    elif at[2]:  # in training, and nothing but zeros is wanted
-        cuda().runtime.memsetAsync(at[2], 0, call.shapes[2][0] * _plan.ITEMSIZE[str(call.dtypes[2])], stream)
-    if call.launch_dg is not None:
-        words = (dy_at, d_at, saved_at, workspace, dg_at if plan.dg else 0, workspace + plan.across_at, *at[2:])
-        call.launch_dg(plan.dg_grid, _plan.THREADS, call.values, words, stream)
-    for product, how in call.products:
-        operands = (dg_at, w_at, at[0])
-        if product is plan.weight:
-            operands = (workspace + plan.across_at if plan.across else dg_at, x_at, at[1])
-        if product.through is not None:
-            how(*operands, workspace + plan.limbs_at, stream)
-        elif product.one is not None:
-            how(*operands, stream)
-        elif product.kernel is None:
-            gemm_ex(how, stream, *operands)
-        else:
-            launch, _, values = how
-            launch(product.grid, product.block, values, operands, stream)
-    return Gradients(*made)
+        call.multiply(Multiply(p, product.through, device), *operands, limbs)
+    elif product.one is not None:
+        call.multiply(Sm90Gemm(p, product.one, device), *operands)
+    elif product.kernel is None:
+        shape, sms = (p.m, p.n, p.k), p.device.target
+        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=False, sms=sms), *operands)
+    else:
+        ldx, ldw = max(p.x.strides), p.w.strides[1]
+        flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)
+        problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags)
+        passed = dict(zip(("x", "w", "g"), operands, strict=True))
+        call.launch(product.kernel, product.grid, problem, passed, product.block)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -157,14 +157,14 @@ class _Stream:
         return 0, self._pointer
 
 
-def gemm_ex(gemm: Gemm, stream: int, a: int, b: int, c: int) -> None:
-    """Launch it on a stream."""
+def gemm_ex(gemm: Gemm, operands: tuple[int, int, int], stream: int) -> None:
+    """Launch it on a stream, with the addresses of a, b and c."""
     found = cuda()
     if found.current_stream().ptr == stream:
-        _gemm_ex(gemm, found, a, b, c)
+        _gemm_ex(gemm, found, *operands)
     else:
         with found.cupy.cuda.Stream.from_external(_Stream(stream)):  # CuPy's cuBLAS follows CuPy's current stream
-            _gemm_ex(gemm, found, a, b, c)
+            _gemm_ex(gemm, found, *operands)
 
 
 def _gemm_ex(gemm: Gemm, found: Any, a: int, b: int, c: int) -> None:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _capture, _check, _declared, _kernels, _plan, _tma, reference
-from ._copy import Copy
-from ._device import Gemm, cuda, gemm_arguments, gemm_ex, is_capturing, is_current, on_device
+from . import _check, _declared, _kernels, _plan, _tma, reference
+from ._call import ABSENT, Call
+from ._device import gemm_arguments, is_capturing, is_current, on_device
 from ._interop import Kind, Prepared, kind_of, kinds_of
-from ._limbs import SPLIT_WORDS, Multiply
-from ._sm90 import SM90_WORDS
+from ._limbs import Multiply
 
 __all__ = ["Saved", "fold", "forward", "forward_within", "matrix_of"]
 
@@ -31,11 +30,7 @@ ARRAYS = (
 )
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
-# The words of the kernels, as _launch passes them.
-STATS_WORDS = ("g", "workspace", *VECTORS, "num_batches_tracked", "saved")
-AFFINE_WORDS = ("workspace", *VECTORS, "g", "saved")
-NORMALIZE_WORDS = ("g", "y", "workspace", "num_batches_tracked", "deviations", "saved")
-FOLD_WORDS = ("w", "w_folded", "b_folded", *VECTORS)
+PREPARED = ("limbs of weight", "exponents of weight")  # what a prepared weight brings
 
 
 class Saved(NamedTuple):
@@ -242,29 +237,35 @@ def _forward(
             return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    call = key = None
+    found = key = None
+    limbs = prepared is not None and prepared.limbs is not None
     try:
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        limbs = prepared is not None and prepared.limbs is not None
         types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
         key = (signature, options, types, aligned, capturing, limbs, read_only, limits)
-        call = _calls.get(key)
+        found = _calls.get(key)
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
-    if call is None:
+    if found is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
-        call = _prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
+        found = _prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
-            _calls[key] = call
-    elif call.may_overlap(pointers):
+            _calls[key] = found
+    elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    return _launch(call, kind, arrays, pointers, stream, capturing, prepared)
+    if limbs:
+        pointers += prepared.limbs[1:]  # type: ignore[union-attr, index]
+    made = found.call.run(arrays[0], pointers, stream, capturing, prepared)
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    y = arrays[-1] if found.y is None else made[found.y]
+    return y if found.dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], found.dtypes))
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -308,32 +309,15 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
 _MAX_CALLS, _MAX_APART = 1024, 64
 
 
-class _Call:
-    """A forward call, ready but for its addresses."""
+class _Forward:
+    """A forward call, ready but for its addresses, and what must hold of them."""
 
-    def __init__(self, plan: _plan.Plan, problem: Any, gemm: Gemm | None) -> None:
-        self.plan, self.problem, self.gemm = plan, problem, gemm
-        self.values = (problem.ctypes.data,)
-        self.shape, self.k = (int(problem["m"][0]), int(problem["n"][0])), int(problem["k"][0])
-        self.training = self.counts = False
-        self.options: tuple[Any, ...] = ()
+    def __init__(self, call: Call, dtypes: Any) -> None:
+        self.call, self.dtypes = call, dtypes  # of the vectors' gradients; None where nothing is saved
+        self.y: int | None = None  # which of the arrays that it makes; None if it is given
         self.spans: list[tuple[int, int, int]] = []
         self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
         self.written: list[int] = []
-        self.launch_one: Any = None
-        self.launch_split: Any = None
-        self.matrices: Any = None
-        self.launch_gemm: Any = None
-        self.multiply: Multiply | None = None
-        self.copy_x: Copy | None = None
-        self.copy_w: Copy | None = None
-        self.launch_affine: Any = None
-        self.launch_normalize: Any = None
-        self.workspace = 0
-        self.make_y: Any = None
-        self.make_deviations: Any = None
-        self.make_vectors: Any = None
-        self.dtypes: Any = None
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
@@ -351,7 +335,7 @@ class _Call:
         return False
 
 
-_calls: dict[Any, _Call] = {}
+_calls: dict[Any, _Forward] = {}
 
 
 def _prepare_call(
@@ -363,26 +347,26 @@ def _prepare_call(
     capturing: bool,
     prepared: Prepared | None,
     limits: _plan.Limits,
-) -> _Call:
+) -> _Forward:
     training, momentum, eps, precision, gemm, return_saved, sms = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     gpu = _kernels.gpu(device).at_most(sms)
     p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
+    limbs = prepared is not None and prepared.limbs is not None
     plan = _plan.plan(
         p,
         training=bool(training),
         precision=precision,
         gemm=gemm,
         capturing=capturing,
-        prepared=prepared is not None and prepared.limbs is not None,
+        prepared=limbs,
         saved=bool(return_saved),
         cumulative=momentum is None,
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
-
     flags = _declared.flags(
         vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
         vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
@@ -413,51 +397,74 @@ def _prepare_call(
         eps=eps,
     )
 
-    product = None
-    if plan.gemm == "cublas":
-        product = gemm_arguments((m, n, k), x_at, w_at, plan.ldg, x.dtype, precision, wide=True, sms=gpu.target)
-    call = _Call(plan, problem, product)
-    call.training, call.options = bool(training), options
-    call.workspace = plan.workspace if plan.one is None else plan.one.workspace
-    call.counts = call.training and views["num_batches_tracked"] is not None
-    call.written = [ARRAYS.index(name) for name in _check.written(views, training=call.training)]
-    call.spans = [
+    call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ())))
+    of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x else "x"
+    of_w = call.copy("weight", weight, arrays[1], gpu) if plan.copy_w else "weight"
+    y = "out" if out is not None else call.make("y", (m, n), arrays[0])
+    deviations = vectors = ABSENT
+    if plan.keep is not None:
+        deviations = call.make("deviations", (m, plan.ldg), arrays[0], plan.keep.dtype)
+        vectors = call.make("vectors", (_plan.SAVED_ROWS, n), arrays[0], "float64")
+    counts = training and views["num_batches_tracked"] is not None
+    count = "num_batches_tracked" if counts else ABSENT
+    own = {name: name for name in VECTORS}
+    if plan.one is not None:
+        one = plan.one
+        call.workspace(one.workspace)
+        exponents = (ABSENT, ABSENT)
+        if one.limbs is not None:
+            at_x, at_w = call.at(one.limbs.x), PREPARED[0] if limbs else call.at(one.limbs.w)
+            exponents = call.at(one.limbs.x_exponents), PREPARED[1] if limbs else call.at(one.limbs.w_exponents)
+            split = {"x": of_x, "x_limbs": at_x, "x_exponents": exponents[0]}
+            split |= dict(zip(("w", "w_limbs", "w_exponents"), (of_w, at_w, exponents[1]), strict=True))
+            if limbs:
+                split |= dict.fromkeys(("w", "w_limbs", "w_exponents"), ABSENT)
+            call.launch(one.limbs.kernel, one.limbs.grid, problem, split)
+            of_x, of_w = at_x, at_w
+        boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
+        mapped: tuple[str, ...] = (of_x, of_w, y)
+        passed = {"y": y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
+        passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
+        if plan.keep is not None:
+            rows, cols, _, *rest = boxes[-1]
+            boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
+            mapped += (deviations,)
+            passed |= {"kept": deviations, "saved": vectors}
+        call.launch_mapped(one, problem, boxes, mapped, passed)
+    else:
+        call.workspace(plan.workspace)
+        workspace = call.at(0)
+        g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
+        if plan.through is not None:
+            q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
+            call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, call.at(plan.limbs_at))
+        elif plan.gemm_kernel is not None:
+            call.launch(plan.gemm_kernel, plan.gemm_grid, problem, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
+        else:
+            shape, ldg = (m, n, k), plan.ldg
+            product = gemm_arguments(shape, x_at, w_at, ldg, x.dtype, precision, wide=True, sms=gpu.target)
+            call.multiply(product, of_x, of_w, g)
+        if training:
+            if plan.tickets_bytes:
+                call.clear(call.at(plan.tickets), plan.tickets_bytes)
+            passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
+            call.launch(plan.stats_kernel, plan.stats_grid, problem, {**passed, "saved": vectors})
+        else:
+            passed = {"workspace": workspace, **own, "g": g, "saved": vectors}
+            call.launch(plan.affine_kernel, plan.affine_grid, problem, passed)
+        passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
+        passed |= {"deviations": deviations, "saved": vectors}
+        call.launch(plan.normalize_kernel, plan.normalize_grid, problem, passed)
+
+    found = _Forward(call, None if plan.keep is None else _dtypes(kind, arrays))
+    found.y = None if out is not None else plan.copy_x + plan.copy_w
+    found.written = [ARRAYS.index(name) for name in _check.written(views, training=bool(training))]
+    found.spans = [
         (i, *_check.span(views[name]))
         for i, name in enumerate(ARRAYS)
         if views[name] is not None and 0 not in views[name].shape
     ]
-    call.make_y = kind.maker((m, n), arrays[0])
-    if plan.keep is not None:
-        call.make_deviations = kind.maker((m, plan.ldg), arrays[0], plan.keep.dtype)
-        call.make_vectors = kind.maker((_plan.SAVED_ROWS, n), arrays[0], "float64")
-        call.dtypes = _dtypes(kind, arrays)
-    if plan.copy_x:
-        call.copy_x = Copy(kind, x, arrays[0], device, gpu)
-    if plan.copy_w:
-        call.copy_w = Copy(kind, weight, arrays[1], device, gpu)
-    if plan.one is not None:
-        one = plan.one
-        words = SM90_WORDS if plan.keep is None else (*SM90_WORDS, "kept", "saved")
-        call.launch_one = _kernels.launcher(one.kernel, device, words, cooperative=one.cooperative)
-        if one.limbs is not None:
-            call.launch_split = _kernels.launcher(one.limbs.kernel, device, SPLIT_WORDS)
-        boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
-        if plan.keep is not None:
-            rows, cols, _, *rest = boxes[-1]
-            boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
-        call.matrices = _tma.Matrices(boxes)
-        return call
-    if plan.through is not None:
-        p = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-        call.multiply = Multiply(p, plan.through, device)
-    if plan.gemm_kernel is not None:
-        call.launch_gemm = _kernels.launcher(plan.gemm_kernel, device, ("x", "w", "g"))
-    if call.training:
-        call.launch_affine = _kernels.launcher(plan.stats_kernel, device, STATS_WORDS)
-    else:
-        call.launch_affine = _kernels.launcher(plan.affine_kernel, device, AFFINE_WORDS)
-    call.launch_normalize = _kernels.launcher(plan.normalize_kernel, device, NORMALIZE_WORDS)
-    return call
+    return found
 
 
 def matrix_of(view: Any) -> _plan.Matrix:
@@ -467,87 +474,6 @@ def matrix_of(view: Any) -> _plan.Matrix:
 
 def _vector_code(view: Any) -> int:
     return 0 if view is None else view.strides[0] // view.itemsize * 8 + _declared.kind_code(view.dtype)
-
-
-# ---- launch ----------------------------------------------------------------------------------------------------------
-
-
-def _launch(
-    call: _Call,
-    kind: Kind,
-    arrays: tuple[Any, ...],
-    pointers: list[int],
-    stream: int,
-    capturing: bool,
-    prepared: Prepared | None,
-) -> Any:
-    plan, values = call.plan, call.values
-    y = arrays[-1]
-    x_at, w_at, s, b, gamma, beta, mean, var, count, y_at = pointers
-    x_copy = w_copy = made_y = None
-    if call.copy_x is not None:
-        x_copy, x_at = call.copy_x(x_at, stream)
-    if call.copy_w is not None:
-        w_copy, w_at = call.copy_w(w_at, stream)
-    if y is None:
-        y = made_y = call.make_y()
-        y_at = kind.pointer(y)
-    scratch, workspace = kind.scratch(call.workspace, arrays[0])
-    g = y_at if plan.y_is_g else workspace + plan.g
-    deviations = vectors = None
-    deviations_at = vectors_at = 0
-    if plan.keep is not None:
-        deviations, vectors = call.make_deviations(), call.make_vectors()
-        deviations_at, vectors_at = kind.pointer(deviations), kind.pointer(vectors)
-        g = deviations_at if plan.keep.is_g else g
-    if capturing:
-        _capture.keep_alive(kind, stream, (made_y, scratch, deviations, vectors, x_copy, w_copy), prepared)
-
-    if plan.one is not None:
-        one = plan.one
-        x_exponents = w_exponents = 0
-        if one.limbs is not None:
-            limbs = one.limbs
-            of_x, x_exponents = workspace + limbs.x, workspace + limbs.x_exponents
-            if prepared is None:
-                of_w, w_exponents = workspace + limbs.w, workspace + limbs.w_exponents
-                words: tuple[int, ...] = (x_at, of_x, x_exponents, w_at, of_w, w_exponents)
-            else:
-                _, of_w, w_exponents = prepared.limbs  # type: ignore[misc]
-                words = (x_at, of_x, x_exponents, 0, 0, 0)
-            call.launch_split(limbs.grid, _plan.THREADS, values, words, stream)
-            x_at, w_at = of_x, of_w
-        mapped = (x_at, w_at, y_at, deviations_at) if plan.keep is not None else (x_at, w_at, y_at)
-        _owners, maps = _tma.tensor_maps(call.matrices, *mapped)  # the owners live until the launch is made
-        words = (y_at, workspace, workspace + one.merged, workspace + one.roll, b, s, gamma, beta, mean, var)
-        words += (count if call.counts else 0, x_exponents, w_exponents)
-        if plan.keep is not None:
-            words += (deviations_at, vectors_at)
-        call.launch_one(one.clusters * one.cluster, _plan.SM90_THREADS, values + maps, words, stream)
-        return _done(call, kind, arrays, y, deviations, vectors)
-    if call.multiply is not None:
-        call.multiply(x_at, w_at, g, workspace + plan.limbs_at, stream)
-    elif call.gemm is None:
-        call.launch_gemm(plan.gemm_grid, plan.gemm_block, values, (x_at, w_at, g), stream)
-    else:
-        gemm_ex(call.gemm, stream, x_at, w_at, g)
-    if call.training:
-        if plan.tickets_bytes:
-            cuda().runtime.memsetAsync(workspace + plan.tickets, 0, plan.tickets_bytes, stream)
-        addresses: tuple[int, ...] = (g, workspace, b, s, gamma, beta, mean, var, count, vectors_at)
-        call.launch_affine(plan.stats_grid, _plan.THREADS, values, addresses, stream)
-    else:
-        addresses = (workspace, b, s, gamma, beta, mean, var, g, vectors_at)
-        call.launch_affine(plan.affine_grid, _plan.THREADS, values, addresses, stream)
-    addresses = (g, y_at, workspace, count if call.counts else 0, deviations_at, vectors_at)
-    call.launch_normalize(plan.normalize_grid, _plan.THREADS, values, addresses, stream)
-    return _done(call, kind, arrays, y, deviations, vectors)
-
-
-def _done(call: _Call, kind: Kind, arrays: tuple[Any, ...], y: Any, deviations: Any, vectors: Any) -> Any:
-    if kind.counts_writes and call.written:
-        kind.written([arrays[i] for i in call.written])
-    return y if vectors is None else (y, _saved(kind, arrays, call.options, deviations, vectors, call.dtypes))
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -641,21 +567,19 @@ def fold(
 
     view = views["weight"]
     assert view is not None
-    device = kind.device(arrays["weight"])
+    device, given_arrays = kind.device(arrays["weight"]), tuple(arrays[name] for name in FOLD_ARRAYS)
     with on_device(device):
-        at = matrix_of(view)
-        source, copied = arrays["weight"], None
-        if at.strides[1] != 1:
-            source = copied = kind.copy(source)
-            at = _plan.Matrix((view.shape[1], 1), True)
         codes = {name: _vector_code(views[name]) for name in VECTORS}
+        at, call = matrix_of(view), Call(kind, device, FOLD_ARRAYS)
+        source = "weight"
+        if at.strides[1] != 1:
+            at = _plan.Matrix((view.shape[1], 1), True)
+            source = call.copy("weight", view, arrays["weight"], _kernels.gpu(device))
         problem = _declared.problem(n=view.shape[0], k=view.shape[1], ldw=at.strides[0], eps=eps, **codes)
-        w, b = kind.empty(view.shape, source), kind.empty(view.shape[:1], source)
+        passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
+        passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}
+        call.launch(_plan.fold(view.dtype), view.shape[0], problem, passed)
         stream = kind.stream(device)
-        if is_capturing(stream):
-            _capture.keep_alive(kind, stream, (w, b, copied))
-        vectors = (0 if arrays[name] is None else kind.pointer(arrays[name]) for name in VECTORS)
-        launch = _kernels.launcher(_plan.fold(view.dtype), device, FOLD_WORDS)
-        addresses = (kind.pointer(source), kind.pointer(w), kind.pointer(b), *vectors)
-        launch(view.shape[0], _plan.THREADS, (problem.ctypes.data,), addresses, stream)
-    return w, b
+        pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
+        *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))
+    return folded, bias_folded

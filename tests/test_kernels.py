@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gsbn import _backward, _copy, _declared, _forward, _kernels, _limbs, _sm90
+from gsbn import _declared, _kernels, _sm90
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -37,33 +37,14 @@ def test_every_name_is_a_global_function_of_its_file() -> None:
         assert re.search(rf"__global__[^;{{]*\b{kernel.name}\s*\(", source), kernel
 
 
-def test_python_passes_what_the_sources_declare() -> None:
-    """By name and in order; on a GPU every preparation of a call asks the same."""
-    backward = ("dy", "d", "saved")
-    passed = {
-        "gemm_tiled": ("x", "w", "g"),
-        "fold": _forward.FOLD_WORDS,
-        "scale_stats": _forward.STATS_WORDS,
-        "running_affine": _forward.AFFINE_WORDS,
-        "normalize": _forward.NORMALIZE_WORDS,
-        "backward_sums": (*backward, "workspace"),
-        "backward_dg": (*backward, "workspace", "dg", "across", *_backward.TO_VECTORS),
-        "backward_fused": (*backward, "dg", *_backward.TO_VECTORS),
-        "split_limbs": _limbs.SPLIT_WORDS,
-        "column_maxima": ("a", "maxima"),
-        "split_columns": ("a", "maxima", "limbs", "exponents"),
-        "copy_matrix": _copy.WORDS,
-        "fill_sm": (),
-    }
+def test_parameters_follow_the_macros() -> None:
+    """Some are there only where deviations are kept; test_paper.py holds what is passed to what is declared."""
     for kernel in _kernels.all_kernels():
-        by_value, words = _declared.parameters(kernel)
-        keeps = dict(kernel.defines).get("KEEP") == "1"
         if kernel.name == "forward_sm90":
+            keeps = dict(kernel.defines)["KEEP"] == "1"
+            by_value, words = _declared.parameters(kernel)
             assert words == (*_sm90.SM90_WORDS, *(("kept", "saved") if keeps else ()))
             assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
-        else:
-            assert words == passed[kernel.name], kernel
-            assert by_value == (() if kernel.name in ("copy_matrix", "fill_sm") else ("p",))
 
 
 def test_what_the_sources_do_not_declare_is_refused() -> None:

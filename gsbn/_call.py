@@ -1,0 +1,135 @@
+"""A call that is ready but for its addresses: what it allocates, and what it launches in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+from . import _capture, _kernels, _plan, _tma
+from ._check import View
+from ._device import Gemm, cuda, gemm_ex
+from ._interop import Kind
+
+__all__ = ["ABSENT", "Call"]
+
+ABSENT = "absent"  # the address 0
+_UNSIGNED = (1 << 64) - 1  # a word of a launch, which packs negative strides so
+
+
+class Call:
+    """Built once for arrays that are alike, then run with the addresses of each call.
+
+    Memory has names: the arguments', those of arrays that the call makes, and the workspace with offsets into it. They
+    become positions in one list of addresses when the call is built; a name that is not known fails there.
+    """
+
+    def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...]) -> None:
+        self._kind, self._device = kind, device
+        self._positions = {name: i for i, name in enumerate((*arguments, ABSENT))}
+        self._makers: list[Callable[[], Any]] = []
+        self._offsets: list[int] = []  # into the workspace; the first is 0
+        self._nbytes = 0
+        # What acts, what it is told each time, and what it picks of the addresses
+        self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
+        self._records: list[Any] = []  # whose addresses are among the values
+
+    # ---- memory
+
+    def make(self, name: str, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> str:
+        """An array that every call makes anew; all of them before the workspace. Gives the name."""
+        assert not self._offsets
+        self._positions[name] = len(self._positions)
+        self._makers.append(self._kind.maker(shape, like, dtype))
+        return name
+
+    def copy(self, name: str, view: View, like: Any, gpu: _plan.Device) -> str:
+        """A C-contiguous copy of an argument whose strides a kernel cannot take."""
+        rows, cols = view.shape
+        row, col = (stride // view.itemsize & _UNSIGNED for stride in view.strides)
+        copy = self.make(f"copy of {name}", (rows, cols), like)
+        launch = _kernels.launcher(_plan.copy_matrix(view.itemsize), self._device, _COPY)
+        at, to = self._positions[name], self._positions[copy]
+        told = _plan.copy_grid(rows, cols, gpu), _plan.THREADS, ()
+        self._steps.append((launch, told, lambda all_: (all_[at], row, col, all_[to], rows, cols)))
+        return copy
+
+    def workspace(self, nbytes: int) -> None:
+        """Scratch memory for one call, of the library's own allocator."""
+        self._nbytes = nbytes
+        self.at(0)
+
+    def at(self, offset: int) -> str:
+        """The name of a place in the workspace."""
+        name = f"workspace + {offset}"
+        if name not in self._positions:
+            self._positions[name] = len(self._positions)
+            self._offsets.append(offset)
+        return name
+
+    def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
+        return itemgetter(*(self._positions[name] for name in names))
+
+    # ---- steps
+
+    def launch(
+        self, kernel: _plan.Kernel, grid: int, record: Any, passed: dict[str, str], block: int = _plan.THREADS
+    ) -> None:
+        """A kernel with a record and with addresses, each under the name of the kernel's parameter."""
+        launch = _kernels.launcher(kernel, self._device, tuple(passed))
+        self._records.append(record)
+        self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
+
+    def launch_mapped(
+        self, one: _plan.OneLaunch, record: Any, boxes: list[Any], mapped: tuple[str, ...], passed: dict[str, str]
+    ) -> None:
+        """forward_sm90, which takes tensor maps of some addresses too."""
+        launch = _kernels.launcher(one.kernel, self._device, tuple(passed), cooperative=one.cooperative)
+        matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
+        self._records.append(record)
+        grid, values = one.clusters * one.cluster, (record.ctypes.data,)
+
+        def act(addresses: list[int], stream: int) -> None:
+            _owners, maps = _tma.tensor_maps(matrices, *of_maps(addresses))  # the owners live until the launch is made
+            launch(grid, _plan.SM90_THREADS, values + maps, of(addresses), stream)
+
+        self._steps.append((act, (), _all))
+
+    def multiply(self, gemm: Gemm | Callable[..., None], *names: str) -> None:
+        """cuBLAS, or a product that is ready but for its addresses: those of a, b and c, and what else it takes."""
+        if isinstance(gemm, Gemm):
+            self._steps.append((gemm_ex, (gemm,), self._of(names)))
+        else:
+            self._steps.append((lambda words, stream: gemm(*words, stream), (), self._of(names)))
+
+    def clear(self, name: str, nbytes: int) -> None:
+        """Zeros."""
+        memset = cuda().runtime.memsetAsync
+        at = self._positions[name]
+        self._steps.append((lambda addresses, stream: memset(addresses[at], 0, nbytes, stream), (), _all))
+
+    # ---- the call
+
+    def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
+        """Allocate and launch; gives what was made, in order. To `pointers`, the arguments', the others are added."""
+        kind, addresses, made = self._kind, pointers, []
+        addresses.append(0)
+        for make in self._makers:  # loops, since a comprehension would cost each call a function's frame
+            array = make()
+            made.append(array)
+            addresses.append(kind.pointer(array))
+        scratch, workspace = kind.scratch(self._nbytes, like) if self._nbytes else (None, 0)
+        for offset in self._offsets:
+            addresses.append(workspace + offset)
+        if capturing:
+            _capture.keep_alive(kind, stream, (*made, scratch), prepared)
+        for act, told, words in self._steps:
+            act(*told, words(addresses), stream)
+        return made
+
+
+def _all(addresses: list[int]) -> Any:
+    return addresses
+
+
+_COPY = ("from", "row_stride", "col_stride", "to", "rows", "cols")
