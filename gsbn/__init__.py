@@ -4,7 +4,7 @@ from ._backward import Gradients, backward
 from ._forward import Saved, fold, forward
 from ._interop import Prepared
 from ._prepare import prepare
-from ._system import warm_up
+from .bench.machine import warm_up
 
 __all__ = ["Gradients", "Prepared", "Saved", "backward", "fold", "forward", "prepare", "warm_up"]
 __version__ = "0.1.0"

@@ -24,7 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _accuracy, _backward, _forward, _gradients, _interop, _kernels, _peers, _plan, _sm90, bench, reference
+from gsbn import _backward, _forward, _interop, _kernels, _plan, _sm90, bench, reference
+from gsbn.bench import bounds, gradients, peers
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
@@ -34,7 +35,7 @@ _kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # a report 
 
 def operands(shape, dtype):
     """The arguments of a forward by name, on the host and on the GPU."""
-    o = _accuracy.make_operands(np, *shape, dtype)
+    o = bounds.make_operands(np, *shape, dtype)
     host = {"x": o.x, "weight": o.weight, "scale": o.scale, **o.affine} | o.fresh_statistics(np)
     return host, {name: cp.asarray(a) for name, a in host.items()}
 
@@ -68,7 +69,7 @@ def backward(dtype, g_type, tile, gemm, precision="highest"):
     before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
     fused_rows = _plan.FUSED_ROWS
     host, native = operands((300, 40, 45), dtype)
-    dy = _gradients.draw_dy(np, _accuracy.make_operands(np, 300, 40, 45, dtype))
+    dy = gradients.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
         _, saved = gsbn.forward(**native, **options, return_saved=True)
@@ -95,10 +96,10 @@ def sm90(element, mode, block_m, cluster, keeps=False):
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
         return forward(shape, dtype, "sm90", mode == "training", precision, keeps)
-    o = _accuracy.make_operands(np, *shape, dtype)
+    o = bounds.make_operands(np, *shape, dtype)
     x, weight = cp.asarray(o.x), cp.asarray(o.weight)
     case = bench.Case(*shape, dtype, precision)
-    g, _, _ = _peers.make("gsbn-gemm", case, dataclasses.replace(o, x=x, weight=weight), cp).outputs()
+    g, _, _ = peers.make("gsbn-gemm", case, dataclasses.replace(o, x=x, weight=weight), cp).outputs()
     return agree(g, o.x.astype("f8") @ o.weight.astype("f8").T)
 
 
@@ -106,7 +107,7 @@ def product_of(name, dtype, block_m, cluster):
     """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
     _plan.BLOCKS_M, _plan.CLUSTERS = (block_m,), (cluster,)
     m, n, k = 2 * block_m - 8, 4 * _plan.SM90_BLOCK_N + 40, 136  # the last rows, features and k fill no tile
-    o = _accuracy.make_operands(np, m, k, n, dtype)
+    o = bounds.make_operands(np, m, k, n, dtype)
     across = name == "dw"
     a, b = (cp.ascontiguousarray(cp.asarray(at)) for at in (o.x.T if across else o.x, o.weight.T))
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))

@@ -1,4 +1,4 @@
-"""The command ``gsbn``: a thin face over ``gsbn.bench``, ``gsbn._selfcheck`` and ``gsbn._system``."""
+"""The command ``gsbn``: a thin face over ``gsbn.bench``, ``gsbn.bench.selfcheck`` and ``gsbn.bench.machine``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import _peers, _publish, _selfcheck, _system, bench
-from ._accuracy import FAMILIES
-from ._gradients import DIRECTIONS
-from .bench import DTYPES, PRESETS, Case, Report, Result
+from . import machine, measure, peers, selfcheck
+from . import publish as paper
+from .bounds import FAMILIES
+from .gradients import DIRECTIONS
+from .measure import DTYPES, PRESETS, Case, Report, Result
 
 app = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -43,7 +44,7 @@ def info(
     shape: Annotated[str, typer.Option(help="B,I,O that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
     """What this machine has, which path each dtype takes and why, and what is missing."""
-    environment, missing = _system.environment(), _system.missing()
+    environment, missing = machine.environment(), machine.missing()
     xp: Any = importlib.import_module("cupy" if environment["gpus"] else "numpy")
     sizes = _shape(shape)
     paths = {kind: dict(zip(("gemm", "why"), _path(Case(*sizes, *DTYPES[kind]), xp), strict=True)) for kind in DTYPES}
@@ -81,22 +82,22 @@ def check(
     as_json: AsJson = False,
     dtype: Annotated[list[Kind] | None, typer.Option(help="Only these.")] = None,
     family: Annotated[list[Family] | None, typer.Option(help="Only these inputs.")] = None,
-    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, _selfcheck.SHAPE)),
+    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: int = 0,
 ) -> None:
     """Correctness and accuracy on this machine against float64; exit status 1 if gsbn leaves its bound."""
     with _bar("input", quiet=as_json) as step:
-        checks = _selfcheck.check(
+        checks = selfcheck.check(
             [k.value for k in dtype or Kind], [f.value for f in family or Family], _shape(shape), seed, step
         )
     failed = [c for c in checks if not c.passed]
     if as_json:
-        content = {"environment": _system.environment(), "shape": _shape(shape), "passed": not failed}
+        content = {"environment": machine.environment(), "shape": _shape(shape), "passed": not failed}
         print(json.dumps(content | {"checks": [_finite(c.row()) for c in checks]}, indent=1))
     else:
         out.print(_check_table(checks))
         out.print(_gradient_table(checks))
-        out.print(_selfcheck.DERIVATION, style="dim", highlight=False, markup=False)
+        out.print(selfcheck.DERIVATION, style="dim", highlight=False, markup=False)
         for c in failed:
             what = f"{c.share:.3g} of the bound" if math.isfinite(c.share) else c.failure
             where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
@@ -113,7 +114,7 @@ def bench_command(
     dtype: Annotated[list[Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
-    only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(_peers.NAMES)}.")] = "",
+    only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(peers.NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 120,
     seconds: Annotated[float, typer.Option(help="No new round after this long, but 7 at least.")] = 5.0,
@@ -126,7 +127,7 @@ def bench_command(
     publish: Annotated[Path | None, typer.Option(help="Checkout whose README table to rewrite.", hidden=True)] = None,
 ) -> None:
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
-    gpu = _system.has_gpu()
+    gpu = machine.has_gpu()
     if not gpu:
         err.print("No GPU: the NumPy path beside PyTorch on the CPU.", style="yellow")
     if (plot or publish) and importlib.util.find_spec("matplotlib") is None:
@@ -138,7 +139,7 @@ def bench_command(
         _fail(f"{plot}: expected a name that ends in .png, .svg or .pdf")
     if publish:
         try:
-            _publish.split_readme(publish)
+            paper.split_readme(publish)
         except ValueError as error:
             _fail(str(error))
     usual = preset.value if preset else "kernelbench" if gpu else "small"
@@ -146,11 +147,11 @@ def bench_command(
     kinds = [k.value for k in dtype or Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
     left_out = _names(skip)
-    chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
-    settings = bench.Settings(rounds, seconds, settle, calls=calls, graph=graph)
+    chosen = [name for name in _names(only) or peers.names(gpu) if name not in left_out]
+    settings = measure.Settings(rounds, seconds, settle, calls=calls, graph=graph)
     with _bar("case") as step:
-        cases = bench.cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
-        report = bench.run(cases, chosen, settings, step)
+        cases = measure.cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
+        report = measure.run(cases, chosen, settings, step)
     if report.interrupted:
         err.print("Interrupted: this is what was done.", style="yellow")
     _print_report(report)
@@ -159,13 +160,13 @@ def bench_command(
     if as_csv:
         report.save_csv(as_csv)
     if plot:
-        _publish.plot(report, plot)
+        paper.plot(report, plot)
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
     if publish and not gpu:
         _fail("--publish: expected a GPU: the README's table is of GPU figures")
     if publish:
-        out.print("Wrote " + ", ".join(map(str, _publish.publish(report, publish))))
+        out.print("Wrote " + ", ".join(map(str, paper.publish(report, publish))))
 
 
 @app.command()
@@ -173,7 +174,7 @@ def warmup() -> None:
     """Compile every kernel that this GPU can use into the cache, so that no first call pays for it."""
     try:
         with _bar("kernel") as step:
-            count = _system.warm_up(step)
+            count = machine.warm_up(step)
     except RuntimeError as error:
         _fail(str(error))
     out.print(f"{count} kernels are ready.", style="green")
@@ -185,7 +186,7 @@ def _print_report(report: Report) -> None:
         out.print(_case_table(case, results, report))
         for r in results.values():
             if r.failure:
-                failures.setdefault(f"{_peers.NAMES[r.candidate]}: {r.failure}", []).append(case.title)
+                failures.setdefault(f"{peers.NAMES[r.candidate]}: {r.failure}", []).append(case.title)
     for failure, titles in failures.items():
         where = "" if len(titles) == len(report.by_case()) else f" (in {len(titles)} of {len(report.by_case())} cases)"
         out.print(Text(failure + where, style="red" if "wrong result" in failure else "dim"))
@@ -211,7 +212,7 @@ def _case_table(case: Case, results: dict[str, Result], report: Report) -> Table
             continue
         t = r.device.median
         speed = t / ours.device.median if ours and ours.device else None
-        row = [_peers.NAMES[r.candidate], _number(t * 1e6), f"{(r.device.high - r.device.low) / 2 / t:.1%}"]
+        row = [peers.NAMES[r.candidate], _number(t * 1e6), f"{(r.device.high - r.device.low) / 2 / t:.1%}"]
         row += [r.method, r.path] if wide else []
         row += [_number(r.host.median * 1e6) if r.host else "–", "–" if r.extra_bytes is None else _mb(r.extra_bytes)]
         row += [_number(case.flops / t / 1e12), *([_number(case.least_bytes / t / 1e9)] if wide else [])]
@@ -220,10 +221,10 @@ def _case_table(case: Case, results: dict[str, Result], report: Report) -> Table
     return table
 
 
-def _check_table(checks: list[_selfcheck.Check]) -> Table:
+def _check_table(checks: list[selfcheck.Check]) -> Table:
     columns = ("", "y max", "y norm", "infer.", "mean", "var", "PyTorch", "SGEMM", "bound")
     table = _table(*columns, title="Errors against float64; norms are relative", gap=0)
-    groups: dict[tuple[str, str], list[_selfcheck.Check]] = {}
+    groups: dict[tuple[str, str], list[selfcheck.Check]] = {}
     for c in checks:
         groups.setdefault((c.kind, c.family), []).append(c)
     heading = ""
@@ -242,7 +243,7 @@ def _check_table(checks: list[_selfcheck.Check]) -> Table:
     return table
 
 
-def _gradient_table(checks: list[_selfcheck.Check]) -> Table:
+def _gradient_table(checks: list[selfcheck.Check]) -> Table:
     """Of every gradient but the bias', which is exactly zero, and autograd's where the two differ."""
     names = ("x", "weight", "scale", "gamma", "beta")
     columns = ("", *(f"d{name}" for name in names), "PyTorch dx", "dscale")
@@ -264,7 +265,7 @@ def _gradient_table(checks: list[_selfcheck.Check]) -> Table:
     return table
 
 
-def _error(check: _selfcheck.Check | None, of: str = "y", error: str = "norm_error") -> str:
+def _error(check: selfcheck.Check | None, of: str = "y", error: str = "norm_error") -> str:
     value = getattr(getattr(check, of, None), error, None)
     return "–" if value is None else f"{value:.1e}" if value else "0"
 
@@ -295,9 +296,9 @@ def _bar(unit: str, quiet: bool = False) -> Iterator[Callable[[float, float, str
 
 def _path(case: Case, xp: Any) -> tuple[str, str]:
     try:
-        if case.dtype == "bfloat16" and _system.version("ml_dtypes") is None:
+        if case.dtype == "bfloat16" and machine.version("ml_dtypes") is None:
             return "–", "bfloat16 needs ml_dtypes"
-        return _system.path(case, "auto", xp)
+        return machine.path(case, "auto", xp)
     except ValueError as error:
         return "–", str(error)
 
@@ -315,8 +316,8 @@ def _shape(text: str) -> tuple[int, int, int]:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in _peers.NAMES:
-            raise typer.BadParameter(f"expected names among {', '.join(_peers.NAMES)}; got {name!r}")
+        if name not in peers.NAMES:
+            raise typer.BadParameter(f"expected names among {', '.join(peers.NAMES)}; got {name!r}")
     return names
 
 

@@ -1,12 +1,4 @@
-"""Measure ``gsbn.forward`` beside every peer that is installed, in one process, checked before it is timed.
-
->>> from gsbn import bench
->>> report = bench.run(bench.cases([(1024, 8192, 8192)], ["bfloat16", "tf32"]))
->>> report.save_json("today.json")
-
-Without a GPU the NumPy path runs against PyTorch on the CPU. How the clock works is told in ``gsbn._timing``, what the
-peers are in ``gsbn._peers``, and which error is allowed in ``gsbn._accuracy``.
-"""
+"""Measure the candidates on every case: made, checked, and only then timed, one beside the other."""
 
 from __future__ import annotations
 
@@ -23,11 +15,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import _gradients, _peers
-from ._accuracy import expected, make_operands
-from ._peers import Candidate, Unavailable
-from ._system import environment, has_gpu
-from ._timing import Clock, GpuClock, Measurement, balanced_order, median_interval, settle
+from . import gradients, peers
+from .bounds import expected, make_operands
+from .clock import Clock, GpuClock, Measurement, balanced_order, median_interval, settle
+from .machine import environment, has_gpu
+from .peers import Candidate, Unavailable
 
 __all__ = ["PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"]
 
@@ -144,7 +136,7 @@ class Result:
     case: Case
     candidate: str
     path: str = ""  # which GEMM gsbn took
-    method: str = ""  # graph, queue or wall: see gsbn._timing
+    method: str = ""  # graph, queue or wall: see gsbn.bench.clock
     calls: int = 0
     device: Measurement | None = None
     host: Measurement | None = None
@@ -154,7 +146,7 @@ class Result:
 
     @property
     def is_gemm(self) -> bool:
-        return _peers.is_gemm(self.candidate)
+        return peers.is_gemm(self.candidate)
 
 
 @dataclass(frozen=True)
@@ -180,9 +172,9 @@ class Report:
         this one is faster; ``bare gemm`` is the fastest of the bare GEMMs."""
         rows = []
         for case, results in self.by_case().items():
-            peers = {name: r.device.median for name, r in results.items() if r.device and not r.is_gemm}
+            others = {name: r.device.median for name, r in results.items() if r.device and not r.is_gemm}
             if (gemm := fastest(results, "gemm-")) and gemm.device:
-                peers["bare gemm"] = gemm.device.median
+                others["bare gemm"] = gemm.device.median
             floor = self.rates.floor(case)
             for r in results.values():
                 row = dataclasses.asdict(case) | {"candidate": r.candidate, "path": r.path, "method": r.method}
@@ -193,7 +185,7 @@ class Report:
                 row["gbytes_per_s"] = case.least_bytes / seconds / 1e9 if seconds else None
                 row["floor_us"] = floor * 1e6
                 row["floor_share"] = floor / seconds if seconds else None
-                row |= {f"times {name}": t / seconds if seconds else None for name, t in peers.items()}
+                row |= {f"times {name}": t / seconds if seconds else None for name, t in others.items()}
                 rows.append(row)
         return rows
 
@@ -245,7 +237,7 @@ def run(
     settings: Settings = Settings(),
     progress: Callable[[float, int, str], None] = lambda done, total, doing: None,
 ) -> Report:
-    """Measure the candidates (names from ``gsbn._peers.NAMES``; default all) on every case. ``progress`` hears how
+    """Measure the candidates (names from ``gsbn.bench.peers.NAMES``; default all) on every case. ``progress`` hears how
     many of the cases are done, as a fraction, and what is being done.
 
     A candidate that is not installed, cannot serve a case, or computes it wrongly has a ``failure`` in place of times;
@@ -253,11 +245,11 @@ def run(
     in hand, the rounds that every candidate has completed.
     """
     gpu = has_gpu()
-    chosen = list(candidates or _peers.names(gpu))
-    if unknown := sorted(set(chosen) - set(_peers.NAMES)):
-        raise ValueError(f"candidates: expected names among {', '.join(_peers.NAMES)}; got {', '.join(unknown)}")
+    chosen = list(candidates or peers.names(gpu))
+    if unknown := sorted(set(chosen) - set(peers.NAMES)):
+        raise ValueError(f"candidates: expected names among {', '.join(peers.NAMES)}; got {', '.join(unknown)}")
     progress(0, len(cases), "loading libraries")
-    _peers.load(chosen)
+    peers.load(chosen)
     clock = GpuClock(settings.graph) if gpu else Clock()
     results: list[Result] = []
     rates, interrupted = Rates(1.0, {}), False
@@ -272,7 +264,7 @@ def run(
 
                 case_run = _CaseRun(clock, case, chosen, settings)
                 try:
-                    with _peers.float32_precision(case.precision):
+                    with peers.float32_precision(case.precision):
                         case_run.run(step)
                 finally:
                     results += case_run.results()
@@ -302,8 +294,8 @@ def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
             case = Case(n, n, n, *DTYPES[kind])
             for name in ("gemm-torch", "gemm-cupy" if gpu else "gemm-numpy"):
                 try:
-                    with _peers.float32_precision(case.precision):
-                        candidate = _peers.make(name, case, make_operands(xp, n, n, n, case.dtype), xp)
+                    with peers.float32_precision(case.precision):
+                        candidate = peers.make(name, case, make_operands(xp, n, n, n, case.dtype), xp)
                         rate = case.flops / _best(clock, candidate)
                 except (Unavailable, ImportError, RuntimeError, TypeError, ValueError):
                     continue
@@ -346,9 +338,9 @@ class _CaseRun:
 
     def run(self, progress: Callable[[float, str], None]) -> None:
         """``progress`` hears the fraction done, and of what."""
-        _peers.forget_compiled()
+        peers.forget_compiled()
         gc.collect()  # a module's class is a cycle that holds the last case's operands
-        self._check(lambda done, name: progress(done / 2, f"checking {_peers.NAMES[name]}"))
+        self._check(lambda done, name: progress(done / 2, f"checking {peers.NAMES[name]}"))
         if self.clock.xp.__name__ == "cupy":
             self.clock.xp.get_default_memory_pool().free_all_blocks()  # before any graph lives in the pool
         self._each(self._try)
@@ -414,14 +406,14 @@ class _CaseRun:
                 if forward:
                     data.extend((operands, expected(xp, operands, case.precision, case.training)))
                 else:
-                    dy = _gradients.draw_dy(xp, operands)
-                    data.extend((operands, _gradients.expected(xp, operands, dy, case.precision, case.training)))
+                    dy = gradients.draw_dy(xp, operands)
+                    data.extend((operands, gradients.expected(xp, operands, dy, case.precision, case.training)))
 
         def check(entry: _Entry) -> None:
             progress(self.entries.index(entry) / len(self.entries), entry.name)
             operands, truth = data
-            entry.candidate = _peers.make(entry.name, case, operands, xp)
-            keys: tuple[str, ...] = _gradients.FIELDS
+            entry.candidate = peers.make(entry.name, case, operands, xp)
+            keys: tuple[str, ...] = gradients.FIELDS
             if forward:
                 keys = ("g", "", "") if entry.candidate.is_gemm else ("y", "running_mean", "running_var")
             got = dict(zip(keys, entry.candidate.outputs(), strict=True))

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import gsbn
 
-from . import _kernels, _plan
-from ._device import on_device
-from ._driver import driver
+from .. import _kernels, _plan
+from .._device import on_device
+from .._driver import driver
 
 if TYPE_CHECKING:
-    from .bench import Case
+    from .measure import Case
 
 LIBRARIES = ("numpy", "ml_dtypes", "cupy", "torch", "jax", "matplotlib")
 
@@ -67,7 +67,7 @@ def environment() -> dict[str, Any]:
 def source_digests() -> dict[str, str]:
     """A digest of the Python sources and one of the kernels: which code a saved result describes."""
     hasher = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
+    for file in sorted(Path(gsbn.__file__).parent.rglob("*.py")):
         hasher.update(file.name.encode() + b"\0" + file.read_bytes())
     return {"gsbn": hasher.hexdigest()[:16], "kernels": _kernels.digest()}
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from ._peers import Candidate
+    from .peers import Candidate
 
 Trial = Callable[[], float]  # runs one trial, returns seconds per call
 

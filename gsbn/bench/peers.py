@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import gsbn
 
-from . import _forward, _gradients, _kernels, _plan, _sm90
-from ._accuracy import EPS, MOMENTUM, Operands, as_dtype
-from ._interop import kind_of
-from ._system import has_gpu, path
+from .. import _forward, _kernels, _plan, _sm90
+from .._interop import kind_of
+from . import gradients
+from .bounds import EPS, MOMENTUM, Operands, as_dtype
+from .machine import has_gpu, path
 
 if TYPE_CHECKING:
-    from .bench import Case
+    from .measure import Case
 
 NAMES = {
     "gsbn": "gsbn",
@@ -108,7 +109,7 @@ def load(names: list[str]) -> dict[str, Any]:
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
     if case.direction != "forward":
-        return _gradients.make(name, case, operands, xp)
+        return gradients.make(name, case, operands, xp)
     if name == "gsbn-gemm":
         return _own_gemm(case, operands, xp)
     if name == "addmm":

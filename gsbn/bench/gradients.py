@@ -1,6 +1,6 @@
 """The backward and the whole training step for ``gsbn bench`` and ``gsbn check``: candidates, truth and bound.
 
-The bound goes on where that of ``gsbn._accuracy`` ends, in its notation: ``e``, ``δ``, ``t``, ``η``, ``r₋ ≤ r̂ ≤ r₊``.
+The bound goes on where ``gsbn.bench.bounds`` ends, in its notation: ``e``, ``δ``, ``t``, ``η``, ``r₋ ≤ r̂ ≤ r₊``.
 
 1. What the forward keeps of a deviation is rounded to x's dtype: ``δ`` grows by ``ū (|d| + δ)``, for float16 by
    ``2⁻²⁴ t`` more, the smallest step of what is kept in units of at most ``2 t``; and by ``ū (|d| + t)`` where 16 bits
@@ -25,11 +25,11 @@ import numpy as np
 
 import gsbn
 
-from ._accuracy import EPS, LAMBDA, ROUNDOFF, TINY, Expected, Operands
+from .bounds import EPS, LAMBDA, ROUNDOFF, TINY, Expected, Operands
 
 if TYPE_CHECKING:
-    from ._peers import Candidate
-    from .bench import Case
+    from .measure import Case
+    from .peers import Candidate
 
 FIELDS = gsbn.Gradients._fields
 DIRECTIONS = ("forward", "backward", "step")  # a step is both
@@ -121,7 +121,7 @@ def expected(xp: Any, operands: Operands, dy: Any, precision: str, training: boo
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` for the backward or the step; its outputs are the gradients."""
-    from ._peers import Unavailable
+    from .peers import Unavailable
 
     if name.startswith("gsbn"):
         return _gsbn(name, case, operands, xp)
@@ -131,7 +131,7 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
 
 def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    from ._peers import Candidate, Unavailable, _Native, _Torch
+    from .peers import Candidate, Unavailable, _Native, _Torch
 
     gemm = {"gsbn-cublas": "cublas", "gsbn-tiled": "tiled"}.get(name, "auto")
     if name not in ("gsbn", "gsbn-torch", "gsbn-cublas", "gsbn-tiled"):
@@ -158,7 +158,7 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
 
 def _autograd(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    from ._peers import Candidate, Unavailable, _scale_batch_norm, _Torch
+    from .peers import Candidate, Unavailable, _scale_batch_norm, _Torch
 
     if name != "pytorch" and case.direction == "backward":
         raise Unavailable("a compiled backward is timed in its step")

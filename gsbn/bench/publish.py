@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._system import source_digests
-from .bench import DTYPES, Case, Report, Result, fastest
+from .machine import source_digests
+from .measure import DTYPES, Case, Report, Result, fastest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
