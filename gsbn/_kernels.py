@@ -10,7 +10,6 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -222,6 +221,8 @@ def launcher(kernel: Kernel, device: int, *, cooperative: bool = False) -> Launc
 
 def compile_all(arch: str) -> dict[Kernel, bytes]:
     """Compile every variant with NVRTC for an architecture such as "sm_90a"; needs no GPU. Returns the cubins."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 

@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import bench, reference
-from gsbn.bench import bounds, gradients, machine, measure, peers, publish
+from gsbn import _device, bench, reference
+from gsbn.bench import bounds, libraries, machine, measure, publish
+from gsbn.bench.candidate import Candidate
 from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle
+from gsbn.bench.report import SCHEMA
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
@@ -32,7 +34,7 @@ TINY = bench.Case(24, 20, 12)
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_gpu_obstacle", lambda: "hidden by the test")
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
 
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def test_a_queue_that_ran_dry_does_not_count() -> None:
     clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
     data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
     clock._scratch = SimpleNamespace(data=data, nbytes=1)
-    candidate = peers.Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
+    candidate = Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
     trial, method = clock.trial(candidate, calls=3)
     assert method == "queue"
     assert trial() == pytest.approx(2e-3)
@@ -248,8 +250,8 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
 def test_the_true_gradients_are_the_reference(family: str, training: bool) -> None:
     """As closely as float64 agrees with float64: to 1e-9 of the largest, and within the bound for float64 operands."""
     o = bounds.make_operands(np, 33, 40, 21, "float64", family)
-    dy = gradients.draw_dy(np, o)
-    got = gradients.expected(np, o, dy, "highest", training)
+    dy = bounds.draw_dy(np, o)
+    got = bounds.expected_gradients(np, o, dy, "highest", training)
     vectors = {"bias": o.affine["bias"], "gamma": o.affine["gamma"]}
     statistics = {"running_mean": o.running_mean, "running_var": o.running_var}
     want = reference.backward(dy, o.x, o.weight, o.scale, **vectors, **statistics, training=training)._asdict()
@@ -261,11 +263,11 @@ def test_the_true_gradients_are_the_reference(family: str, training: bool) -> No
             )
 
 
-@pytest.mark.parametrize("field", gradients.FIELDS)
+@pytest.mark.parametrize("field", bounds.GRADIENTS)
 def test_one_wrong_gradient_is_seen(field: str) -> None:
     o = bounds.make_operands(np, 64, 48, 20, "float32")
-    dy = gradients.draw_dy(np, o)
-    truth = gradients.expected(np, o, dy, "highest", True)[field]
+    dy = bounds.draw_dy(np, o)
+    truth = bounds.expected_gradients(np, o, dy, "highest", True)[field]
     gradient = truth.value.astype(np.float32)
     assert truth.judge(gradient, np).passed
     gradient.flat[7] = gradient.flat[7] * np.float32(1.01) + np.float32(1e-3)
@@ -283,7 +285,7 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     report.save_json(tmp_path / "r.json")
     report.save_csv(tmp_path / "r.csv")
     saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert saved["schema"] == bench.SCHEMA
+    assert saved["schema"] == SCHEMA
     assert not saved["interrupted"]
     assert saved["environment"]["digest"] == machine.source_digests()
     assert set(saved["rates"]) == {"copy", "matrix"}
@@ -330,7 +332,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cpu")
 def test_a_peer_that_is_missing_or_breaks_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "load", lambda names: {"torch": None, "jax": None})
+    monkeypatch.setattr(libraries, "load", lambda names: {"torch": None, "jax": None})
     results = {r.candidate: r for r in bench.run([TINY], ["gsbn", "pytorch", "jax"], QUICK).results}
     assert results["pytorch"].failure == "torch is not installed"
     assert results["jax"].failure == "jax is not installed"
@@ -356,7 +358,7 @@ def test_ctrl_c_keeps_what_is_done() -> None:
 def test_global_precision_is_restored() -> None:
     torch = pytest.importorskip("torch")
     before = torch.get_float32_matmul_precision()
-    with contextlib.suppress(ZeroDivisionError), peers.float32_precision("high"):
+    with contextlib.suppress(ZeroDivisionError), libraries.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == before
@@ -486,6 +488,6 @@ def test_the_gemm_alone_and_addmm_are_peers() -> None:
 @pytest.mark.gpu
 def test_warm_up_leaves_nothing_to_compile() -> None:
     steps: list[int] = []
-    count = machine.warm_up(lambda done, total, name: steps.append(done))
+    count = gsbn.warm_up(lambda done, total, name: steps.append(done))
     assert count > 0
     assert steps == list(range(count + 1))

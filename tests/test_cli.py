@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gsbn import bench
+from gsbn import _device, bench
 from gsbn.bench import bounds, cli, machine, publish, selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cli, "out", Console(width=80))
     monkeypatch.setattr(cli, "err", Console(width=80, stderr=True))
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(machine, "_gpu_obstacle", lambda: "no GPU is visible")
+        monkeypatch.setattr(_device, "gpu_obstacle", lambda: "no GPU is visible")
 
 
 def run(*arguments: str, status: int = 0) -> Any:
@@ -68,9 +68,9 @@ def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
 def test_the_remedy_fits_the_trouble(
     monkeypatch: pytest.MonkeyPatch, obstacle: str, driver: int, wheels: list[str], what: str, fix: str
 ) -> None:
-    monkeypatch.setattr(machine, "_gpu_obstacle", lambda: obstacle)
-    monkeypatch.setattr(machine, "_cuda_driver", lambda: driver)
-    monkeypatch.setattr(machine, "_packages", lambda: {"cupy": wheels})
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: obstacle)
+    monkeypatch.setattr(machine, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(machine, "packages", lambda: {"cupy": wheels})
     monkeypatch.setattr(machine, "version", lambda package: "1")
     ((told, remedy),) = machine.missing()
     assert what in told

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
 from gsbn import _backward, _forward, _interop, _kernels, _plan, _sm90, bench, reference
-from gsbn.bench import bounds, gradients, peers
+from gsbn.bench import bounds, peers
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
@@ -69,7 +69,7 @@ def backward(dtype, g_type, tile, gemm, precision="highest"):
     before, _plan.TILES = _plan.TILES, {g_type: (tile,)}
     fused_rows = _plan.FUSED_ROWS
     host, native = operands((300, 40, 45), dtype)
-    dy = gradients.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
+    dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
         _, saved = gsbn.forward(**native, **options, return_saved=True)

@@ -8,30 +8,10 @@ Without a GPU the NumPy path runs against PyTorch on the CPU. How the clock work
 the peers are in ``gsbn.bench.peers``, and which error is allowed in ``gsbn.bench.bounds``.
 """
 
-from .measure import (
-    DTYPES,
-    PRESETS,
-    SCHEMA,
-    Case,
-    Rates,
-    Report,
-    Result,
-    Settings,
-    cases,
-    median_interval,
-    run,
-)
+from .case import DTYPES, PRESETS, Case, cases
+from .clock import median_interval
+from .measure import run
+from .rates import Rates
+from .report import Report, Result, Settings
 
-__all__ = [
-    "DTYPES",
-    "PRESETS",
-    "SCHEMA",
-    "Case",
-    "Rates",
-    "Report",
-    "Result",
-    "Settings",
-    "cases",
-    "median_interval",
-    "run",
-]
+__all__ = ["DTYPES", "PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"]

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .peers import Candidate
+from .candidate import Candidate
+from .libraries import no_grad, torch_with_gpu
 
 Trial = Callable[[], float]  # runs one trial, returns seconds per call
 
@@ -142,7 +141,7 @@ class GpuClock(Clock):
     def active(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.stream)
-            if (torch := _torch_cuda()) is not None:
+            if (torch := torch_with_gpu()) is not None:
                 stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)))
             stack.enter_context(no_grad())
             yield
@@ -183,7 +182,7 @@ class GpuClock(Clock):
     def extra_memory(self, candidate: Candidate) -> int | None:
         if candidate.library == "jax":
             return None  # XLA's allocator keeps one peak for the whole process
-        torch, hook = _torch_cuda(), _peak_hook()
+        torch, hook = torch_with_gpu(), _peak_hook()
         self._idle(candidate)
         before = 0
         if torch is not None:
@@ -223,7 +222,7 @@ class GpuClock(Clock):
         self.stream.synchronize()
         try:
             if candidate.library == "torch":
-                torch = _torch_cuda()
+                torch = torch_with_gpu()
                 torch_graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(torch_graph, stream=torch.cuda.current_stream()):
                     enqueue()
@@ -250,18 +249,6 @@ class GpuClock(Clock):
                 self.stream.end_capture()
             raise
         return self.stream.end_capture()
-
-
-def _torch_cuda() -> Any:
-    """torch if it is imported and sees a GPU, else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
-
-
-def no_grad() -> Any:
-    """``torch.no_grad()`` if torch is imported, else nothing."""
-    torch = sys.modules.get("torch")
-    return torch.no_grad() if torch is not None else nullcontext()
 
 
 def _peak_hook() -> Any:

@@ -1,4 +1,4 @@
-"""What this machine has: hardware, libraries, which path a call will take, what is missing; and ``warm_up``."""
+"""What this machine has: hardware, libraries, which path a call will take, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,27 +8,22 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gsbn
 
-from .. import _kernels, _plan
-from .._device import on_device
+from .. import _device, _kernels, _plan
 from .._driver import driver
-
-if TYPE_CHECKING:
-    from .measure import Case
+from .case import Case
 
 LIBRARIES = ("numpy", "ml_dtypes", "cupy", "torch", "jax", "matplotlib")
 
 
 def has_gpu() -> bool:
     """Whether CuPy is installed, works, and sees a GPU."""
-    return not _gpu_obstacle()
+    return not _device.gpu_obstacle()
 
 
 def environment() -> dict[str, Any]:
@@ -41,7 +36,7 @@ def environment() -> dict[str, Any]:
         "cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "libraries": {name: version(name) for name in LIBRARIES},
         "driver": _driver_version(),
-        "cuda_driver": _dotted(_cuda_driver()),
+        "cuda_driver": _dotted(cuda_driver()),
         "gpus": [],
     }
     if has_gpu():
@@ -66,33 +61,38 @@ def environment() -> dict[str, Any]:
 
 def source_digests() -> dict[str, str]:
     """A digest of the Python sources and one of the kernels: which code a saved result describes."""
-    hasher = hashlib.sha256()
-    for file in sorted(Path(gsbn.__file__).parent.rglob("*.py")):
-        hasher.update(file.name.encode() + b"\0" + file.read_bytes())
+    package, hasher = Path(gsbn.__file__).parent, hashlib.sha256()
+    for name, file in sorted((file.relative_to(package).as_posix(), file) for file in package.rglob("*.py")):
+        hasher.update(name.encode() + b"\0" + file.read_bytes())
     return {"gsbn": hasher.hexdigest()[:16], "kernels": _kernels.digest()}
+
+
+def matmul_of(case: Case, xp: Any) -> _plan.Matmul:
+    """A case's GEMM as the planner of the current GPU sees it; all operands are contiguous."""
+    at = [_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.in_features, case.out_features)]
+    gpu = _kernels.gpu(xp.cuda.Device().id)
+    return _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, *at)
 
 
 def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     """Which GEMM serves a case outside of a capture, and why; on the CPU always the NumPy reference."""
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: the float64 reference, rounded once"
-    operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
-    gpu = _kernels.gpu(xp.cuda.Device().id)
-    matmul = _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, operand, operand, result)
-    return _plan.gemm_for(matmul, precision=case.precision, gemm=gemm, capturing=False, training=case.training)
+    options: dict[str, Any] = {"precision": case.precision, "gemm": gemm, "training": case.training}
+    return _plan.gemm_for(matmul_of(case, xp), capturing=False, **options)
 
 
 def missing() -> list[tuple[str, str]]:
     """What keeps this machine from more: (what, the command or step that mends it)."""
     problems = []
-    extra = "cuda13" if _cuda_driver() >= 13000 else "cuda12"
-    wheels = [name for name in _packages().get("cupy", []) if name.startswith("cupy")]
-    obstacle = _gpu_obstacle()
+    extra = "cuda13" if cuda_driver() >= 13000 else "cuda12"
+    wheels = [name for name in packages().get("cupy", []) if name.startswith("cupy")]
+    obstacle = _device.gpu_obstacle()
     if len(wheels) > 1:
         both = " ".join(sorted(wheels))
         problems.append((f"two CuPy wheels that break each other: {both}",
                          f'pip uninstall -y {both} && pip install "gsbn[{extra}]"'))  # fmt: skip
-    elif obstacle and not _cuda_driver():
+    elif obstacle and not cuda_driver():
         problems.append(("no NVIDIA driver: gsbn computes on the CPU",
                          "with an NVIDIA GPU, install its driver: https://www.nvidia.com/drivers"))  # fmt: skip
     elif obstacle and not wheels:
@@ -107,51 +107,9 @@ def missing() -> list[tuple[str, str]]:
     return problems
 
 
-def warm_up(progress: Callable[[int, int, str], None] | None = None) -> int:
-    """Compile every kernel that the current GPU can use into CuPy's cache on disk, so that no first call pays for it.
-
-    Parameters
-    ----------
-    progress : callable, optional
-        Called as ``progress(done, total, name)`` before each kernel is waited for and once at the end.
-
-    Returns
-    -------
-    int
-        How many kernels are ready. What the cache already holds is loaded, not compiled again.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no GPU to compile for; the message says why.
-    """
-    if obstacle := _gpu_obstacle():
-        raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
-    import cupy
-
-    device = cupy.cuda.Device().id
-    gpu = _kernels.gpu(device)
-    hopper = gpu.capability == (9, 0) and gpu.sm90a
-    kernels = list(_kernels.all_kernels("sm_90a" if hopper else "any other"))
-
-    def load(kernel: _plan.Kernel) -> None:
-        with on_device(device):
-            _kernels.launcher(kernel, device)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works without the GIL
-        loading = [pool.submit(load, kernel) for kernel in kernels]
-        for done, (kernel, future) in enumerate(zip(kernels, loading, strict=True)):
-            if progress:
-                progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
-            future.result()
-    if progress:
-        progress(len(kernels), len(kernels), "")
-    return len(kernels)
-
-
-@lru_cache(maxsize=1)
-def _packages() -> dict[str, list[str]]:
-    """Import name to the distributions that provide it, in a form that the type checker knows."""
+@cache
+def packages() -> dict[str, list[str]]:
+    """The distributions that provide each import name."""
     from importlib import metadata  # 20 ms, which `import gsbn` need not take
 
     return {name: sorted(set(found)) for name, found in metadata.packages_distributions().items()}
@@ -161,24 +119,9 @@ def version(package: str) -> str | None:
     """The installed version of a package, by import name; nothing is imported."""
     from importlib import metadata
 
-    for distribution in _packages().get(package, []):
+    for distribution in packages().get(package, []):
         return metadata.version(distribution)
     return None
-
-
-def _gpu_obstacle() -> str:
-    """Why CuPy cannot be used on a GPU here; empty if it can."""
-    try:
-        import cupy
-
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return "no GPU is visible"
-        cupy.cuda.nvrtc.getVersion()
-    except ImportError as error:
-        return "CuPy is not installed" if error.name == "cupy" else str(error).strip().splitlines()[0]
-    except Exception as error:  # CUDARuntimeError and whatever a broken installation raises
-        return str(error).strip().splitlines()[0]
-    return ""
 
 
 def _driver_version() -> str | None:
@@ -193,7 +136,7 @@ def _driver_version() -> str | None:
     return output.split("\n")[0].strip() or None
 
 
-def _cuda_driver() -> int:
+def cuda_driver() -> int:
     """The newest CUDA that the driver serves, 13000 for 13.0; 0 without a driver. Needs no CuPy."""
     try:
         library = driver()

@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from . import gradients, peers
-from .bounds import FAMILIES, Judgement, Operands, expected, make_operands
-from .clock import no_grad
+from . import libraries, peers
+from .bounds import FAMILIES, GRADIENTS, Judgement, draw_dy, expected, expected_gradients, make_operands
+from .candidate import Unavailable
+from .case import DTYPES, Case
 from .machine import has_gpu
-from .measure import DTYPES, Case
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
 NO_BACKWARD = ("gsbn-sm90",)
 DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
-    "rounding of the result. It holds for any order of summation; step by step in the docstring of gsbn.bench.bounds. "
-    "The gradients' bounds go on from there, in gsbn.bench.gradients. "
-    "infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the float32 GEMM rounded. "
-    "bound: the largest share of it that any element of gsbn's results uses."
+    "rounding of the result. It holds for any order of summation; the docstring of gsbn.bench.bounds derives it, and "
+    "goes on to the gradients. infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the "
+    "float32 GEMM rounded. bound: the largest share of it that any element of gsbn's results uses."
 )
 
 
@@ -48,6 +47,11 @@ class Check:
         judged = (self.y, self.running_mean, self.running_var, *self.gradients.values())
         return max((j.share for j in judged if j), default=float("inf"))
 
+    def judgement(self, of: str) -> Judgement | None:
+        """Of y or a running statistic, or of a gradient by its name in ``gsbn.Gradients``."""
+        found: Judgement | None = self.gradients.get(of) or getattr(self, of, None)
+        return found
+
     @property
     def passed(self) -> bool:
         return not self.candidate.startswith("gsbn") or self.share <= 1
@@ -66,7 +70,7 @@ def check(
     """Training and inference of every kind (a key of ``DTYPES``) and family (of ``FAMILIES``)."""
     gpu = has_gpu()
     names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled", "gsbn-sm90"] if gpu else [])
-    if peers.load(names).get("torch") is None:
+    if libraries.load(names).get("torch") is None:
         names.remove("pytorch")
     todo = [
         (kind, family, training)
@@ -91,12 +95,12 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     except ImportError as error:
         return [Check(case.kind, family, case.training, "gsbn", failure=str(error))]
     truth = expected(np, truth_of, case.precision, case.training)
-    dy = gradients.draw_dy(xp, _on(xp, truth_of))
-    true_gradients = gradients.expected(np, truth_of, _host(dy), case.precision, case.training)
+    operands = truth_of.map(xp.asarray)
+    dy = _host(draw_dy(xp, operands))
+    true_gradients = expected_gradients(np, truth_of, dy, case.precision, case.training)
     backward = dataclasses.replace(case, direction="backward")
-    operands = _on(xp, truth_of)
     checks = []
-    with peers.float32_precision(case.precision), no_grad():
+    with libraries.float32_precision(case.precision), libraries.no_grad():
         for name in names:
             try:
                 outputs = peers.make(name, case, operands, xp).outputs()
@@ -106,10 +110,10 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
                 judged = {}
                 if name not in NO_BACKWARD:
                     outputs = peers.make(name, backward, operands, xp).outputs()
-                    for key, a in zip(gradients.FIELDS, outputs, strict=True):
+                    for key, a in zip(GRADIENTS, outputs, strict=True):
                         judged[key] = true_gradients[key].judge(_host(a), np)
                 checks.append(Check(case.kind, family, case.training, name, y, mean, var, judged))
-            except peers.Unavailable:
+            except Unavailable:
                 continue
             except Exception as error:  # one candidate's failure is a row of the table
                 failure = (str(error) or type(error).__name__).splitlines()[0]
@@ -119,13 +123,6 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
             y = expected(np, truth_of, case.precision, case.training, g=g)["y"].value
             checks.append(Check(case.kind, family, case.training, "sgemm", truth["y"].judge(y, np)))
     return checks
-
-
-def _on(xp: Any, operands: Operands) -> Operands:
-    """The same operands as arrays of another library."""
-    moved = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
-    affine = {name: xp.asarray(a) for name, a in moved.pop("affine").items()}
-    return Operands(affine=affine, **{name: xp.asarray(a) for name, a in moved.items()})
 
 
 def _host(a: Any) -> Any:
