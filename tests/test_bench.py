@@ -431,6 +431,25 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
     assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
 
 
+def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    seen = set()
+    for name, text in (
+        ("__init__", ""),
+        ("bench/case", "a"),
+        ("bench/case", "b"),
+        ("bench/__init__", ""),
+        ("case", ""),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setattr(gsbn, "__file__", str(tmp_path / "__init__.py"))
+        seen.add(machine.source_digests()["gsbn"])
+    assert len(seen) == 5
+    (tmp_path / "case.py").rename(tmp_path / "bench" / "moved.py")
+    assert machine.source_digests()["gsbn"] not in seen
+    assert machine.source_digests() == machine.source_digests()
+
+
 def test_the_published_results_describe_these_sources() -> None:
     """Tells, without failing, that the README's table is older than the code: run `make bench` on a GPU."""
     saved = ROOT / "docs" / "results" / "kernelbench.json"

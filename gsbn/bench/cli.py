@@ -223,31 +223,31 @@ def _case_table(case: Case, results: dict[str, Result], report: Report) -> Table
     return table
 
 
-def _family_table(
-    checks: list[Check], title: str, columns: Sequence[str], cells: Callable[[dict[tuple[str, bool], Check]], list[str]]
-) -> Table:
-    """A row for each dtype and family; ``cells`` gets its checks by candidate and whether it is of the training."""
+Row = dict[tuple[str, bool], Check]  # the checks of one dtype and family: (candidate, training) to check
+
+
+def _family_table(checks: list[Check], title: str, columns: Sequence[str], cells: Callable[[Row], list[str]]) -> Table:
     table = _table("", *columns, title=title, gap=0)
-    groups: dict[tuple[str, str], dict[tuple[str, bool], Check]] = {}
+    groups: dict[tuple[str, str], Row] = {}
     for c in checks:
         groups.setdefault((c.kind, c.family), {})[c.candidate, c.training] = c
     heading = ""
-    for (kind, family), group in groups.items():
+    for (kind, family), row in groups.items():
         if kind != heading:
             table.add_row(f"[bold]{kind}", *[""] * len(columns))
             heading = kind
-        table.add_row(family, *cells(group))
+        table.add_row(family, *cells(row))
     return table
 
 
 def _check_table(checks: list[Check]) -> Table:
-    def cells(group: dict[tuple[str, bool], Check]) -> list[str]:
-        share = max(c.share for c in group.values() if c.candidate.startswith("gsbn"))
+    def cells(row: Row) -> list[str]:
+        share = max(c.share for c in row.values() if c.candidate.startswith("gsbn"))
         verdict = f"[{'green' if share <= 1 else 'red'}]" + (f"{share:.0%}" if share < 100 else "out")
-        ours, inference = group.get(("gsbn", True)), group.get(("gsbn", False))
+        ours, inference = row.get(("gsbn", True)), row.get(("gsbn", False))
         errors = [_error(ours, "y", "max_error"), _error(ours), _error(inference)]
         errors += [_error(ours, "running_mean"), _error(ours, "running_var")]
-        return [*errors, *(_error(group.get((name, True))) for name in ("pytorch", "sgemm")), verdict]
+        return [*errors, *(_error(row.get((name, True))) for name in ("pytorch", "sgemm")), verdict]
 
     columns = ("y max", "y norm", "infer.", "mean", "var", "PyTorch", "SGEMM", "bound")
     return _family_table(checks, "Errors against float64; norms are relative", columns, cells)
@@ -259,8 +259,8 @@ def _gradient_table(checks: list[Check]) -> Table:
     shown += [("pytorch", "x"), ("pytorch", "scale")]
     columns = ("dx", "dweight", "dscale", "dgamma", "dbeta", "PyTorch dx", "dscale")
 
-    def cells(group: dict[tuple[str, bool], Check]) -> list[str]:
-        return [_error(group.get((candidate, True)), name) for candidate, name in shown]
+    def cells(row: Row) -> list[str]:
+        return [_error(row.get((candidate, True)), name) for candidate, name in shown]
 
     return _family_table(checks, "Gradients in training: norm-wise errors", columns, cells)
 

@@ -6,9 +6,9 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def has_gpu() -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on and a reader cannot see: versions, GPU, driver, digests of the sources. JSON types."""
+    """What a figure depends on and does not show: versions, GPU, driver, digests of the sources. As JSON's types."""
     found: dict[str, Any] = {
         "gsbn": gsbn.__version__,
         "digest": source_digests(),
@@ -47,20 +47,14 @@ def environment() -> dict[str, Any]:
         found["nvrtc"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
         for index in range(runtime.getDeviceCount()):
             device = runtime.getDeviceProperties(index)
-            found["gpus"].append(
-                {
-                    "name": device["name"].decode(),
-                    "capability": f"{device['major']}.{device['minor']}",
-                    "sms": device["multiProcessorCount"],
-                    "memory_gib": round(device["totalGlobalMem"] / 2**30, 1),
-                    "l2_mib": round(device["l2CacheSize"] / 2**20, 1),
-                }
-            )
+            gpu = {"name": device["name"].decode(), "capability": f"{device['major']}.{device['minor']}"}
+            gpu |= {"sms": device["multiProcessorCount"], "memory_gib": round(device["totalGlobalMem"] / 2**30, 1)}
+            found["gpus"].append(gpu | {"l2_mib": round(device["l2CacheSize"] / 2**20, 1)})
     return found
 
 
 def source_digests() -> dict[str, str]:
-    """A digest of the Python sources and one of the kernels: which code a saved result describes."""
+    """A digest of the Python sources and one of the kernels: they tell which code a saved result is of."""
     package, hasher = Path(gsbn.__file__).parent, hashlib.sha256()
     for name, file in sorted((file.relative_to(package).as_posix(), file) for file in package.rglob("*.py")):
         hasher.update(name.encode() + b"\0" + file.read_bytes())
@@ -110,25 +104,17 @@ def missing() -> list[tuple[str, str]]:
 @cache
 def packages() -> dict[str, list[str]]:
     """The distributions that provide each import name."""
-    from importlib import metadata  # 20 ms, which `import gsbn` need not take
-
     return {name: sorted(set(found)) for name, found in metadata.packages_distributions().items()}
 
 
 def version(package: str) -> str | None:
     """The installed version of a package, by import name; nothing is imported."""
-    from importlib import metadata
-
-    for distribution in packages().get(package, []):
-        return metadata.version(distribution)
-    return None
+    return next(map(metadata.version, packages().get(package, [])), None)
 
 
 def _driver_version() -> str | None:
     """The driver's own version, such as 580.95.05."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -68,14 +68,11 @@ def markdown(report: Report) -> str:
     table = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
     for case, results in report.by_case().items():
         gsbn, torch = results.get("gsbn"), results.get("pytorch")
-        compiled = min(
-            (r for n in ("compile", "autotune") if (r := results.get(n))), key=lambda r: r.seconds, default=None
-        )
         direction = "" if case.direction == "forward" else f", {case.direction}"
         mode = "" if case.training else ", inference"
         cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode + direction]
-        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(compiled), _ms(results.get("jax"))]
-        cells += [f"**{_ms(gsbn)}**"]
+        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(fastest(results, "compile", "autotune"))]
+        cells += [_ms(results.get("jax")), f"**{_ms(gsbn)}**"]
         timed = gsbn if gsbn and gsbn.device else None
         cells += [f"{torch.seconds / timed.seconds:.2f}" if timed and torch and torch.device else "–"]
         cells += [f"{report.rates.floor(case) / timed.seconds:.0%}" if timed else "–"]

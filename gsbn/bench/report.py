@@ -97,15 +97,9 @@ class Report:
 
     def save_json(self, file: str | Path) -> None:
         """Environment, settings, rates and ``rows()``."""
-        content = {
-            "schema": SCHEMA,
-            "date": self.date,
-            "interrupted": self.interrupted,
-            "environment": self.environment,
-            "settings": dataclasses.asdict(self.settings),
-            "rates": dataclasses.asdict(self.rates),
-            "results": self.rows(),
-        }
+        content = {name: getattr(self, name) for name in ("date", "interrupted", "environment")}
+        content |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "rates")}
+        content = {"schema": SCHEMA} | content | {"results": self.rows()}
         Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def save_csv(self, file: str | Path) -> None:
@@ -118,9 +112,9 @@ class Report:
             writer.writerows(rows)
 
 
-def fastest(results: dict[str, Result], prefix: str) -> Result | None:
-    """The fastest timed candidate whose name starts so."""
-    timed = [r for r in results.values() if r.device and r.candidate.startswith(prefix)]
+def fastest(results: dict[str, Result], *prefixes: str) -> Result | None:
+    """The fastest timed candidate whose name starts with one of these."""
+    timed = [r for r in results.values() if r.device and r.candidate.startswith(prefixes)]
     return min(timed, key=lambda r: r.seconds, default=None)
 
 
