@@ -433,6 +433,7 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
 
 def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bench").mkdir()
+    monkeypatch.setattr(gsbn, "__file__", str(tmp_path / "__init__.py"))
     seen = set()
     for name, text in (
         ("__init__", ""),
@@ -442,7 +443,6 @@ def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: 
         ("case", ""),
     ):
         (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.setattr(gsbn, "__file__", str(tmp_path / "__init__.py"))
         seen.add(machine.source_digests()["gsbn"])
     assert len(seen) == 5
     (tmp_path / "case.py").rename(tmp_path / "bench" / "moved.py")

@@ -28,6 +28,7 @@ GPU_ONLY = {
     "gsbn-prepared", "gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile",
     "autotune",
 }  # fmt: skip
+WITHOUT_BACKWARD = ("gsbn-prepared", "gsbn-sm90")
 
 
 class Unavailable(Exception):

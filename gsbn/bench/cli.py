@@ -281,7 +281,7 @@ def _table(*columns: str, title: str = "", gap: int = 1) -> Table:
 
 @contextmanager
 def _bar(unit: str, quiet: bool = False) -> Iterator[Callable[[float, float, str], None]]:
-    """A progress bar with the time left, on stderr; gone when done, and absent where stderr is no terminal.
+    """A progress bar with the time left, on stderr. It vanishes when done, and is not there if stderr is no terminal.
 
     It is drawn at each step and never by a thread of its own, which would disturb what is being timed.
     """
@@ -327,7 +327,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: None in its place."""
+    """The same with None in place of infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from .machine import has_gpu
 
 
 def load(names: list[str]) -> dict[str, Any]:
-    """Import what the named candidates need: module, or None where it is not installed."""
+    """Import what the named candidates need; None in place of a module that is not installed."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of the GPU
     needed = {"jax" if name == "jax" else "torch" for name in names if name not in ("gsbn", "gemm-cupy", "gemm-numpy")}
     found: dict[str, Any] = {}
@@ -50,7 +50,7 @@ def float32_precision(precision: str) -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Drop what torch.compile holds: every case compiles anew, with static shapes, and no limit is ever met."""
+    """Drop what torch.compile holds, so that every case is compiled for its own shape and no limit is reached."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"].compiler.reset()
 
@@ -93,7 +93,7 @@ class Native:
 
 
 class Torch(Native):
-    """Tensors over the memory of NumPy or CuPy arrays, and back. DLPack between them has no bfloat16: int16 passes."""
+    """Tensors over the memory of NumPy or CuPy arrays, and back. DLPack refuses their bfloat16, so it goes as int16."""
 
     def __init__(self, xp: Any) -> None:
         self.name, self.xp, self.torch = "torch", xp, load(["pytorch"])["torch"]

@@ -34,8 +34,8 @@ def run(
     done.
 
     A candidate that is not installed, cannot serve a case, or computes it wrongly has a ``failure`` in place of times;
-    nothing is raised for it. KeyboardInterrupt ends the run and returns what is done, ``interrupted`` set: of the case
-    in hand, the rounds that every candidate has completed.
+    nothing is raised for it. KeyboardInterrupt ends the run, which then returns what is done, with ``interrupted`` set;
+    of the case in hand these are the rounds that every candidate has completed.
     """
     gpu = has_gpu()
     chosen = list(candidates or names(gpu))
@@ -68,7 +68,7 @@ def run(
 
 @dataclass(eq=False)
 class _Entry:
-    """A candidate on the case in hand, and what is known of it so far; a ``failure`` takes it out of the race."""
+    """A candidate on one case, and what is known of it so far; after a ``failure`` it is not called any more."""
 
     name: str
     failure: str = ""
@@ -90,7 +90,7 @@ class _CaseRun:
         self.entries = [_Entry(name) for name in names]
 
     def run(self, progress: Callable[[float, str], None]) -> None:
-        """``progress`` hears the fraction done, and of what."""
+        """``progress`` is called with the fraction done, and with what is being done."""
         libraries.forget_compiled()
         gc.collect()  # a module's class is a cycle that holds the last case's operands
         self._check(lambda done, name: progress(done / 2, f"checking {NAMES[name]}"))
@@ -101,7 +101,7 @@ class _CaseRun:
             self.calls = max(1, min(100, round(self.settings.trial_ms / 1e3 / statistics.median(once))))
         self._each(self._prepare)
         gc_was_on = gc.isenabled()
-        gc.disable()  # a collection in a trial would be charged to whoever runs it
+        gc.disable()  # else the candidate that runs during a collection would pay for it
         try:
             progress(0.5, "until the clocks settle")
             turns = itertools.count()
@@ -135,7 +135,7 @@ class _CaseRun:
         return [entry for entry in self.entries if not entry.failure]
 
     def _round(self, turn: int) -> float:
-        """A trial of every candidate; the sum of their times, each in units of its own first."""
+        """A trial of every candidate; the sum of their times, each divided by that candidate's first time."""
         live = self._live()
         self._each(self._sample, balanced_order(len(live), turn))
         return sum(entry.device[-1] / entry.once for entry in self._live())

@@ -14,7 +14,7 @@ import gsbn
 from .. import _plan, _sm90
 from . import libraries
 from .bounds import EPS, MOMENTUM, Operands, draw_dy
-from .candidate import Candidate, Unavailable
+from .candidate import WITHOUT_BACKWARD, Candidate, Unavailable
 from .case import Case
 from .libraries import Native, Torch
 from .machine import matmul_of, path
@@ -36,7 +36,7 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """gsbn on arrays or tensors; in a backward or a step the outputs are the gradients."""
     is_forward = case.direction == "forward"
-    if not is_forward and name in ("gsbn-prepared", "gsbn-sm90"):
+    if not is_forward and name in WITHOUT_BACKWARD:
         raise Unavailable("it has no backward here")
     library = Torch(xp) if name == "gsbn-torch" else Native(xp)
     gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
@@ -109,7 +109,7 @@ def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
 
 def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
-    """forward_sm90's main loop and store, with the tile that the planner takes for it: what a fused forward adds to."""
+    """forward_sm90's main loop and store alone, with the planner's tile: a fused forward adds its own work to this."""
     x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
     matmul = matmul_of(case, xp)
     try:

@@ -31,7 +31,7 @@ KIND_COLOURS = {
 
 
 def split_readme(root: Path) -> tuple[str, str]:
-    """``root/README.md`` up to the first marker and from the second on; ValueError where they are not."""
+    """``root/README.md`` up to the first marker, and from the second on; ValueError if one is missing."""
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     if not (0 <= text.find(BEGIN) < text.find(END)):
@@ -99,7 +99,7 @@ def _caption(report: Report) -> str:
 
 
 def plot(report: Report, file: str | Path) -> None:
-    """Bars of the candidates' speed relative to PyTorch eager, a panel a shape, and a roofline; PNG, SVG or PDF."""
+    """Bars of the speed relative to PyTorch eager, a panel for each shape, and a roofline; PNG, SVG or PDF."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -137,7 +137,7 @@ def _figure(report: Report) -> Figure:
 
 
 def _speeds(results: dict[str, Result]) -> dict[str, tuple[float, Result]]:
-    """Series to (speed relative to PyTorch eager, or else to the slowest, and the result)."""
+    """The speed and the result of each series; 1 is PyTorch eager, or the slowest series if that is missing."""
     shown = {key: fastest(results, key) if key == "gemm-" else results.get(key) for key in SERIES}
     timed = {key: r for key, r in shown.items() if r is not None and r.device is not None}
     if not timed:

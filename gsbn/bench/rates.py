@@ -16,9 +16,9 @@ from .libraries import float32_precision
 class Rates:
     """The ceilings measured in this process: bytes/s (read + written) of a large copy, FLOP/s of a large GEMM by kind.
 
-    The copy runs from memory: operands that stay in L2 between the calls of a trial may pass this floor. For float32 at
-    ``highest`` the matrix rate is the larger of the IEEE GEMM's and a third of float16's, since three
-    half-precision products are the least known to reach float32's accuracy.
+    The copy goes through memory, so a call whose operands stay in L2 from the call before may take less than the floor.
+    For float32 at ``highest`` the matrix rate is the larger of the float32 GEMM's and a third of float16's: no way is
+    known to reach float32's accuracy with fewer than three half-precision products.
     """
 
     copy: float
@@ -42,7 +42,7 @@ def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
         else:
             xp.copyto(target, source)
 
-    # In a graph it would be a copy engine's, at two thirds of the rate.
+    # A graph would give the copy to a copy engine, which reaches two thirds of the rate.
     copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None), capturable=False)
     copy_rate = 2 * source.nbytes / _seconds_per_call(clock, copy)
     matrix: dict[str, float] = {}

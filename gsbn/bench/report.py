@@ -21,9 +21,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """``rounds`` of interleaved trials (at least 7, however long), no new round after ``seconds`` a case; before them,
-    rounds that do not count until the card's clocks have settled, for ``settle`` seconds at most. A trial is ``calls``
-    calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing."""
+    """How long to measure a case: ``rounds`` of interleaved trials; after ``seconds`` no new one, but at least 7.
+
+    Before them, rounds are run that do not count, until the card's clocks have settled or ``settle`` seconds are over.
+    A trial is ``calls`` calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing.
+    """
 
     rounds: int = 120
     seconds: float = 5.0
@@ -74,8 +76,8 @@ class Report:
         return table
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary a result. ``times <peer>`` is the peer's device time over this candidate's: above 1,
-        this one is faster; ``bare gemm`` is the fastest of the bare GEMMs."""
+        """One flat dictionary for each result. ``times <peer>`` is the peer's device time over this candidate's: where
+        it is above 1, this one is faster. ``bare gemm`` is the fastest of the bare GEMMs."""
         rows = []
         for case, results in self.by_case().items():
             others = {name: r.seconds for name, r in results.items() if r.device and not is_gemm(name)}
@@ -103,7 +105,7 @@ class Report:
         Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def save_csv(self, file: str | Path) -> None:
-        """``rows()`` with one header line; the columns of all rows together."""
+        """``rows()`` under one header line, which has the columns of all rows."""
         rows = self.rows()
         columns = list(dict.fromkeys(name for row in rows for name in row))
         with Path(file).open("w", newline="", encoding="utf-8") as stream:
@@ -119,6 +121,6 @@ def fastest(results: dict[str, Result], *prefixes: str) -> Result | None:
 
 
 def _columns(name: str, m: Measurement | None) -> dict[str, float | None]:
-    """A measurement in microseconds, as flat columns."""
+    """A measurement in microseconds, a column for each of its figures."""
     values = (m.median * 1e6, m.low * 1e6, m.high * 1e6) if m else (None, None, None)
     return dict(zip((f"{name}_us", f"{name}_low_us", f"{name}_high_us"), values, strict=True))

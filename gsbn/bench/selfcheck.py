@@ -11,12 +11,11 @@ import numpy as np
 
 from . import libraries, peers
 from .bounds import FAMILIES, GRADIENTS, Judgement, draw_dy, expected, expected_gradients, make_operands
-from .candidate import Unavailable
+from .candidate import WITHOUT_BACKWARD, Unavailable
 from .case import DTYPES, Case
 from .machine import has_gpu
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
-NO_BACKWARD = ("gsbn-sm90",)
 DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
@@ -28,8 +27,8 @@ DERIVATION = (
 
 @dataclass(frozen=True)
 class Check:
-    """One candidate on one input. ``candidate`` is gsbn (or one of its GEMMs), pytorch, or sgemm: y as the library's
-    float32 GEMM alone leads to, nothing else rounded. Only gsbn is held to the bound."""
+    """One candidate on one input. It is gsbn (perhaps with one of its GEMMs named), pytorch, or sgemm: the y that
+    follows from a library's float32 GEMM if nothing else is rounded. Only gsbn is held to the bound."""
 
     kind: str  # a key of gsbn.bench.DTYPES
     family: str  # a key of gsbn.bench.bounds.FAMILIES
@@ -108,7 +107,7 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
                 got = {key: _host(a) for key, a in zip(keys, outputs, strict=True)}
                 y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
                 judged = {}
-                if name not in NO_BACKWARD:
+                if name not in WITHOUT_BACKWARD:
                     outputs = peers.make(name, backward, operands, xp).outputs()
                     for key, a in zip(GRADIENTS, outputs, strict=True):
                         judged[key] = true_gradients[key].judge(_host(a), np)
