@@ -78,6 +78,23 @@ def test_imports_go_down(name: str) -> None:
         assert below < height or other == entry or (name, module) in UPWARDS, f"{name} imports {module}"
 
 
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_private_names_stay_in_their_module(name: str) -> None:
+    """A leading underscore is for a module's own use; the underscore of a private module is another matter."""
+    nodes = list(ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))))
+    ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.level or node.module == "gsbn")]
+    imported = {alias.name for node in ours for alias in node.names}
+    modules = {module.rpartition(".")[2] for module in MODULES}
+    taken = {found for found in imported if found.startswith("_") and found not in modules}
+    taken |= {
+        f"{node.value.id}.{node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported & modules
+        if node.attr.startswith("_") and not node.attr.startswith("__")
+    }
+    assert not taken
+
+
 def test_every_floor_is_of_a_module_that_exists() -> None:
     assert set(FLOOR_OF) <= set(MODULES)
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+from .._plan import ITEMSIZE
+
 DTYPES = {  # what a user asks for: (dtype of the arrays, precision)
     "float32": ("float32", "highest"),
     "tf32": ("float32", "high"),

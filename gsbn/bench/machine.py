@@ -63,9 +63,9 @@ def source_digests() -> dict[str, str]:
 
 def matmul_of(case: Case, xp: Any) -> _plan.Matmul:
     """A case's GEMM as the planner of the current GPU sees it; all operands are contiguous."""
-    at = [_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.in_features, case.out_features)]
+    operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
     gpu = _kernels.gpu(xp.cuda.Device().id)
-    return _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, *at)
+    return _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, operand, operand, result)
 
 
 def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:

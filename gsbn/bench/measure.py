@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from .._plan import ITEMSIZE
 from . import bounds, libraries, peers
 from .candidate import NAMES, Candidate, is_gemm, names
-from .case import ITEMSIZE, Case
+from .case import Case
 from .clock import Clock, GpuClock, balanced_order, median_interval, settle
 from .machine import environment, has_gpu
 from .rates import Rates, measure_rates
