@@ -1,10 +1,24 @@
 """gsbn: Linear, per-feature scale and BatchNorm1d in one call, as raw CUDA kernels under CuPy."""
 
+from typing import TYPE_CHECKING
+
 from ._backward import Gradients, backward
 from ._forward import Saved, fold, forward
 from ._interop import Prepared
 from ._prepare import prepare
-from ._system import warm_up
+from ._warm_up import warm_up
 
 __all__ = ["Gradients", "Prepared", "Saved", "backward", "fold", "forward", "prepare", "warm_up"]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import bench as bench
+else:
+
+    def __getattr__(name):
+        """``gsbn.bench`` is imported when it is first asked for: a program that only computes need not load it."""
+        if name != "bench":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return import_module("gsbn.bench")

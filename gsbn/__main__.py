@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line; without its packages, say in one line how to get them."""
     try:
-        from gsbn._cli import app
+        from gsbn.bench.cli import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise

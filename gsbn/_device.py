@@ -14,7 +14,22 @@ import numpy as np
 
 from . import _plan
 
-__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "is_capturing", "is_current", "on_device"]
+__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "gpu_obstacle", "is_capturing", "is_current", "on_device"]
+
+
+def gpu_obstacle() -> str:
+    """Why CuPy cannot be used on a GPU here; empty if it can."""
+    try:
+        import cupy
+
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return "no GPU is visible"
+        cupy.cuda.nvrtc.getVersion()
+    except ImportError as error:
+        return "CuPy is not installed" if error.name == "cupy" else str(error).strip().splitlines()[0]
+    except Exception as error:  # CUDARuntimeError and whatever a broken installation raises
+        return str(error).strip().splitlines()[0]
+    return ""
 
 
 @cache

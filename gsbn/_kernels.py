@@ -9,7 +9,6 @@ import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -164,6 +163,8 @@ def launcher(
 
 def compile_all(arch: str) -> dict[Kernel, bytes]:
     """Compile every variant with NVRTC for an architecture such as "sm_90a"; needs no GPU. Returns the cubins."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 

@@ -21,8 +21,11 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import _accuracy, _gradients, _peers, _publish, _system, bench, reference
-from gsbn._timing import Clock, GpuClock, balanced_order, median_interval, settle
+from gsbn import _device, bench, reference
+from gsbn.bench import bounds, libraries, machine, measure, publish
+from gsbn.bench.candidate import Candidate
+from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle
+from gsbn.bench.report import SCHEMA
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
@@ -31,7 +34,7 @@ TINY = bench.Case(24, 20, 12)
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_system, "_gpu_obstacle", lambda: "hidden by the test")
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
 
 
 # ---- statistics ----------------------------------------------------------------------------------------------------
@@ -130,7 +133,7 @@ class ScriptedClock(Clock):
 def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     clock = ScriptedClock()
-    monkeypatch.setattr(bench, "Clock", lambda: clock)
+    monkeypatch.setattr(measure, "Clock", lambda: clock)
     settings = dataclasses.replace(QUICK, rounds=40, seconds=60, settle=0.05)
     report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
     assert {r.device.samples for r in report.results if r.device} == {40}, "settling does not count"
@@ -174,7 +177,7 @@ def test_a_queue_that_ran_dry_does_not_count() -> None:
     clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
     data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
     clock._scratch = SimpleNamespace(data=data, nbytes=1)
-    candidate = _peers.Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
+    candidate = Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
     trial, method = clock.trial(candidate, calls=3)
     assert method == "queue"
     assert trial() == pytest.approx(2e-3)
@@ -208,10 +211,10 @@ def test_presets_and_cases() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("family", _accuracy.FAMILIES)
+@pytest.mark.parametrize("family", bounds.FAMILIES)
 def test_the_truth_is_the_reference(family: str, training: bool) -> None:
-    o = _accuracy.make_operands(np, 33, 40, 21, "float32", family)
-    got = _accuracy.expected(np, o, "highest", training)
+    o = bounds.make_operands(np, 33, 40, 21, "float32", family)
+    got = bounds.expected(np, o, "highest", training)
     want = reference.forward(
         o.x, o.weight, o.scale, **o.affine, running_mean=o.running_mean, running_var=o.running_var, training=training
     )
@@ -220,8 +223,8 @@ def test_the_truth_is_the_reference(family: str, training: bool) -> None:
 
 
 def test_the_bound_admits_float32_and_refuses_tf32() -> None:
-    o = _accuracy.make_operands(np, 257, 384, 131, "float32")
-    truth = _accuracy.expected(np, o, "highest", True)["g"]
+    o = bounds.make_operands(np, 257, 384, 131, "float32")
+    truth = bounds.expected(np, o, "highest", True)["g"]
     assert truth.judge(o.x @ o.weight.T, np).passed
 
     def tf32(a: np.ndarray) -> np.ndarray:
@@ -229,13 +232,13 @@ def test_the_bound_admits_float32_and_refuses_tf32() -> None:
 
     rounded = tf32(o.x) @ tf32(o.weight).T
     assert not truth.judge(rounded, np).passed
-    assert _accuracy.expected(np, o, "high", True)["g"].judge(rounded, np).passed
+    assert bounds.expected(np, o, "high", True)["g"].judge(rounded, np).passed
 
 
 @pytest.mark.parametrize("spoil", [np.nan, np.inf, 1.0])
 def test_one_wrong_element_is_seen(spoil: float) -> None:
-    o = _accuracy.make_operands(np, 16, 8, 4, "float16")
-    truth = _accuracy.expected(np, o, "highest", True)["y"]
+    o = bounds.make_operands(np, 16, 8, 4, "float16")
+    truth = bounds.expected(np, o, "highest", True)["y"]
     y = truth.value.astype(np.float16)
     assert truth.judge(y, np).passed
     y[3, 2] += np.float16(spoil)
@@ -243,12 +246,12 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("family", _accuracy.FAMILIES)
+@pytest.mark.parametrize("family", bounds.FAMILIES)
 def test_the_true_gradients_are_the_reference(family: str, training: bool) -> None:
     """As closely as float64 agrees with float64: to 1e-9 of the largest, and within the bound for float64 operands."""
-    o = _accuracy.make_operands(np, 33, 40, 21, "float64", family)
-    dy = _gradients.draw_dy(np, o)
-    got = _gradients.expected(np, o, dy, "highest", training)
+    o = bounds.make_operands(np, 33, 40, 21, "float64", family)
+    dy = bounds.draw_dy(np, o)
+    got = bounds.expected_gradients(np, o, dy, "highest", training)
     vectors = {"bias": o.affine["bias"], "gamma": o.affine["gamma"]}
     statistics = {"running_mean": o.running_mean, "running_var": o.running_var}
     want = reference.backward(dy, o.x, o.weight, o.scale, **vectors, **statistics, training=training)._asdict()
@@ -260,11 +263,11 @@ def test_the_true_gradients_are_the_reference(family: str, training: bool) -> No
             )
 
 
-@pytest.mark.parametrize("field", _gradients.FIELDS)
+@pytest.mark.parametrize("field", bounds.GRADIENTS)
 def test_one_wrong_gradient_is_seen(field: str) -> None:
-    o = _accuracy.make_operands(np, 64, 48, 20, "float32")
-    dy = _gradients.draw_dy(np, o)
-    truth = _gradients.expected(np, o, dy, "highest", True)[field]
+    o = bounds.make_operands(np, 64, 48, 20, "float32")
+    dy = bounds.draw_dy(np, o)
+    truth = bounds.expected_gradients(np, o, dy, "highest", True)[field]
     gradient = truth.value.astype(np.float32)
     assert truth.judge(gradient, np).passed
     gradient.flat[7] = gradient.flat[7] * np.float32(1.01) + np.float32(1e-3)
@@ -282,9 +285,9 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     report.save_json(tmp_path / "r.json")
     report.save_csv(tmp_path / "r.csv")
     saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert saved["schema"] == bench.SCHEMA
+    assert saved["schema"] == SCHEMA
     assert not saved["interrupted"]
-    assert saved["environment"]["digest"] == _system.source_digests()
+    assert saved["environment"]["digest"] == machine.source_digests()
     assert set(saved["rates"]) == {"copy", "matrix"}
     timed = [row for row in saved["results"] if not row["failure"]]
     assert {"gsbn"} <= {row["candidate"] for row in timed}
@@ -329,7 +332,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("cpu")
 def test_a_peer_that_is_missing_or_breaks_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_peers, "load", lambda names: {"torch": None, "jax": None})
+    monkeypatch.setattr(libraries, "load", lambda names: {"torch": None, "jax": None})
     results = {r.candidate: r for r in bench.run([TINY], ["gsbn", "pytorch", "jax"], QUICK).results}
     assert results["pytorch"].failure == "torch is not installed"
     assert results["jax"].failure == "jax is not installed"
@@ -355,7 +358,7 @@ def test_ctrl_c_keeps_what_is_done() -> None:
 def test_global_precision_is_restored() -> None:
     torch = pytest.importorskip("torch")
     before = torch.get_float32_matmul_precision()
-    with contextlib.suppress(ZeroDivisionError), _peers.float32_precision("high"):
+    with contextlib.suppress(ZeroDivisionError), libraries.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high"
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == before
@@ -376,26 +379,26 @@ def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
             results.append(bench.Result(case, name, "", "graph", 10, m, m, 1 << 20, 1e-7))
         results.append(bench.Result(case, "autotune", failure="refused"))
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
-    environment = _system.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
+    environment = machine.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
     return bench.Report(environment, bench.Settings(), rates, tuple(results))
 
 
 def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{_publish.BEGIN}\nold\n{_publish.END}\nafter\n")
+    readme.write_text(f"before\n{publish.BEGIN}\nold\n{publish.END}\nafter\n")
     for _ in range(2):  # and again, to the same text
-        _publish.publish(report_of_a_gpu(), tmp_path)
+        publish.publish(report_of_a_gpu(), tmp_path)
     text = readme.read_text()
-    assert text.startswith(f"before\n{_publish.BEGIN}\n| B, I, O ")
-    assert text.endswith(f"{_publish.END}\nafter\n")
+    assert text.startswith(f"before\n{publish.BEGIN}\n| B, I, O ")
+    assert text.endswith(f"{publish.END}\nafter\n")
     assert "old" not in text
     rows = [line for line in text.splitlines() if line.startswith("| 1")]
     assert len(rows) == 12
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
     assert all(1.45 < float(row.split("|")[8]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
     assert "NVIDIA H200, driver 580.1" in text
-    assert _publish.changed_since(tmp_path / "docs/results/kernelbench.json") == []
+    assert publish.changed_since(tmp_path / "docs/results/kernelbench.json") == []
     for name in ("kernelbench.json", "kernelbench.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
@@ -403,7 +406,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
 def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("no markers\n")
     with pytest.raises(ValueError, match="results:begin"):
-        _publish.publish(report_of_a_gpu(), tmp_path)
+        publish.publish(report_of_a_gpu(), tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
 
 
@@ -412,7 +415,7 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
     pytest.importorskip("matplotlib")
     from matplotlib import colors, image
 
-    _publish.plot(report_of_a_gpu(preset), tmp_path / "plot.png")
+    publish.plot(report_of_a_gpu(preset), tmp_path / "plot.png")
     pixels = image.imread(tmp_path / "plot.png")[..., :3]
     assert pixels.shape[0] >= 500
     assert pixels.shape[1] >= 1500
@@ -422,10 +425,29 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
         return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
 
     for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
-        assert count(bars, _publish.SERIES[name][1]) > 500, name
+        assert count(bars, publish.SERIES[name][1]) > 500, name
     for kind in ("float32", "tf32", "float16"):
-        assert count(roof, _publish.KIND_COLOURS[kind]) > 50, kind
+        assert count(roof, publish.KIND_COLOURS[kind]) > 50, kind
     assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
+
+
+def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    monkeypatch.setattr(gsbn, "__file__", str(tmp_path / "__init__.py"))
+    seen = set()
+    for name, text in (
+        ("__init__", ""),
+        ("bench/case", "a"),
+        ("bench/case", "b"),
+        ("bench/__init__", ""),
+        ("case", ""),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        seen.add(machine.source_digests()["gsbn"])
+    assert len(seen) == 5
+    (tmp_path / "case.py").rename(tmp_path / "bench" / "moved.py")
+    assert machine.source_digests()["gsbn"] not in seen
+    assert machine.source_digests() == machine.source_digests()
 
 
 def test_the_published_results_describe_these_sources() -> None:
@@ -433,7 +455,7 @@ def test_the_published_results_describe_these_sources() -> None:
     saved = ROOT / "docs" / "results" / "kernelbench.json"
     if not saved.exists():
         pytest.skip("nothing published yet")
-    if changed := _publish.changed_since(saved):
+    if changed := publish.changed_since(saved):
         warnings.warn(f"the README's results are older than {' and '.join(changed)}: run `make bench`", stacklevel=1)
 
 
@@ -485,6 +507,6 @@ def test_the_gemm_alone_and_addmm_are_peers() -> None:
 @pytest.mark.gpu
 def test_warm_up_leaves_nothing_to_compile() -> None:
     steps: list[int] = []
-    count = _system.warm_up(lambda done, total, name: steps.append(done))
+    count = gsbn.warm_up(lambda done, total, name: steps.append(done))
     assert count > 0
     assert steps == list(range(count + 1))

@@ -19,7 +19,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gsbn import _accuracy, _cli, _publish, _selfcheck, _system, bench
+from gsbn import _device, bench
+from gsbn.bench import bounds, cli, machine, publish, selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--calls", "1"]
@@ -28,14 +29,14 @@ QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1
 @pytest.fixture(autouse=True)
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same machine for everyone: no GPU, a console of 80 columns."""
-    monkeypatch.setattr(_cli, "out", Console(width=80))
-    monkeypatch.setattr(_cli, "err", Console(width=80, stderr=True))
+    monkeypatch.setattr(cli, "out", Console(width=80))
+    monkeypatch.setattr(cli, "err", Console(width=80, stderr=True))
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(_system, "_gpu_obstacle", lambda: "no GPU is visible")
+        monkeypatch.setattr(_device, "gpu_obstacle", lambda: "no GPU is visible")
 
 
 def run(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(_cli.app, list(arguments))
+    result = CliRunner().invoke(cli.app, list(arguments))
     assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
     assert "Traceback" not in result.output
     return result
@@ -67,11 +68,11 @@ def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
 def test_the_remedy_fits_the_trouble(
     monkeypatch: pytest.MonkeyPatch, obstacle: str, driver: int, wheels: list[str], what: str, fix: str
 ) -> None:
-    monkeypatch.setattr(_system, "_gpu_obstacle", lambda: obstacle)
-    monkeypatch.setattr(_system, "_cuda_driver", lambda: driver)
-    monkeypatch.setattr(_system, "_packages", lambda: {"cupy": wheels})
-    monkeypatch.setattr(_system, "version", lambda package: "1")
-    ((told, remedy),) = _system.missing()
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: obstacle)
+    monkeypatch.setattr(machine, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(machine, "packages", lambda: {"cupy": wheels})
+    monkeypatch.setattr(machine, "version", lambda package: "1")
+    ((told, remedy),) = machine.missing()
     assert what in told
     assert fix in remedy
 
@@ -80,7 +81,7 @@ def test_check_passes_here_and_shows_the_bound() -> None:
     output = run("check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20").stdout
     assert "32 of 32 within the bound" in output
     assert "sqrt(g²" in output
-    for family in _accuracy.FAMILIES:
+    for family in bounds.FAMILIES:
         assert family in output
     assert max(map(len, output.splitlines())) <= 80
     told = json.loads(run("check", "--json", "--dtype", "float16", "--family", "mean 1e4").stdout)
@@ -126,12 +127,12 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def bar(*args: Any, **options: Any) -> Any:
         yield lambda done, total, doing: os.kill(os.getpid(), signal.SIGINT) if done > 1.5 else None
 
-    monkeypatch.setattr(_cli, "_bar", bar)
+    monkeypatch.setattr(cli, "_bar", bar)
     saved, readme = tmp_path / "r.json", tmp_path / "README.md"
-    readme.write_text(f"{_publish.BEGIN}{_publish.END}")
+    readme.write_text(f"{publish.BEGIN}{publish.END}")
     options = ["--json", str(saved), "--publish", str(tmp_path)]
     result = run(*QUICK, "--mode", "both", "--only", "gsbn", *options, status=130)
-    assert readme.read_text() == f"{_publish.BEGIN}{_publish.END}", "half a table is not published"
+    assert readme.read_text() == f"{publish.BEGIN}{publish.END}", "half a table is not published"
     assert "Interrupted" in result.stderr
     content = json.loads(saved.read_text())
     assert content["interrupted"]
@@ -189,7 +190,7 @@ def test_python_m_gsbn() -> None:
 
 @pytest.mark.gpu
 def test_check_passes_on_the_gpu() -> None:
-    checks = _selfcheck.check()
+    checks = selfcheck.check()
     assert [(c.kind, c.family, c.training, c.candidate, c.share, c.failure) for c in checks if not c.passed] == []
     assert {"gsbn", "gsbn-cublas", "gsbn-tiled"} <= {c.candidate for c in checks}
 

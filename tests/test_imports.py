@@ -88,6 +88,59 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - s
     assert python(script).split() == ["gsbn", "numpy"]
 
 
+def test_importing_brings_in_no_instrument() -> None:
+    """Neither the bench nor what only the bench and the compiler need, unless NumPy brings it."""
+    script = """
+import sys
+import numpy
+before = set(sys.modules)
+import gsbn
+print(*sorted(set(sys.modules) - before))
+"""
+    brought = python(script).split()
+    for name in ("gsbn.bench", "subprocess", "shutil", "platform", "concurrent.futures"):
+        assert [module for module in brought if f"{module}.".startswith(f"{name}.")] == []
+
+
+def test_the_bench_is_there_after_a_bare_import() -> None:
+    script = (
+        BLOCKER
+        + """
+import gsbn
+
+print(gsbn.bench.Case(4, 5, 6).title)
+from gsbn import bench
+from gsbn.bench import Case
+assert bench is gsbn.bench is sys.modules["gsbn.bench"] and bench.Case is Case
+print(*bench.__all__)
+try:
+    gsbn.benchmark
+except AttributeError as error:
+    print(error)
+"""
+    )
+    title, names, error = python(script).splitlines()
+    assert title == "(4, 5, 6) float32 training"
+    assert {"PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"} <= {
+        *names.split()
+    }
+    assert error == "module 'gsbn' has no attribute 'benchmark'"
+
+
+def test_warming_up_needs_no_bench() -> None:
+    script = """
+import sys
+import gsbn
+
+try:
+    gsbn.warm_up()
+except RuntimeError as error:
+    assert "no GPU to compile kernels for" in str(error)
+print(*(name for name in sys.modules if name.startswith("gsbn.bench")))
+"""
+    assert not python(BLOCKER + script).strip()
+
+
 def test_importing_takes_little_time() -> None:
     """Less of this process' own time than NumPy takes, on any machine; CuPy or torch would take several times that."""
     script = """

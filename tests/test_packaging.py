@@ -76,7 +76,7 @@ def test_sdist_holds_what_a_checkout_holds(built: tuple[Path, Path]) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {f"kernels/{name}" for name in KERNELS} <= names
     for folder in ("gsbn", "tests", "examples"):
-        assert {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*.py")} <= names
+        assert {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")} <= names
     wanted = {
         "pyproject.toml",
         "Makefile",

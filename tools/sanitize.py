@@ -23,11 +23,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _accuracy, _gradients, _interop, _kernels, _plan, _sm90, reference
+from gsbn import _interop, _kernels, _plan, _sm90, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.variants import BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES
+from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
@@ -37,7 +38,7 @@ _kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # a report 
 
 def operands(shape, dtype):
     """The arguments of a forward by name, on the host and on the GPU."""
-    o = _accuracy.make_operands(np, *shape, dtype)
+    o = bounds.make_operands(np, *shape, dtype)
     host = {"x": o.x, "weight": o.weight, "scale": o.scale, **o.affine} | o.fresh_statistics(np)
     return host, {name: cp.asarray(a) for name, a in host.items()}
 
@@ -68,7 +69,7 @@ def tiled(dtype, tile):
 
 def backward(dtype, tile, gemm, precision="highest"):
     host, native = operands((300, 40, 45), dtype)
-    dy = _gradients.draw_dy(np, _accuracy.make_operands(np, 300, 40, 45, dtype))
+    dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
         _, saved = forward_within(Limits(tiled=tile), **native, **options, return_saved=True)
@@ -105,7 +106,7 @@ def product_of(name, dtype, block_m, cluster):
 def multiply(limits, shape, dtype, precision, *, x_across=False, w_across=False):
     """forward_sm90's GEMM alone."""
     m, k, n = shape
-    o = _accuracy.make_operands(np, *shape, dtype)
+    o = bounds.make_operands(np, *shape, dtype)
     a, b = (cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_across), (o.weight, w_across)))
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
     device = cp.cuda.Device().id

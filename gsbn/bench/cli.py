@@ -1,11 +1,11 @@
-"""The command ``gsbn``: a thin face over ``gsbn.bench``, ``gsbn._selfcheck`` and ``gsbn._system``."""
+"""The command ``gsbn``: a thin face over ``gsbn.bench``, ``gsbn.bench.selfcheck`` and ``gsbn.bench.machine``."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -18,10 +18,14 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import _peers, _publish, _selfcheck, _system, bench
-from ._accuracy import FAMILIES
-from ._gradients import DIRECTIONS
-from .bench import DTYPES, PRESETS, Case, Report, Result
+from .. import warm_up
+from . import machine, measure, selfcheck
+from . import publish as paper
+from .bounds import FAMILIES
+from .candidate import NAMES, names
+from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
+from .report import Report, Result, Settings
+from .selfcheck import Check
 
 app = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -33,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 Kind = Enum("Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 Family = Enum("Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
 Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
-Direction = Enum("Direction", {name: name for name in DIRECTIONS}, type=str)  # type: ignore[misc]
+Direction = Enum("Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
 Mode = Enum("Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
 
 
@@ -43,7 +47,7 @@ def info(
     shape: Annotated[str, typer.Option(help="B,I,O that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
     """What this machine has, which path each dtype takes and why, and what is missing."""
-    environment, missing = _system.environment(), _system.missing()
+    environment, missing = machine.environment(), machine.missing()
     xp: Any = importlib.import_module("cupy" if environment["gpus"] else "numpy")
     sizes = _shape(shape)
     paths = {kind: dict(zip(("gemm", "why"), _path(Case(*sizes, *DTYPES[kind]), xp), strict=True)) for kind in DTYPES}
@@ -81,22 +85,22 @@ def check(
     as_json: AsJson = False,
     dtype: Annotated[list[Kind] | None, typer.Option(help="Only these.")] = None,
     family: Annotated[list[Family] | None, typer.Option(help="Only these inputs.")] = None,
-    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, _selfcheck.SHAPE)),
+    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: int = 0,
 ) -> None:
     """Correctness and accuracy on this machine against float64; exit status 1 if gsbn leaves its bound."""
     with _bar("input", quiet=as_json) as step:
-        checks = _selfcheck.check(
+        checks = selfcheck.check(
             [k.value for k in dtype or Kind], [f.value for f in family or Family], _shape(shape), seed, step
         )
     failed = [c for c in checks if not c.passed]
     if as_json:
-        content = {"environment": _system.environment(), "shape": _shape(shape), "passed": not failed}
+        content = {"environment": machine.environment(), "shape": _shape(shape), "passed": not failed}
         print(json.dumps(content | {"checks": [_finite(c.row()) for c in checks]}, indent=1))
     else:
         out.print(_check_table(checks))
         out.print(_gradient_table(checks))
-        out.print(_selfcheck.DERIVATION, style="dim", highlight=False, markup=False)
+        out.print(selfcheck.DERIVATION, style="dim", highlight=False, markup=False)
         for c in failed:
             what = f"{c.share:.3g} of the bound" if math.isfinite(c.share) else c.failure
             where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
@@ -113,7 +117,7 @@ def bench_command(
     dtype: Annotated[list[Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
-    only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(_peers.NAMES)}.")] = "",
+    only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 120,
     seconds: Annotated[float, typer.Option(help="No new round after this long, but 7 at least.")] = 5.0,
@@ -126,7 +130,7 @@ def bench_command(
     publish: Annotated[Path | None, typer.Option(help="Checkout whose README table to rewrite.", hidden=True)] = None,
 ) -> None:
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
-    gpu = _system.has_gpu()
+    gpu = machine.has_gpu()
     if not gpu:
         err.print("No GPU: the NumPy path beside PyTorch on the CPU.", style="yellow")
     if (plot or publish) and importlib.util.find_spec("matplotlib") is None:
@@ -138,7 +142,7 @@ def bench_command(
         _fail(f"{plot}: expected a name that ends in .png, .svg or .pdf")
     if publish:
         try:
-            _publish.split_readme(publish)
+            paper.split_readme(publish)
         except ValueError as error:
             _fail(str(error))
     usual = preset.value if preset else "kernelbench" if gpu else "small"
@@ -146,11 +150,11 @@ def bench_command(
     kinds = [k.value for k in dtype or Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
     left_out = _names(skip)
-    chosen = [name for name in _names(only) or _peers.names(gpu) if name not in left_out]
-    settings = bench.Settings(rounds, seconds, settle, calls=calls, graph=graph)
+    chosen = [name for name in _names(only) or names(gpu) if name not in left_out]
+    settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
     with _bar("case") as step:
-        cases = bench.cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
-        report = bench.run(cases, chosen, settings, step)
+        todo = cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
+        report = measure.run(todo, chosen, settings, step)
     if report.interrupted:
         err.print("Interrupted: this is what was done.", style="yellow")
     _print_report(report)
@@ -159,13 +163,13 @@ def bench_command(
     if as_csv:
         report.save_csv(as_csv)
     if plot:
-        _publish.plot(report, plot)
+        paper.plot(report, plot)
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
     if publish and not gpu:
         _fail("--publish: expected a GPU: the README's table is of GPU figures")
     if publish:
-        out.print("Wrote " + ", ".join(map(str, _publish.publish(report, publish))))
+        out.print("Wrote " + ", ".join(map(str, paper.publish(report, publish))))
 
 
 @app.command()
@@ -173,7 +177,7 @@ def warmup() -> None:
     """Compile every kernel that this GPU can use into the cache, so that no first call pays for it."""
     try:
         with _bar("kernel") as step:
-            count = _system.warm_up(step)
+            count = warm_up(step)
     except RuntimeError as error:
         _fail(str(error))
     out.print(f"{count} kernels are ready.", style="green")
@@ -185,7 +189,7 @@ def _print_report(report: Report) -> None:
         out.print(_case_table(case, results, report))
         for r in results.values():
             if r.failure:
-                failures.setdefault(f"{_peers.NAMES[r.candidate]}: {r.failure}", []).append(case.title)
+                failures.setdefault(f"{NAMES[r.candidate]}: {r.failure}", []).append(case.title)
     for failure, titles in failures.items():
         where = "" if len(titles) == len(report.by_case()) else f" (in {len(titles)} of {len(report.by_case())} cases)"
         out.print(Text(failure + where, style="red" if "wrong result" in failure else "dim"))
@@ -209,63 +213,60 @@ def _case_table(case: Case, results: dict[str, Result], report: Report) -> Table
     for r in results.values():
         if r.device is None:
             continue
-        t = r.device.median
-        speed = t / ours.device.median if ours and ours.device else None
-        row = [_peers.NAMES[r.candidate], _number(t * 1e6), f"{(r.device.high - r.device.low) / 2 / t:.1%}"]
+        t = r.seconds
+        row = [NAMES[r.candidate], _number(t * 1e6), f"{(r.device.high - r.device.low) / 2 / t:.1%}"]
         row += [r.method, r.path] if wide else []
         row += [_number(r.host.median * 1e6) if r.host else "–", "–" if r.extra_bytes is None else _mb(r.extra_bytes)]
         row += [_number(case.flops / t / 1e12), *([_number(case.least_bytes / t / 1e9)] if wide else [])]
-        row += [f"{floor / t:.0%}", "" if speed is None or r is ours else f"{speed:.2f}"]
+        row += [f"{floor / t:.0%}", f"{t / ours.seconds:.2f}" if ours and ours.device and r is not ours else ""]
         table.add_row(*row, style="bold" if r is ours else "")
     return table
 
 
-def _check_table(checks: list[_selfcheck.Check]) -> Table:
-    columns = ("", "y max", "y norm", "infer.", "mean", "var", "PyTorch", "SGEMM", "bound")
-    table = _table(*columns, title="Errors against float64; norms are relative", gap=0)
-    groups: dict[tuple[str, str], list[_selfcheck.Check]] = {}
+Row = dict[tuple[str, bool], Check]  # the checks of one dtype and family: (candidate, training) to check
+
+
+def _family_table(checks: list[Check], title: str, columns: Sequence[str], cells: Callable[[Row], list[str]]) -> Table:
+    table = _table("", *columns, title=title, gap=0)
+    groups: dict[tuple[str, str], Row] = {}
     for c in checks:
-        groups.setdefault((c.kind, c.family), []).append(c)
+        groups.setdefault((c.kind, c.family), {})[c.candidate, c.training] = c
     heading = ""
-    for (kind, family), group in groups.items():
+    for (kind, family), row in groups.items():
         if kind != heading:
-            table.add_row(f"[bold]{kind}", *[""] * 8)
+            table.add_row(f"[bold]{kind}", *[""] * len(columns))
             heading = kind
-        found = {(c.candidate, c.training): c for c in group}
-        share = max(c.share for c in group if c.candidate.startswith("gsbn"))
+        table.add_row(family, *cells(row))
+    return table
+
+
+def _check_table(checks: list[Check]) -> Table:
+    def cells(row: Row) -> list[str]:
+        share = max(c.share for c in row.values() if c.candidate.startswith("gsbn"))
         verdict = f"[{'green' if share <= 1 else 'red'}]" + (f"{share:.0%}" if share < 100 else "out")
-        ours, inference = found.get(("gsbn", True)), found.get(("gsbn", False))
-        cells = [_error(ours, "y", "max_error"), _error(ours), _error(inference)]
-        cells += [_error(ours, "running_mean"), _error(ours, "running_var")]
-        cells += [_error(found.get((name, True))) for name in ("pytorch", "sgemm")]
-        table.add_row(family, *cells, verdict)
-    return table
+        ours, inference = row.get(("gsbn", True)), row.get(("gsbn", False))
+        errors = [_error(ours, "y", "max_error"), _error(ours), _error(inference)]
+        errors += [_error(ours, "running_mean"), _error(ours, "running_var")]
+        return [*errors, *(_error(row.get((name, True))) for name in ("pytorch", "sgemm")), verdict]
+
+    columns = ("y max", "y norm", "infer.", "mean", "var", "PyTorch", "SGEMM", "bound")
+    return _family_table(checks, "Errors against float64; norms are relative", columns, cells)
 
 
-def _gradient_table(checks: list[_selfcheck.Check]) -> Table:
-    """Of every gradient but the bias', which is exactly zero, and autograd's where the two differ."""
-    names = ("x", "weight", "scale", "gamma", "beta")
-    columns = ("", *(f"d{name}" for name in names), "PyTorch dx", "dscale")
-    table = _table(*columns, title="Gradients in training: norm-wise errors", gap=0)
-    found = {(c.kind, c.family, c.candidate): c for c in checks if c.training}
-    heading = ""
-    for kind, family in dict.fromkeys((c.kind, c.family) for c in checks):
-        if kind != heading:
-            table.add_row(f"[bold]{kind}", *[""] * (len(columns) - 1))
-            heading = kind
+def _gradient_table(checks: list[Check]) -> Table:
+    """The gradients of gsbn without the bias', which is exactly zero, and those of autograd where the two differ."""
+    shown = [("gsbn", name) for name in ("x", "weight", "scale", "gamma", "beta")]
+    shown += [("pytorch", "x"), ("pytorch", "scale")]
+    columns = ("dx", "dweight", "dscale", "dgamma", "dbeta", "PyTorch dx", "dscale")
 
-        def cell(candidate: str, name: str, kind: str = kind, family: str = family) -> str:
-            check = found.get((kind, family, candidate))
-            judged = check.gradients.get(name) if check else None
-            return "–" if judged is None else f"{judged.norm_error:.1e}" if judged.norm_error else "0"
+    def cells(row: Row) -> list[str]:
+        return [_error(row.get((candidate, True)), name) for candidate, name in shown]
 
-        ours, theirs = [cell("gsbn", name) for name in names], [cell("pytorch", name) for name in ("x", "scale")]
-        table.add_row(family, *ours, *theirs)
-    return table
+    return _family_table(checks, "Gradients in training: norm-wise errors", columns, cells)
 
 
-def _error(check: _selfcheck.Check | None, of: str = "y", error: str = "norm_error") -> str:
-    value = getattr(getattr(check, of, None), error, None)
+def _error(check: Check | None, of: str = "y", error: str = "norm_error") -> str:
+    value = getattr(check and check.judgement(of), error, None)
     return "–" if value is None else f"{value:.1e}" if value else "0"
 
 
@@ -280,7 +281,7 @@ def _table(*columns: str, title: str = "", gap: int = 1) -> Table:
 
 @contextmanager
 def _bar(unit: str, quiet: bool = False) -> Iterator[Callable[[float, float, str], None]]:
-    """A progress bar with the time left, on stderr; gone when done, and absent where stderr is no terminal.
+    """A progress bar with the time left, on stderr. It vanishes when done, and is not there if stderr is no terminal.
 
     It is drawn at each step and never by a thread of its own, which would disturb what is being timed.
     """
@@ -295,9 +296,9 @@ def _bar(unit: str, quiet: bool = False) -> Iterator[Callable[[float, float, str
 
 def _path(case: Case, xp: Any) -> tuple[str, str]:
     try:
-        if case.dtype == "bfloat16" and _system.version("ml_dtypes") is None:
+        if case.dtype == "bfloat16" and machine.version("ml_dtypes") is None:
             return "–", "bfloat16 needs ml_dtypes"
-        return _system.path(case, "auto", xp)
+        return machine.path(case, "auto", xp)
     except ValueError as error:
         return "–", str(error)
 
@@ -313,11 +314,11 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in _peers.NAMES:
-            raise typer.BadParameter(f"expected names among {', '.join(_peers.NAMES)}; got {name!r}")
-    return names
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    for name in found:
+        if name not in NAMES:
+            raise typer.BadParameter(f"expected names among {', '.join(NAMES)}; got {name!r}")
+    return found
 
 
 def _fail(message: str) -> NoReturn:
@@ -326,7 +327,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: None in its place."""
+    """The same with None in place of infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ._system import source_digests
-from .bench import DTYPES, Case, Report, Result, fastest
+from .case import DTYPES, Case
+from .machine import source_digests
+from .report import Report, Result, fastest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ KIND_COLOURS = {
 
 
 def split_readme(root: Path) -> tuple[str, str]:
-    """``root/README.md`` up to the first marker and from the second on; ValueError where they are not."""
+    """``root/README.md`` up to the first marker, and from the second on; ValueError if one is missing."""
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
     if not (0 <= text.find(BEGIN) < text.find(END)):
@@ -67,17 +68,14 @@ def markdown(report: Report) -> str:
     table = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
     for case, results in report.by_case().items():
         gsbn, torch = results.get("gsbn"), results.get("pytorch")
-        compiled = min(
-            (r for n in ("compile", "autotune") if (r := results.get(n)) and r.device), key=_seconds, default=None
-        )
         direction = "" if case.direction == "forward" else f", {case.direction}"
         mode = "" if case.training else ", inference"
         cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode + direction]
-        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(compiled), _ms(results.get("jax"))]
-        cells += [f"**{_ms(gsbn)}**"]
-        timed = gsbn is not None and gsbn.device is not None
-        cells += [f"{_seconds(torch) / _seconds(gsbn):.2f}" if timed and torch and torch.device else "–"]
-        cells += [f"{report.rates.floor(case) / _seconds(gsbn):.0%}" if timed else "–"]
+        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(fastest(results, "compile", "autotune"))]
+        cells += [_ms(results.get("jax")), f"**{_ms(gsbn)}**"]
+        timed = gsbn if gsbn and gsbn.device else None
+        cells += [f"{torch.seconds / timed.seconds:.2f}" if timed and torch and torch.device else "–"]
+        cells += [f"{report.rates.floor(case) / timed.seconds:.0%}" if timed else "–"]
         if has_host:
             cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
         table.append("| " + " | ".join(cells) + " |")
@@ -101,7 +99,7 @@ def _caption(report: Report) -> str:
 
 
 def plot(report: Report, file: str | Path) -> None:
-    """Bars of the candidates' speed relative to PyTorch eager, a panel a shape, and a roofline; PNG, SVG or PDF."""
+    """Bars of the speed relative to PyTorch eager, a panel for each shape, and a roofline; PNG, SVG or PDF."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
@@ -139,13 +137,13 @@ def _figure(report: Report) -> Figure:
 
 
 def _speeds(results: dict[str, Result]) -> dict[str, tuple[float, Result]]:
-    """Series to (speed relative to PyTorch eager, or else to the slowest, and the result)."""
+    """The speed and the result of each series; 1 is PyTorch eager, or the slowest series if that is missing."""
     shown = {key: fastest(results, key) if key == "gemm-" else results.get(key) for key in SERIES}
     timed = {key: r for key, r in shown.items() if r is not None and r.device is not None}
     if not timed:
         return {}
-    unit = _seconds(timed["pytorch"]) if "pytorch" in timed else max(map(_seconds, timed.values()))
-    return {key: (unit / _seconds(r), r) for key, r in timed.items()}
+    unit = timed["pytorch"].seconds if "pytorch" in timed else max(r.seconds for r in timed.values())
+    return {key: (unit / r.seconds, r) for key, r in timed.items()}
 
 
 def _bars(axes: Axes, table: dict[Case, dict[str, Result]], shape: tuple[int, int, int]) -> None:
@@ -158,7 +156,7 @@ def _bars(axes: Axes, table: dict[Case, dict[str, Result]], shape: tuple[int, in
         axes.bar(at, [s for s, _ in speeds], width * 0.92, color=colour, label=label)
         for x, (speed, result) in zip(at, speeds, strict=True):
             if result is not None and key == "gsbn":
-                axes.annotate(_time(_seconds(result)), (x, speed), (0, 2), textcoords="offset points", ha="center",
+                axes.annotate(_time(result.seconds), (x, speed), (0, 2), textcoords="offset points", ha="center",
                               fontsize=7.5, color=colour, fontweight="bold", path_effects=_outline())  # fmt: skip
     axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     axes.set_xticks(range(len(table)), [SHORT[c.kind] + ("" if c.training else "\ninference") for c in table])
@@ -213,7 +211,7 @@ def _roofline(axes: Axes, report: Report) -> None:
             chosen = [r for r in report.results if r.candidate == name and r.case.kind == kind and r.device]
             at = (
                 [r.case.flops / r.case.least_bytes for r in chosen],
-                [r.case.flops / _seconds(r) / 1e12 for r in chosen],
+                [r.case.flops / r.seconds / 1e12 for r in chosen],
             )
             colour = KIND_COLOURS[kind]
             axes.scatter(*at, s=34, facecolors=face or colour, edgecolors=colour, zorder=3)
@@ -224,12 +222,8 @@ def _roofline(axes: Axes, report: Report) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _seconds(result: Result | None) -> float:
-    return result.device.median if result and result.device else float("inf")
-
-
 def _ms(result: Result | None) -> str:
-    return _digits(_seconds(result) * 1e3) if result and result.device else "–"
+    return _digits(result.seconds * 1e3) if result and result.device else "–"
 
 
 def _time(seconds: float) -> str:

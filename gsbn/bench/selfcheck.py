@@ -9,31 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from . import _gradients, _peers
-from ._accuracy import FAMILIES, Judgement, Operands, expected, make_operands
-from ._system import has_gpu
-from ._timing import no_grad
-from .bench import DTYPES, Case
+from . import libraries, peers
+from .bounds import FAMILIES, GRADIENTS, Judgement, draw_dy, expected, expected_gradients, make_operands
+from .candidate import WITHOUT_BACKWARD, Unavailable
+from .case import DTYPES, Case
+from .machine import has_gpu
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
-NO_BACKWARD = ("gsbn-sm90",)
 DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
-    "rounding of the result. It holds for any order of summation; step by step in the docstring of gsbn._accuracy. "
-    "The gradients' bounds go on from there, in gsbn._gradients. "
-    "infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the float32 GEMM rounded. "
-    "bound: the largest share of it that any element of gsbn's results uses."
+    "rounding of the result. It holds for any order of summation; the docstring of gsbn.bench.bounds derives it, and "
+    "goes on to the gradients. infer.: y in inference. mean, var: the running statistics. SGEMM: y if nothing but the "
+    "float32 GEMM rounded. bound: the largest share of it that any element of gsbn's results uses."
 )
 
 
 @dataclass(frozen=True)
 class Check:
-    """One candidate on one input. ``candidate`` is gsbn (or one of its GEMMs), pytorch, or sgemm: y as the library's
-    float32 GEMM alone leads to, nothing else rounded. Only gsbn is held to the bound."""
+    """One candidate on one input. It is gsbn (perhaps with one of its GEMMs named), pytorch, or sgemm: the y that
+    follows from a library's float32 GEMM if nothing else is rounded. Only gsbn is held to the bound."""
 
     kind: str  # a key of gsbn.bench.DTYPES
-    family: str  # a key of gsbn._accuracy.FAMILIES
+    family: str  # a key of gsbn.bench.bounds.FAMILIES
     training: bool
     candidate: str
     y: Judgement | None = None  # y and the statistics against truth and bound
@@ -47,6 +45,11 @@ class Check:
         """The largest part of its bound that any element of any result uses."""
         judged = (self.y, self.running_mean, self.running_var, *self.gradients.values())
         return max((j.share for j in judged if j), default=float("inf"))
+
+    def judgement(self, of: str) -> Judgement | None:
+        """Of y or a running statistic, or of a gradient by its name in ``gsbn.Gradients``."""
+        found: Judgement | None = self.gradients.get(of) or getattr(self, of, None)
+        return found
 
     @property
     def passed(self) -> bool:
@@ -66,7 +69,7 @@ def check(
     """Training and inference of every kind (a key of ``DTYPES``) and family (of ``FAMILIES``)."""
     gpu = has_gpu()
     names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled", "gsbn-sm90"] if gpu else [])
-    if _peers.load(names).get("torch") is None:
+    if libraries.load(names).get("torch") is None:
         names.remove("pytorch")
     todo = [
         (kind, family, training)
@@ -91,41 +94,34 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     except ImportError as error:
         return [Check(case.kind, family, case.training, "gsbn", failure=str(error))]
     truth = expected(np, truth_of, case.precision, case.training)
-    dy = _gradients.draw_dy(xp, _on(xp, truth_of))
-    true_gradients = _gradients.expected(np, truth_of, _host(dy), case.precision, case.training)
+    operands = truth_of.map(xp.asarray)
+    dy = _host(draw_dy(xp, operands))
+    true_gradients = expected_gradients(np, truth_of, dy, case.precision, case.training)
     backward = dataclasses.replace(case, direction="backward")
-    operands = _on(xp, truth_of)
     checks = []
-    with _peers.float32_precision(case.precision), no_grad():
+    with libraries.float32_precision(case.precision), libraries.no_grad():
         for name in names:
             try:
-                outputs = _peers.make(name, case, operands, xp).outputs()
+                outputs = peers.make(name, case, operands, xp).outputs()
                 keys = ("y", "running_mean", "running_var")
                 got = {key: _host(a) for key, a in zip(keys, outputs, strict=True)}
                 y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
                 judged = {}
-                if name not in NO_BACKWARD:
-                    gradients = _peers.make(name, backward, operands, xp).outputs()
-                    for key, a in zip(_gradients.FIELDS, gradients, strict=True):
+                if name not in WITHOUT_BACKWARD:
+                    outputs = peers.make(name, backward, operands, xp).outputs()
+                    for key, a in zip(GRADIENTS, outputs, strict=True):
                         judged[key] = true_gradients[key].judge(_host(a), np)
                 checks.append(Check(case.kind, family, case.training, name, y, mean, var, judged))
-            except _peers.Unavailable:
+            except Unavailable:
                 continue
             except Exception as error:  # one candidate's failure is a row of the table
                 failure = (str(error) or type(error).__name__).splitlines()[0]
                 checks.append(Check(case.kind, family, case.training, name, failure=failure))
         if case.kind == "float32":
-            g = _host(_peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()[0])
+            g = _host(peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()[0])
             y = expected(np, truth_of, case.precision, case.training, g=g)["y"].value
             checks.append(Check(case.kind, family, case.training, "sgemm", truth["y"].judge(y, np)))
     return checks
-
-
-def _on(xp: Any, operands: Operands) -> Operands:
-    """The same operands as arrays of another library."""
-    moved = {f.name: getattr(operands, f.name) for f in dataclasses.fields(operands)}
-    affine = {name: xp.asarray(a) for name, a in moved.pop("affine").items()}
-    return Operands(affine=affine, **{name: xp.asarray(a) for name, a in moved.items()})
 
 
 def _host(a: Any) -> Any:

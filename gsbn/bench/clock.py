@@ -1,30 +1,30 @@
-"""How long a call takes: the statistics, and one clock for a GPU and one for the CPU.
+"""How long a call takes: the statistics, a clock for a GPU and one for the CPU.
 
-A *trial* is a number of calls of one candidate, back to back, divided by that number. Before each trial the L2 cache is
-flushed, so that no candidate inherits another's operands; within a trial the cache is as warm as the calls before left
-it, as in a training loop. With ``calls=1`` every call is cold.
+A *trial* is the time of a number of calls of one candidate, back to back, divided by that number. Before each trial the
+L2 cache is flushed, so that no candidate finds another's operands there. Within a trial the cache is as warm as the
+calls before left it, as in a training loop. With ``calls=1`` every call is cold.
 
-On a GPU a trial lies between two CUDA events. Where the path can be captured, the calls are one CUDA graph
-(``"graph"``). Where it cannot, they are enqueued while the GPU is still busy with the flush, and the trial counts only
-if the GPU had not reached its beginning when its end was enqueued (``"queue"``): then the device waited for nobody. JAX
-runs on streams of its own, so the wall clock times it, from an idle device to a finished last call (``"wall"``).
+On a GPU a trial lies between two CUDA events. If the candidate can be captured, the calls are one CUDA graph
+(``"graph"``). If not, they are enqueued while the GPU is still busy with the flush (``"queue"``). Such a trial counts
+only if the GPU had not reached its first call when its last one was enqueued: then the device did not wait for the
+host. JAX runs on streams of its own, so the wall clock times it, from an idle device to the end of the last call
+(``"wall"``).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ._peers import Candidate
+from .candidate import Candidate
+from .libraries import no_grad, torch_with_gpu
 
 Trial = Callable[[], float]  # runs one trial, returns seconds per call
 
@@ -61,8 +61,8 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measu
 def balanced_order(n: int, turn: int) -> list[int]:
     """The order of ``n`` candidates in round ``turn``: a row of a Williams design.
 
-    Over ``n`` rounds (``2 n`` for an odd ``n``) everybody takes every place, and follows every other, equally often: a
-    trial inherits the card's temperature, power and clocks from the one before it.
+    Over ``n`` rounds (``2 n`` for an odd ``n``) every candidate takes every place, and follows every other one, equally
+    often. This matters because a trial starts with the temperature, power and clocks that the one before it has left.
     """
     zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, -1, 1, -2, 2, … modulo n
     order = [(i + turn) % n for i in zigzag]
@@ -78,8 +78,9 @@ def settle(
 ) -> bool:
     """Repeat ``work`` until its speed holds still, for ``longest`` seconds at most; whether it did.
 
-    ``work`` returns what it measured. The medians of three successive windows, each of ``window`` seconds and three
-    calls at least, must lie within ``tolerance`` of one another: a steady drift of half of that a window is seen.
+    ``work`` returns what it measured. The medians of three successive windows must lie within ``tolerance`` of one
+    another; a window lasts ``window`` seconds and three calls at least. A steady drift by more than half of the
+    tolerance in each window is therefore seen.
     """
     begun = now()
     medians: list[float] = []
@@ -142,7 +143,7 @@ class GpuClock(Clock):
     def active(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.stream)
-            if (torch := _torch_cuda()) is not None:
+            if (torch := torch_with_gpu()) is not None:
                 stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(self.stream.ptr)))
             stack.enter_context(no_grad())
             yield
@@ -172,7 +173,7 @@ class GpuClock(Clock):
         return run, "graph" if replay else "queue"
 
     def host(self, candidate: Candidate) -> float | None:
-        candidate.call()  # the candidates before have left nothing of this one in the CPU's caches
+        candidate.call()  # the other candidates have left nothing of this one in the CPU's caches
         self._idle(candidate)
         start = time.perf_counter()
         result = candidate.call()
@@ -183,7 +184,7 @@ class GpuClock(Clock):
     def extra_memory(self, candidate: Candidate) -> int | None:
         if candidate.library == "jax":
             return None  # XLA's allocator keeps one peak for the whole process
-        torch, hook = _torch_cuda(), _peak_hook()
+        torch, hook = torch_with_gpu(), _peak_hook()
         self._idle(candidate)
         before = 0
         if torch is not None:
@@ -196,7 +197,7 @@ class GpuClock(Clock):
         return int(hook.peak + (torch.cuda.max_memory_allocated() - before if torch is not None else 0))
 
     def _between_events(self, enqueue: Callable[[], None], flushes: int) -> tuple[float, bool]:
-        """Seconds on the device, and whether all was enqueued before the device came to the first of it."""
+        """Seconds on the device, and whether all was enqueued before the device reached the first call."""
         start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
         for value in range(flushes):
             self._scratch.data.memset_async(value, self._scratch.nbytes, self.stream)
@@ -223,7 +224,7 @@ class GpuClock(Clock):
         self.stream.synchronize()
         try:
             if candidate.library == "torch":
-                torch = _torch_cuda()
+                torch = torch_with_gpu()
                 torch_graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(torch_graph, stream=torch.cuda.current_stream()):
                     enqueue()
@@ -237,7 +238,7 @@ class GpuClock(Clock):
             replay()
             self.stream.synchronize()
             return replay
-        except Exception:  # whatever refuses to be captured is timed in the queue, and the method says so
+        except Exception:  # what refuses to be captured is timed in the queue, and its method says so
             self.stream.synchronize()
             return None
 
@@ -246,22 +247,10 @@ class GpuClock(Clock):
         try:
             enqueue()
         except BaseException:
-            with suppress(Exception):  # the capture is broken, the first error says why
+            with suppress(Exception):  # the capture is broken; the error that is raised says why
                 self.stream.end_capture()
             raise
         return self.stream.end_capture()
-
-
-def _torch_cuda() -> Any:
-    """torch if it is imported and sees a GPU, else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_available() else None
-
-
-def no_grad() -> Any:
-    """``torch.no_grad()`` if torch is imported, else nothing."""
-    torch = sys.modules.get("torch")
-    return torch.no_grad() if torch is not None else nullcontext()
 
 
 def _peak_hook() -> Any:

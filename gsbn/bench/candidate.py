@@ -1,0 +1,64 @@
+"""What runs side by side: the names of the candidates, and what the clock needs to know of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = {
+    "gsbn": "gsbn",
+    "gsbn-prepared": "gsbn, prepared",
+    "gsbn-cublas": "gsbn, cublas",
+    "gsbn-tiled": "gsbn, tiled",
+    "gsbn-sm90": "gsbn, sm90",
+    "gsbn-torch": "gsbn on tensors",
+    "gsbn-gemm": "gsbn, GEMM alone",
+    "gemm-torch": "GEMM, torch.mm",
+    "gemm-lt": "GEMM, cuBLASLt",
+    "gemm-cupy": "GEMM, cupy",
+    "gemm-numpy": "GEMM, numpy",
+    "addmm": "addmm, folded",
+    "pytorch": "PyTorch eager",
+    "compile": "torch.compile",
+    "autotune": "max-autotune",
+    "jax": "JAX",
+}
+GPU_ONLY = {
+    "gsbn-prepared", "gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile",
+    "autotune",
+}  # fmt: skip
+WITHOUT_BACKWARD = ("gsbn-prepared", "gsbn-sm90")
+
+
+class Unavailable(Exception):
+    """The candidate cannot run this case here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a case.
+
+    ``call`` runs it once and returns its result. ``outputs`` also runs it once, from fresh running statistics, and
+    returns arrays of NumPy or CuPy: ``(y, running_mean, running_var)`` of a forward, ``(g, None, None)`` of a bare
+    GEMM, the gradients of a backward or a step. ``capturable`` says that a CUDA graph of it would run the same kernels;
+    ``wait`` blocks until a result is there.
+    """
+
+    name: str
+    library: str  # cupy, numpy, torch or jax: whose streams and allocator it uses
+    call: Callable[[], Any]
+    outputs: Callable[[], tuple[Any, ...]]
+    capturable: bool = True
+    path: str = ""  # the GEMM that gsbn takes
+    wait: Callable[[Any], None] = lambda result: None
+
+
+def is_gemm(name: str) -> bool:
+    """Whether a candidate computes g alone: a peer's GEMM, or forward_sm90 without the rest of its forward."""
+    return name.startswith("gemm-") or name == "gsbn-gemm"
+
+
+def names(gpu: bool) -> list[str]:
+    """The candidates that make sense on this kind of machine, installed or not."""
+    return [name for name in NAMES if (name != "gemm-numpy" if gpu else name not in GPU_ONLY)]

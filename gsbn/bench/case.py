@@ -1,0 +1,90 @@
+"""What is measured: a shape, a dtype, a mode and a direction; and named lists of shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._plan import ITEMSIZE
+
+DTYPES = {  # what a user asks for: (dtype of the arrays, precision)
+    "float32": ("float32", "highest"),
+    "tf32": ("float32", "high"),
+    "bfloat16": ("bfloat16", "highest"),
+    "float16": ("float16", "highest"),
+    "float64": ("float64", "highest"),
+}
+GEMMS_BY_DIRECTION = {"forward": 1, "backward": 2, "step": 3}  # a step is a forward and its backward
+
+
+def _sweep() -> list[tuple[int, int, int]]:
+    """One of the three sizes runs over powers of two and their neighbours, the other two stay at 2048."""
+    sizes = [p + d for p in (64, 256, 1024, 4096, 16384) for d in (-1, 0, 1)]
+    return [(n, 2048, 2048) for n in sizes] + [(2048, n, 2048) for n in sizes] + [(2048, 2048, n) for n in sizes]
+
+
+PRESETS: dict[str, list[tuple[int, int, int]]] = {
+    "kernelbench": [(1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512)],
+    "small": [(32, 256, 256), (128, 1024, 512), (256, 512, 1024), (1000, 300, 500)],
+    "sweep": _sweep(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One forward of x (batch, in_features) and weight (out_features, in_features), with every vector and statistic.
+
+    With ``direction="backward"`` it is the backward of such a forward, all six gradients; a "step" is both.
+    """
+
+    batch: int
+    in_features: int
+    out_features: int
+    dtype: str = "float32"
+    precision: str = "highest"
+    training: bool = True
+    direction: str = "forward"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.in_features, self.out_features
+
+    @property
+    def kind(self) -> str:
+        """The dtype as a reader names it: a key of ``DTYPES``."""
+        return "tf32" if self.dtype == "float32" and self.precision == "high" else self.dtype
+
+    @property
+    def title(self) -> str:
+        direction = "" if self.direction == "forward" else f", {self.direction}"
+        return f"{self.shape} {self.kind} {'training' if self.training else 'inference'}{direction}"
+
+    @property
+    def flops(self) -> int:
+        return GEMMS_BY_DIRECTION[self.direction] * 2 * self.batch * self.in_features * self.out_features
+
+    @property
+    def least_bytes(self) -> int:
+        """x, weight, vectors and running statistics read once; y, and in training the statistics, written once.
+
+        A backward reads x, weight, dy and what the forward kept, and writes the gradients. A step has as many bytes:
+        it also writes y, but need not keep anything.
+        """
+        b, i, o = self.shape
+        if self.direction != "forward":
+            return (2 * (b * i + o * i) + 2 * b * o + 12 * o) * ITEMSIZE[self.dtype]
+        return (b * i + o * i + b * o + (8 if self.training else 6) * o) * ITEMSIZE[self.dtype]
+
+
+def cases(
+    shapes: str | Iterable[tuple[int, int, int]] = "kernelbench",
+    dtypes: Iterable[str] = ("float32", "tf32", "bfloat16", "float16"),
+    training: Iterable[bool] = (True,),
+    directions: Iterable[str] = ("forward",),
+) -> list[Case]:
+    """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``), modes and
+    directions (among "forward", "backward" and "step")."""
+    chosen = PRESETS[shapes] if isinstance(shapes, str) else list(shapes)
+    rest = list(itertools.product(dtypes, training, directions))
+    return [Case(*shape, *DTYPES[name], mode, way) for shape in chosen for name, mode, way in rest]

@@ -1,0 +1,250 @@
+"""How each candidate computes a case: gsbn itself, and every peer that is installed, on the same operands.
+
+All of them see the same memory for ``x`` and ``weight``, have running statistics of their own and allocate their result
+as a user's call does. A forward runs without autograd. Names, as ``gsbn bench --only`` takes them, are the keys of
+``gsbn.bench.candidate.NAMES``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gsbn
+
+from .. import _plan, _sm90
+from . import libraries
+from .bounds import EPS, MOMENTUM, Operands, draw_dy
+from .candidate import WITHOUT_BACKWARD, Candidate, Unavailable
+from .case import Case
+from .libraries import Native, Torch
+from .machine import matmul_of, path
+
+
+def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """The candidate called ``name`` on these operands; raises ``Unavailable``."""
+    if name in ("pytorch", "compile", "autotune"):
+        return _module(name, case, operands, xp)
+    if name.startswith("gsbn") and name != "gsbn-gemm":
+        return _gsbn(name, case, operands, xp)
+    if case.direction != "forward":
+        raise Unavailable("it has no backward here")
+    if name.startswith("gemm"):
+        return _gemm(name, case, operands, xp)
+    return {"gsbn-gemm": _own_gemm, "addmm": _addmm, "jax": _jax}[name](case, operands, xp)
+
+
+def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """gsbn on arrays or tensors; in a backward or a step the outputs are the gradients."""
+    is_forward = case.direction == "forward"
+    if not is_forward and name in WITHOUT_BACKWARD:
+        raise Unavailable("it has no backward here")
+    library = Torch(xp) if name == "gsbn-torch" else Native(xp)
+    gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
+    x, weight, scale = map(library.take, (operands.x, operands.weight, operands.scale))
+    if name == "gsbn-prepared":
+        weight = gsbn.prepare(weight, case.precision)
+        if weight.limbs is None:
+            raise Unavailable("there is nothing to prepare but for limbs")
+    affine = {key: library.take(a) for key, a in operands.affine.items()}
+    options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm}
+    state: dict[str, Any] = {}
+
+    def reset() -> None:
+        state.update({key: library.take(a) for key, a in operands.fresh_statistics(xp).items()})
+
+    reset()
+    if is_forward:
+        try:
+            chosen = path(case, gemm, xp)[0]
+        except ValueError as error:  # this GEMM cannot serve the case here
+            raise Unavailable(str(error)) from None
+
+        def forward() -> Any:
+            return gsbn.forward(x, weight, scale, **affine, **state, **options)
+
+        def outputs() -> tuple[Any, Any, Any]:
+            reset()
+            return library.give(forward()), library.give(state["running_mean"]), library.give(state["running_var"])
+
+        return Candidate(name, library.name, forward, outputs, chosen != "cublas", chosen)
+
+    def forward_that_saves() -> Any:
+        return gsbn.forward(x, weight, scale, **affine, **state, **options, return_saved=True)[1]
+
+    dy = library.take(draw_dy(xp, operands))
+    saved = forward_that_saves() if case.direction == "backward" else None
+
+    def backward() -> Any:
+        return gsbn.backward(dy, saved if saved is not None else forward_that_saves())
+
+    chosen = "numpy" if xp.__name__ == "numpy" else gemm
+    return Candidate(
+        name, library.name, backward, lambda: tuple(map(library.give, backward())), chosen == "tiled", chosen
+    )
+
+
+def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    native = name in ("gemm-cupy", "gemm-numpy")
+    if native and xp.__name__ == "numpy" and case.dtype not in ("float32", "float64"):
+        raise Unavailable(f"numpy has no BLAS for {case.dtype}")
+    library = Native(xp) if native else Torch(xp)
+    x, weight_t = library.take(operands.x), library.take(operands.weight).T
+    g = library.take(xp.empty((case.batch, case.out_features), operands.x.dtype))
+    matmul = xp.matmul if native else library.torch.mm
+
+    def call() -> Any:
+        return matmul(x, weight_t, out=g)
+
+    def call_lt() -> Any:
+        prefer = library.torch.backends.cuda.preferred_blas_library
+        before = prefer()
+        prefer("cublaslt")
+        try:
+            return call()
+        finally:
+            prefer(before)
+
+    run = call_lt if name == "gemm-lt" else call
+    return Candidate(name, library.name, run, lambda: (library.give(run()), None, None), capturable=not native)
+
+
+def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
+    """forward_sm90's main loop and store alone, with the planner's tile: a fused forward adds its own work to this."""
+    x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
+    matmul = matmul_of(case, xp)
+    try:
+        _plan.gemm_for(matmul, precision=case.precision, gemm="sm90", capturing=False)
+    except ValueError as error:
+        raise Unavailable(str(error)) from None
+    one = _plan.one_launch(matmul, "gemm", case.precision)
+    if one.limbs is not None:
+        raise Unavailable("the GEMM of limbs is not alone: they are made first")
+    multiply = _sm90.Sm90Gemm(matmul, one, xp.cuda.Device().id)
+
+    def call() -> Any:
+        multiply(x.data.ptr, weight.data.ptr, g.data.ptr, xp.cuda.get_current_stream().ptr)
+        return g
+
+    return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call(), None, None), path="sm90")
+
+
+def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
+    """The least that an inference forward can be: PyTorch's GEMM with a bias, on weights folded beforehand."""
+    if case.training:
+        raise Unavailable("folded weights serve inference alone")
+    library = Torch(xp)
+    affine = {key: operands.affine[key] for key in ("bias", "gamma", "beta")}
+    w, b = gsbn.fold(operands.weight, operands.scale, operands.running_mean, operands.running_var, **affine, eps=EPS)
+    x, weight_t, bias = library.take(operands.x), library.take(w).T, library.take(b)
+
+    def call() -> Any:
+        return library.torch.addmm(bias, x, weight_t)
+
+    return Candidate("addmm", "torch", call, lambda: (library.give(call()), None, None))
+
+
+def _scale_batch_norm(library: Torch, case: Case, operands: Operands) -> Any:
+    """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands."""
+    torch: Any = library.torch
+
+    class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.gemm = torch.nn.Linear(case.in_features, case.out_features, device="meta")
+            self.scale = parameter(operands.scale)
+            self.bn = torch.nn.BatchNorm1d(case.out_features, device=library.device, dtype=self.scale.dtype)
+            self.gemm.weight, self.gemm.bias = parameter(operands.weight), parameter(operands.affine["bias"])
+            self.bn.weight, self.bn.bias = parameter(operands.affine["gamma"]), parameter(operands.affine["beta"])
+
+        def forward(self, x: Any) -> Any:
+            return self.bn(self.gemm(x) * self.scale)
+
+    def parameter(a: Any) -> Any:
+        return torch.nn.Parameter(library.take(a), requires_grad=False)
+
+    return GemmScaleBatchNorm().train(case.training)
+
+
+def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
+    """KernelBench's module, eager or compiled; its gradients by autograd."""
+    if name != "pytorch" and case.direction == "backward":
+        raise Unavailable("a compiled backward is timed in its step")
+    library = Torch(xp)
+    torch, module, x = library.torch, _scale_batch_norm(library, case, operands), library.take(operands.x)
+    mode = {"compile": "default", "autotune": "max-autotune-no-cudagraphs"}
+    run = module if name == "pytorch" else torch.compile(module, dynamic=False, mode=mode[name])
+
+    def reset() -> None:
+        for key, a in operands.fresh_statistics(xp).items():
+            buffer = getattr(module.bn, key)
+            buffer.copy_(library.take(a).reshape(buffer.shape))
+
+    def outputs() -> tuple[Any, Any, Any]:
+        reset()
+        return library.give(run(x)), library.give(module.bn.running_mean), library.give(module.bn.running_var)
+
+    if case.direction == "forward":
+        return Candidate(name, "torch", lambda: run(x), outputs)
+    reset()
+    leaves = [x, module.gemm.weight, module.gemm.bias, module.scale, module.bn.weight, module.bn.bias]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    dy = library.take(draw_dy(xp, operands))
+    kept: list[Any] = []
+    if case.direction == "backward":
+        with torch.enable_grad():
+            kept.append(run(x))
+
+    def gradients() -> Any:
+        with torch.enable_grad():
+            return torch.autograd.grad(kept[0] if kept else run(x), leaves, dy, retain_graph=bool(kept))
+
+    return Candidate(name, "torch", gradients, lambda: tuple(library.give(a) for a in gradients()))
+
+
+def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
+    jax = libraries.load(["jax"])["jax"]
+    if jax is None:
+        raise Unavailable("jax is not installed")
+    if case.dtype == "float64":
+        raise Unavailable("jax computes float64 only in its global x64 mode")
+    if (jax.default_backend() == "gpu") != (xp.__name__ == "cupy"):
+        raise Unavailable(f"jax runs on {jax.default_backend()} here")
+    jnp = jax.numpy
+    algorithm = {"highest": "F32_F32_F32", "high": "TF32_TF32_F32"}[case.precision]
+    precision = algorithm if case.dtype == "float32" and xp.__name__ == "cupy" else None
+
+    def to_jax(a: Any) -> Any:
+        if a.dtype.name == "bfloat16":
+            return jax.lax.bitcast_convert_type(jnp.from_dlpack(a.view("int16")), jnp.bfloat16)
+        return jnp.from_dlpack(a)
+
+    def from_jax(a: Any) -> Any:
+        if a.dtype == jnp.bfloat16:
+            return xp.from_dlpack(jax.lax.bitcast_convert_type(a, jnp.int16)).view(operands.x.dtype)
+        return xp.from_dlpack(a)
+
+    def formula(x: Any, w: Any, s: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any) -> Any:
+        z = (jnp.matmul(x, w.T, precision=precision) + b) * s
+        m, v = (mean, var)
+        if case.training:
+            m, v = z.mean(0, dtype=jnp.float32), z.var(0, dtype=jnp.float32)
+            unbiased = case.batch / (case.batch - 1)
+            mean = ((1 - MOMENTUM) * mean + MOMENTUM * m).astype(mean.dtype)
+            var = ((1 - MOMENTUM) * var + MOMENTUM * unbiased * v).astype(var.dtype)
+        y = (z - m) * (gamma * jax.lax.rsqrt(v.astype(jnp.float32) + EPS)) + beta
+        return y.astype(x.dtype), mean, var
+
+    forward = jax.jit(formula)
+    if xp.__name__ == "cupy":
+        xp.cuda.get_current_stream().synchronize()
+    fresh = operands.fresh_statistics(xp)
+    arrays = [operands.x, operands.weight, operands.scale, *operands.affine.values(), *list(fresh.values())[:2]]
+    arguments = [to_jax(a) for a in arrays]
+    jax.block_until_ready(arguments)
+
+    def outputs() -> tuple[Any, Any, Any]:
+        y, mean, var = jax.block_until_ready(forward(*arguments))
+        return from_jax(y), from_jax(mean), from_jax(var)
+
+    return Candidate("jax", "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)

@@ -1,0 +1,70 @@
+"""The ceilings: how fast this machine copies and multiplies, measured beside the candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import peers
+from .bounds import make_operands
+from .candidate import Candidate, Unavailable
+from .case import DTYPES, Case
+from .clock import Clock, GpuClock, median_interval
+from .libraries import float32_precision
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The ceilings measured in this process: bytes/s (read + written) of a large copy, FLOP/s of a large GEMM by kind.
+
+    The copy goes through memory, so a call whose operands stay in L2 from the call before may take less than the floor.
+    For float32 at ``highest`` the matrix rate is the larger of the float32 GEMM's and a third of float16's: no way is
+    known to reach float32's accuracy with fewer than three half-precision products.
+    """
+
+    copy: float
+    matrix: dict[str, float]
+
+    def floor(self, case: Case) -> float:
+        """Seconds that no implementation of this case can beat: the larger of arithmetic and traffic."""
+        matrix = self.matrix.get(case.kind)
+        return max(case.flops / matrix if matrix else 0.0, case.least_bytes / self.copy)
+
+
+def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
+    """The copy rate and each kind's matrix rate (a key of ``DTYPES``), on random data, by the clock's own trials."""
+    gpu, xp = isinstance(clock, GpuClock), clock.xp
+    source = xp.random.RandomState(0).uniform(size=(2**27 if gpu else 2**24))  # 1 GiB, or 128 MiB
+    target = xp.empty_like(source)
+
+    def duplicate() -> None:
+        if gpu:  # the driver's copy: CuPy's elementwise one reaches two thirds of it
+            target.data.copy_from_device_async(source.data, source.nbytes)
+        else:
+            xp.copyto(target, source)
+
+    # A graph would give the copy to a copy engine, which reaches two thirds of the rate.
+    copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None), capturable=False)
+    copy_rate = 2 * source.nbytes / _seconds_per_call(clock, copy)
+    matrix: dict[str, float] = {}
+    for kind in sorted(kinds | ({"float16"} if gpu and "float32" in kinds else set())):
+        for n in (4096, 8192) if gpu else (1024,):
+            case = Case(n, n, n, *DTYPES[kind])
+            for name in ("gemm-torch", "gemm-cupy" if gpu else "gemm-numpy"):
+                try:
+                    with float32_precision(case.precision):
+                        candidate = peers.make(name, case, make_operands(xp, n, n, n, case.dtype), xp)
+                        rate = case.flops / _seconds_per_call(clock, candidate)
+                except (Unavailable, ImportError, RuntimeError, TypeError, ValueError):
+                    continue
+                matrix[kind] = max(rate, matrix.get(kind, 0.0))
+    if gpu and "float32" in kinds:
+        matrix["float32"] = max(matrix.get("float32", 0.0), matrix.get("float16", 0.0) / 3)
+    return Rates(copy_rate, matrix)
+
+
+def _seconds_per_call(clock: Clock, candidate: Candidate) -> float:
+    """The median of five trials that last about 10 ms each."""
+    candidate.call()
+    once, _ = clock.trial(candidate, 1)
+    trial, _ = clock.trial(candidate, max(1, min(100, int(0.01 / once()))))
+    return median_interval([trial() for _ in range(5)]).median
