@@ -138,7 +138,7 @@ def make_operands(
     kind, rng = as_dtype(dtype), xp.random.RandomState(seed)
 
     def draw(*shape: int) -> Any:
-        return rng.standard_normal(shape, **({"dtype": xp.float32} if xp is not np else {})).astype(xp.float32)
+        return _normal(xp, rng, shape).astype(xp.float32)
 
     def uniform(low: float, high: float, *shape: int) -> Any:
         return rng.uniform(low, high, shape).astype(xp.float32)
@@ -165,9 +165,12 @@ def make_operands(
 
 def draw_dy(xp: Any, operands: Operands, seed: int = 1) -> Any:
     """A standard normal gradient of y."""
-    shape = len(operands.x), len(operands.weight)
-    values = xp.random.RandomState(seed).standard_normal(shape, **({"dtype": xp.float32} if xp is not np else {}))
+    values = _normal(xp, xp.random.RandomState(seed), (len(operands.x), len(operands.weight)))
     return values.astype(operands.x.dtype)
+
+
+def _normal(xp: Any, rng: Any, shape: tuple[int, ...]) -> Any:
+    return rng.standard_normal(shape, **({"dtype": xp.float32} if xp is not np else {}))  # NumPy's takes no dtype
 
 
 class _Rounding:

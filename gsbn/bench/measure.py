@@ -174,10 +174,8 @@ class _CaseRun:
             entry.error = max(judged[key].norm_error for key in keys[: 1 if is_forward else 2])
             if entry.name.startswith("gsbn") and (bad := [key for key, j in judged.items() if not j.passed]):
                 raise ValueError(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
-            if not entry.error <= PEER_TOLERANCE[case.kind]:
-                raise ValueError(
-                    f"wrong result: norm-wise error {entry.error:.2g} over {PEER_TOLERANCE[case.kind]:.2g}"
-                )
+            if not entry.error <= (limit := PEER_TOLERANCE[case.kind]):
+                raise ValueError(f"wrong result: norm-wise error {entry.error:.2g} over {limit:.2g}")
 
         self._each(check)
 

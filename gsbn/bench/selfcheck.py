@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,13 +72,8 @@ def check(
     names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled", "gsbn-sm90"] if gpu else [])
     if libraries.load(names).get("torch") is None:
         names.remove("pytorch")
-    todo = [
-        (kind, family, training)
-        for kind in kinds
-        if gpu or kind != "tf32"  # a CPU has none
-        for family in families
-        for training in (True, False)
-    ]
+    here = [kind for kind in kinds if gpu or kind != "tf32"]  # a CPU has none
+    todo = list(itertools.product(here, families, (True, False)))
     checks: list[Check] = []
     for done, (kind, family, training) in enumerate(todo):
         progress(done, len(todo), f"{kind}, {family}, {'training' if training else 'inference'}")
