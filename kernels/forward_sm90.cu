@@ -53,102 +53,19 @@
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
 // and feature, written once, read once or twice.
 
-#include "common.cuh"
-
-#ifndef ELEMENT
-#define ELEMENT 0  // 0 bfloat16, 1 float16, 2 float32 as TF32, 3 float32 as two limbs of float16
-#endif
-#ifndef MODE
-#define MODE 2  // 0 gemm, 1 inference, 2 training
-#endif
-#ifndef BLOCK_M
-#define BLOCK_M 256  // rows of x in a tile: 32, 64, 128, 256
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef CLUSTER
-#define CLUSTER 2  // CTAs that share an x tile: 1, 2
-#endif
-#ifndef KEEP
-#define KEEP 0  // 1, in training: write g - mean, too
-#endif
-#ifndef W_ACROSS
-#define W_ACROSS 0  // 1: w is (k, n) in memory, row-major
-#endif
-#ifndef X_ACROSS
-#define X_ACROSS 0  // 1: x is (k, m)
-#endif
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-#if ELEMENT == 3
-typedef double Wide;  // of the running statistics' update: with float32 that is more than float32, its roundings show
-#else
-typedef float Wide;
-#endif
-
-constexpr int WARPGROUPS = 2;                // of consumers
-constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
-constexpr int THREADS = 128 + CONSUMERS;
-constexpr int HELPER_REGISTERS = ELEMENT == 2 ? 136 : 152;  // of warpgroup 0: neither side spills
-constexpr int CONSUMER_REGISTERS =
-    (3 * 168 - HELPER_REGISTERS) / 2;          // 384 threads start with 168 each; to ask for more waits for ever
-constexpr int BLOCK_N = 64 * WARPGROUPS;       // features in a tile
-constexpr int LIMBS = ELEMENT == 3 ? 2 : 1;    // matrices that make up an operand
-[[maybe_unused]] constexpr int PARTS = 2;      // of a stage of limbs, each with a sum of its own
-constexpr int Y_BYTES = ELEMENT >= 2 ? 4 : 2;  // of an element of y
-constexpr int OPERAND_BYTES = ELEMENT == 2 ? 4 : 2;
-constexpr int BLOCK_K = 128 / OPERAND_BYTES;    // one 128-byte swizzle atom
-constexpr int MMA_K = 32 / OPERAND_BYTES;       // k of one wgmma
-constexpr int W_BYTES = LIMBS * BLOCK_N * 128;  // of one stage
-constexpr int X_BYTES = LIMBS * BLOCK_M * 128;
-constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
-static_assert(!(W_ACROSS || X_ACROSS) || (MODE == 0 && ELEMENT <= 1), "only the GEMM of 16-bit operands takes them so");
-static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
-constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
-constexpr int PASS_M = Y_BYTES == 4   ? 32
-                       : BLOCK_M < 64 ? BLOCK_M
-                                      : 64;  // rows of a tile that a warpgroup stores at a time, 64 features each
-constexpr int PASSES = BLOCK_M / PASS_M;
-constexpr int BOXES = Y_BYTES == 4 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
-constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
-[[maybe_unused]] constexpr int LAYING_WARPS = 3;        // warps that lay out constants in inference
-constexpr int CHUNK = 16 / Y_BYTES;                     // columns of y in a 16-byte access
-constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;       // rows that a finishing warp takes at a time
-[[maybe_unused]] constexpr int UNITS = BLOCK_M / UNIT;  // of a tile
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
-
-struct Affine {  // of one feature
-    float scale, gamma, beta;
-
-    // a of y = a (g - mean) + beta: right at scale = 0, too
-    __device__ float slope(float var, float eps) const { return gamma * scale / sqrtf(fmaf(scale * scale, var, eps)); }
-};
-
-// What becomes of a parked deviation d of a feature: y = y.x d + y.y, and kept.x d + kept.y is kept.
-struct Finish {
-    float2 y;
-#if KEEP
-    float2 kept;
-#endif
-};
+#include "sm90_formats.cuh"
+#include "sm90_statistics.cuh"
+#include "sm90_wgmma.cuh"
 
 struct alignas(1024) Shared {
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
-#if MODE == 1
-    float2 constants[BLOCK_N];  // a and c of the features of the tile
-#elif KEEP
-    float beta[BLOCK_N];  // of the CTA's last tile
-#else
-    Affine arguments[BLOCK_N];  // of the CTA's last tile
-#endif
+    union {                       // of a variant one of the three: the others have no size
+        float2 constants[MODE == INFERENCE ? BLOCK_N : 1];          // a and c of the features of the tile
+        float beta[KEEP ? BLOCK_N : 1];                             // of the CTA's last tile
+        Affine arguments[MODE == INFERENCE || KEEP ? 1 : BLOCK_N];  // of the CTA's last tile
+    };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
     u64 launch;                  // training: the launch's number
     Wide momentum;               // the weight of the new running statistics
@@ -157,445 +74,6 @@ struct alignas(1024) Shared {
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
     Finish coef[BLOCK_N];        // of the tile that is being finished
 };
-
-// ---- PTX ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// volatile: read anew in every role, rather than kept in a register across them
-__device__ __forceinline__ int lane_id() {
-    int l;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
-    return l;
-}
-__device__ __forceinline__ int cluster_id() {
-    int c;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(c));
-    return c / CLUSTER;
-}
-__device__ __forceinline__ int cluster_rank() {
-    int r = 0;
-    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
-__device__ __forceinline__ u64 now() {
-    u64 t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
-    return t;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// the four warps of one consumer warpgroup
-__device__ __forceinline__ void warpgroup_sync(int half) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
-}
-
-__device__ __forceinline__ void mbar_init(u64* bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count));
-}
-
-__device__ __forceinline__ void mbar_expect(u64* bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void mbar_arrive(u64* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem(bar)) : "memory");
-}
-
-// relaxed: it says that wgmmas have read a stage, and orders no ordinary access; a release would cost a fence a step
-__device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
-        "r"(cta)
-        : "memory");
-}
-
-__device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nWAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
-        "r"(phase)
-        : "memory");
-}
-
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    if (LIMBS == 1)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-            "[%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-            "[%1, {%3, %4, %5}], [%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb)
-            : "memory");
-}
-
-__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// to the same place, and the same barrier, in every CTA of the cluster
-__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr short ALL = (1 << CLUSTER) - 1;
-    if (LIMBS == 1)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "h"(ALL)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(ALL)
-            : "memory");
-}
-
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(smem(from)), "r"(col), "r"(row)
-                 : "memory");
-}
-
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// all but the last PENDING of this thread's stores have read shared memory; all have arrived in global memory
-template <int PENDING>
-__device__ __forceinline__ void tma_store_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// between ordinary writes to shared memory and TMA's reads of it
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes
-__device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-}
-
-// counters in shared memory: a warp that adds has done its writes, a warp that has seen the count may read them
-__device__ __forceinline__ void count_up(int* counter) {
-    asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
-}
-
-// the same without an order: a hint that it is worth looking
-__device__ __forceinline__ void hint(int* counter) {
-    asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
-}
-
-__device__ __forceinline__ int look(const int* counter) {
-    int n;
-    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(n) : "r"(smem(counter)) : "memory");
-    return n;
-}
-
-// Whoever waits beside a main loop naps long: every instruction costs the tensor core of its quarter a cycle or two.
-[[maybe_unused]] constexpr int LONG_NAP = 1500, SHORT_NAP = 20;  // ns
-__device__ __forceinline__ void wait_count(const int* counter, int least, int nap) {
-    while (look(counter) < least) __nanosleep(nap);
-}
-
-// ---- wgmma -------------------------------------------------------------------------------------------------------
-
-// How an operand lies in a stage, its rows being those of x or features of w, swizzled by 128 bytes: along k (K-major),
-// rows of 128 bytes, 8-row groups 1024 bytes apart; or ACROSS (MN-major), [rows / COLUMN][BLOCK_K][128 bytes], 8-k
-// groups 1024 bytes apart. So many rows are 128 times as many bytes either way, and whole columns may be split off.
-template <bool ACROSS>
-struct Operand {
-    static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
-    static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
-
-    static __device__ __forceinline__ u64 descriptor(const void* tile) {
-        return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)(LEADING >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-    }
-
-    // ROWS rows from `row` on, at one step of k; to all CTAs of the cluster at once with ALL
-    template <int ROWS, bool ALL>
-    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
-#pragma unroll
-        for (int r = 0; r < (ACROSS ? ROWS : 1); r += COLUMN) {
-            const int x = ACROSS ? row + r : step * BLOCK_K, y = ACROSS ? step * BLOCK_K : row;
-            if (ALL)
-                tma_load_multicast(to + r * 128, map, bar, x, y, limb);
-            else
-                tma_load(to + r * 128, map, bar, x, y, limb);
-        }
-    }
-};
-typedef Operand<W_ACROSS> W;
-typedef Operand<X_ACROSS> X;
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// whether A and B lie across k: wgmma calls such operands transposed
-#define TEXT_OF(macro) #macro
-#define TEXT(macro) TEXT_OF(macro)
-#define MMA_TRANSPOSED TEXT(W_ACROSS) ", " TEXT(X_ACROSS)
-#if ELEMENT == 0
-#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
-#define MMA_TAIL ", p, 1, 1, " MMA_TRANSPOSED ";\n}"
-#elif ELEMENT == 1 || ELEMENT == 3
-#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
-#define MMA_TAIL ", p, 1, 1, " MMA_TRANSPOSED ";\n}"
-#else
-#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
-#define MMA_TAIL ", p, 1, 1;\n}"
-#endif
-#define D8(i)                                                                                                   \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
-
-// d += a b^T, or d = a b^T when `accumulate` is 0
-__device__ __forceinline__ void wgmma(float (&d)[ACC], u64 a, u64 b, int accumulate) {
-#if BLOCK_M == 256
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" MMA_SHAPE(256)
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
-        "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "
-        "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "
-        "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "
-        "%122, %123, %124, %125, %126, %127}, %128, %129" MMA_TAIL
-        : D32(0), D32(32), D32(64), D32(96) : "l"(a), "l"(b), "r"(accumulate));
-#elif BLOCK_M == 128
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" MMA_SHAPE(128)
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, "
-        "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65" MMA_TAIL
-        : D32(0), D32(32) : "l"(a), "l"(b), "r"(accumulate));
-#elif BLOCK_M == 64
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" MMA_SHAPE(64)
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33" MMA_TAIL
-        : D32(0) : "l"(a), "l"(b), "r"(accumulate));
-#elif BLOCK_M == 32
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" MMA_SHAPE(
-                     32) "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17" MMA_TAIL
-                 : D8(0), D8(8)
-                 : "l"(a), "l"(b), "r"(accumulate));
-#endif
-}
-
-// ---- limbs -----------------------------------------------------------------------------------------------------------
-
-// 2^e for -126 <= e <= 127
-__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
-
-// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and features `feature` + 8 h of d[4 j + 2 h + e]: exact,
-// but for what falls below float32's normal numbers.
-__device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
-                                        int row, const int* w_exponents, int n, int feature) {
-    int of_x[ACC / 2], of_w[2];
-#pragma unroll
-    for (int i = 0; i < ACC / 2; i++) {
-        const int r = row + i / 2 * 8 + i % 2;
-        of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
-    // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
-    bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
-#pragma unroll
-    for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
-    if (__all_sync(0xFFFFFFFF, mild)) {
-        const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
-#pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = sum[i] * power_of_two(of_x[i / 4 * 2 + i % 2]) * w[i / 2 % 2];
-    } else {
-#pragma unroll
-        for (int i = 0; i < ACC; i++) {
-            const int e = max(of_x[i / 4 * 2 + i % 2] + of_w[i / 2 % 2], -252);  // two steps: 2^e may not be a float
-            d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
-        }
-    }
-}
-
-// ---- y's format ----------------------------------------------------------------------------------------------------
-
-// two floats to one 32-bit word, the first in the low half
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 word;
-#if ELEMENT == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#endif
-    return word;
-}
-
-__device__ __forceinline__ float2 unpack(u32 word) {
-    float2 f;
-#if ELEMENT == 1
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-        : "=f"(f.x), "=f"(f.y)
-        : "r"(word));
-#else
-    f.x = __uint_as_float(word << 16);
-    f.y = __uint_as_float(word & 0xFFFF0000u);
-#endif
-    return f;
-}
-
-// Deviations wait in y in units of this power of two, about their standard deviation: in float16 they might not fit otherwise.
-__device__ __forceinline__ float deviation_unit(float m2, int rows) {
-    if (ELEMENT != 1) return 1.f;
-    const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
-    return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
-}
-
-// x d + y on the 16 bytes of one access, (x, y) being one of the pairs of Finish
-__device__ __forceinline__ uint4 apply(uint4 d, const Finish (&coef)[CHUNK], float2 Finish::* of) {
-    u32 word[4] = {d.x, d.y, d.z, d.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#if ELEMENT >= 2
-        word[i] = __float_as_uint(fmaf((coef[i].*of).x, __uint_as_float(word[i]), (coef[i].*of).y));
-#else
-        const float2 v = unpack(word[i]), even = coef[2 * i].*of, odd = coef[2 * i + 1].*of;
-        word[i] = pack(fmaf(even.x, v.x, even.y), fmaf(odd.x, v.y, odd.y));
-#endif
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// ---- words of the workspace: two floats and the number of the launch that wrote them -----------------------------
-
-struct alignas(16) Word {
-    float x, y;
-    u64 launch;
-};
-
-__device__ __forceinline__ void publish(Word* word, float x, float y, u64 launch) {
-    u64 value = (u64)__float_as_uint(y) << 32 | __float_as_uint(x);
-    asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(word),
-                 "l"(value), "l"(launch)
-                 : "memory");
-}
-
-__device__ __forceinline__ Word peek(const Word* word) {
-    u64 value, launch;
-    asm volatile("{\n.reg .b128 all;\nld.relaxed.gpu.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
-                 : "=l"(value), "=l"(launch)
-                 : "l"(word)
-                 : "memory");
-    return {__uint_as_float((u32)value), __uint_as_float((u32)(value >> 32)), launch};
-}
-
-__device__ __forceinline__ float2 await(const Word* word, u64 launch, int nap = SHORT_NAP) {
-    Word w;
-    while ((w = peek(word)).launch != launch) __nanosleep(nap);
-    return make_float2(w.x, w.y);
-}
-
-struct Merged {  // of one feature, over all tiles
-    float mean, a, unit;
-};
-
-// merged is [KEEP && ELEMENT == 1 ? 2 : 1][features]: (mean, a), and where units are not all 1, (unit, 0).
-__device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
-    const float2 all = await(merged + feature, launch);
-    const float unit = KEEP && ELEMENT == 1 ? await(merged + features + feature, launch).x : 1.f;
-    return {all.x, all.y, unit};
-}
-
-__device__ __forceinline__ u64 later_than(u64 time) {
-    u64 t;
-    do t = now();
-    while (t <= time);
-    return t;
-}
-
-// A number for this launch that every CTA knows and no earlier user of the workspace can have left in it: a time
-// within the launch. `roll` is [1 + CTAs]: the number, and where each CTA reports. Called by one warp of every CTA.
-// A CTA reports the time until it sees a number later than its own start. CTA 0 waits for a report later than *its* own
-// start from each, hence from this launch, and then takes a time later than any report, hence later than anyone's start.
-// Whatever else lies in `roll` is no later than the launch's beginning, or in the future, and is passed over. Every
-// comparison is strict: however coarse the timer's steps, a number left behind at a CTA's start does not pass.
-// Reports release: on return CTA 0 knows that all CTAs have done what they do before the call.
-__device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
-    const u64 start = now();
-    u64 number;
-    if (blockIdx.x == 0) {
-#pragma unroll 1
-        for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
-            u64 report;
-            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(roll + 1 + cta) : "memory");
-            while (report <= start || report >= now());  // so now() is later than any report, whatever the clocks' skew
-        }
-        __syncwarp();
-        number = later_than(start);
-        if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(roll), "l"(number) : "memory");
-    } else if (lane == 0) {
-        do {
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
-            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(roll) : "memory");
-        } while (number <= start || number > now());
-    }
-    return number;  // in lane 0
-}
-
-// ---- per-feature vectors ------------------------------------------------------------------------------------------
-
-struct Features {  // the caller's per-feature arguments
-    const void* bias;
-    long long bias_code;
-    const void* scale;
-    long long scale_code;
-    const void* gamma;
-    long long gamma_code;
-    const void* beta;
-    long long beta_code;
-    void* running_mean;
-    long long running_mean_code;
-    void* running_var;
-    long long running_var_code;
-    float eps;
-
-    __device__ Affine affine(int i) const {
-        return {fetch(scale, scale_code, i).or_else(1.f), fetch(gamma, gamma_code, i).or_else(1.f),
-                fetch(beta, beta_code, i).or_else(0.f)};
-    }
-
-    // a and c of y = a g + c with the running statistics
-    __device__ float2 frozen(int i) const {
-        const Affine u = affine(i);
-        const float b = fetch(bias, bias_code, i).or_else(0.f),
-                    rm = fetch(running_mean, running_mean_code, i).or_else(0.f);
-        const float rv = fetch(running_var, running_var_code, i).or_else(1.f);
-        const float gr = u.gamma / sqrtf(rv + eps);
-        return make_float2(gr * u.scale, fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
-    }
-};
-
-// ---- tiles -------------------------------------------------------------------------------------------------------
 
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
@@ -606,77 +84,12 @@ struct Order {
     __device__ void at(int i, int& row, int& col) const {
         const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
         int first = i / (rows * panel) * panel, width = min(panel, cols - first);
-        if (MODE == 2 && first >= grouped) width = 1, first = i / rows;
+        if (MODE == TRAINING && first >= grouped) width = 1, first = i / rows;
         i -= first * rows;
         row = i / width;
         col = first + i % width;
     }
 };
-
-// ---- statistics --------------------------------------------------------------------------------------------------
-
-// The tile in row i of a block of features merges the features [i share, (i + 1) share) of the block, `lanes`
-// neighbouring lanes to a feature: a power of two, lanes * share <= 32.
-__device__ __forceinline__ int share_of(int tile_rows) { return (BLOCK_N + tile_rows - 1) / tile_rows; }
-__device__ __forceinline__ int lanes_of(int tile_rows) { return max(1, 32 >> (32 - __clz(share_of(tile_rows) - 1))); }
-
-// Mean and variance of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
-// tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
-// pivot, the mean of the first tile: deviations are as small as the data allow, and a sum of a few hundred terms of one
-// size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
-// core beside them tens of cycles each.)
-template <int BATCH>
-__device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, int m, u64 launch, int member,
-                                              int lanes, float& mean, float& var) {
-    float2 part[BATCH];
-    const float pivot = await(words, launch).x;
-    float sum = 0.f, m2 = 0.f;
-#pragma unroll 1
-    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
-        bool here;
-        do {
-            here = true;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < tile_rows) {
-                    const Word w = peek(words + (size_t)(t0 + i * lanes) * BLOCK_N);
-                    part[i] = make_float2(w.x, w.y);
-                    here &= w.launch == launch;
-                }
-        } while (!here);
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int t = t0 + i * lanes;
-            if (t < tile_rows) sum += (float)min(m - t * BLOCK_M, BLOCK_M) * (part[i].x - pivot);
-        }
-    }
-#pragma unroll 1
-    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    const float shift = sum / (float)m;
-#pragma unroll 1
-    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
-        if (tile_rows > BATCH * lanes) {  // otherwise part still holds them all
-#pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < tile_rows)
-                    part[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const int t = t0 + i * lanes;
-            if (t < tile_rows) {
-                const float d = part[i].x - pivot - shift;
-                m2 += fmaf((float)min(m - t * BLOCK_M, BLOCK_M) * d, d, part[i].y);
-            }
-        }
-    }
-#pragma unroll 1
-    for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
-    mean = pivot + shift;
-    var = m2 / (float)m;
-}
-
-// ---- the kernel --------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
@@ -756,9 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     const float unit_of = deviation_unit(own.y, min((int)m - row * BLOCK_M, BLOCK_M));
                     const float b = fetch(f.beta, f.beta_code, block * BLOCK_N + i).or_else(0.f);
                     const float shift = own.x - all.mean;
-                    sh.coef[i].y = make_float2(all.a * unit_of, fmaf(all.a, shift, b));
+                    sh.coef[i].of[TO_Y] = make_float2(all.a * unit_of, fmaf(all.a, shift, b));
 #if KEEP
-                    sh.coef[i].kept = make_float2(unit_of / all.unit, shift / all.unit);
+                    sh.coef[i].of[TO_KEPT] = make_float2(unit_of / all.unit, shift / all.unit);
 #endif
                 }
             }
@@ -781,9 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         char* keep_at = kept + (size_t)first * kept_pitch + (size_t)feature * Y_BYTES;
 #endif
         auto finish = [&](int i, uint4 d) {  // i rows of the warp after the first
-            *(uint4*)(at + i * step) = apply(d, coef, &Finish::y);
+            *(uint4*)(at + i * step) = apply(d, coef, TO_Y);
 #if KEEP
-            *(uint4*)(keep_at + i * (STEP * kept_pitch)) = apply(d, coef, &Finish::kept);
+            *(uint4*)(keep_at + i * (STEP * kept_pitch)) = apply(d, coef, TO_KEPT);
 #endif
         };
         if (end >= UNIT) {
@@ -825,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                     int row, col;
                     order.at(i, row, col);
                     // a CTA of a pair loads half of the rows of x, or one limb of all
-                    const int x_limb = LIMBS == 2 ? rank : 0, w_row = (col * CLUSTER + rank) * BLOCK_N;
-                    const int x_row = row * BLOCK_M + (LIMBS == 1 ? rank * (BLOCK_M / CLUSTER) : 0);
+                    const int x_limb = MATRICES == 2 ? rank : 0, w_row = (col * CLUSTER + rank) * BLOCK_N;
+                    const int x_row = row * BLOCK_M + (MATRICES == 1 ? rank * (BLOCK_M / CLUSTER) : 0);
 #pragma unroll 1
                     for (int step = 0; step < steps; step++) {
                         mbar_wait(&sh.empty[s], phase ^ 1);
@@ -1042,6 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             // The tensor core truncates as it adds, and always towards zero: the sum of a part of a stage starts anew,
             // takes the small products first, and is added to `sum`, which rounds. The other warpgroup's wgmmas run
             // meanwhile.
+            constexpr int PARTS = 2;  // of a stage of limbs, each with a sum of its own
             float sum[ACC];
 #pragma unroll
             for (int i = 0; i < ACC; i++) sum[i] = 0.f;
