@@ -100,3 +100,40 @@ __device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, 
     mean = pivot + shift;
     var = m2 / (float)m;
 }
+
+// A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
+// squares. Mean and m2 are of the thread's two features.
+__device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};  // rows past m are zero: TMA fills them
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++)
+            sum[j % 2 * 2] += d[4 * j + 2 * h], sum[j % 2 * 2 + 1] += d[4 * j + 2 * h + 1];
+        mean[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 1);
+        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 2);
+        mean[h] /= (float)rows;
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++) d[4 * j + 2 * h] -= mean[h], d[4 * j + 2 * h + 1] -= mean[h];
+    }
+    if (rows < BLOCK_M) {
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (8 * j + 2 * (lane & 3) + e >= rows) d[4 * j + e] = d[4 * j + 2 + e] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++) {
+            sum[j % 2 * 2] = fmaf(d[4 * j + 2 * h], d[4 * j + 2 * h], sum[j % 2 * 2]);
+            sum[j % 2 * 2 + 1] = fmaf(d[4 * j + 2 * h + 1], d[4 * j + 2 * h + 1], sum[j % 2 * 2 + 1]);
+        }
+        m2[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 2);
+    }
+}
