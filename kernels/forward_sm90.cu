@@ -1,18 +1,18 @@
 // forward_sm90: Linear -> per-feature scale -> BatchNorm1d, the whole forward in one launch (Hopper, sm_90a).
 //
 //   g = x w^T                                   x (m, k), w (n, k), y (m, n), row-major
-//   MODE 0, gemm:       y = g
-//   MODE 1, inference:  y = a g + c             a = gamma r s, c = gamma r (s bias - running_mean) + beta
-//   MODE 2, training:   y = a (g - mean) + beta a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
+//   MODE GEMM:       y = g
+//   MODE INFERENCE:  y = a g + c             a = gamma r s, c = gamma r (s bias - running_mean) + beta
+//   MODE TRAINING:   y = a (g - mean) + beta a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
 //
-// Limbs (ELEMENT 3). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
+// Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
 // beyond that in float32 registers; docs/float32.md derives the error.
 //
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
 //
-// Across (16-bit, MODE 0). With W_ACROSS the w operand lies as (k, n) in memory, with X_ACROSS x as (k, m): so the
+// Across (16-bit, GEMM). With W_ACROSS the w operand lies as (k, n) in memory, with X_ACROSS x as (k, m): so the
 // backward makes dx = dg w (w across) and dw = dg^T x (both across). wgmma takes 16-bit operands either way round; a
 // stage then holds them as columns of 64 rows (Operand).
 //

@@ -29,8 +29,8 @@ constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
 constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0: neither side spills
-constexpr int CONSUMER_REGISTERS =
-    (3 * 168 - HELPER_REGISTERS) / 2;               // 384 threads start with 168 each; to ask for more waits for ever
+// 384 threads start with 168 each; to ask for more waits for ever
+constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
 constexpr int LAYING_WARPS = 3;                     // warps that lay out constants in inference
 constexpr bool FLOAT32 = ELEMENT >= TF32;           // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;       // deviations are parked and kept in units (deviation_unit)
@@ -46,10 +46,8 @@ constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
 static_assert(!(W_ACROSS || X_ACROSS) || (MODE == GEMM && !FLOAT32), "only the GEMM of 16-bit operands takes them so");
 static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
-constexpr int ACC = BLOCK_M / 2;  // accumulators a thread
-constexpr int PASS_M = FLOAT32        ? 32
-                       : BLOCK_M < 64 ? BLOCK_M
-                                      : 64;  // rows that a warpgroup stores at a time, 64 features
+constexpr int ACC = BLOCK_M / 2;                           // accumulators a thread
+constexpr int PASS_M = FLOAT32 || BLOCK_M < 64 ? 32 : 64;  // rows that a warpgroup stores at a time, 64 features each
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;

@@ -1,4 +1,4 @@
-// The consumers: two warpgroups that multiply, take a tile's statistics and store it, 64 features of each tile each.
+// The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
 //
 // A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the
 // tile: a thread has two features, h = 0, 1.
@@ -9,7 +9,7 @@
 struct Consumer : Cta {
     const int half, warp, lane, rank;            // half: which of the two warpgroups
     const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
-    int phase = 0, s = 0, nth = 0;               // the stage to be read next, its phase, the tile
+    int phase = 0, s = 0, nth = 0;               // of the stage to be read next; this stage; the tile
     int within = 0;                              // the first of the thread's two features, in the tile
 
     __device__ __forceinline__ void release(int stage) const {
@@ -156,8 +156,8 @@ struct Consumer : Cta {
         }
     }
 
-    // The CTA's last tile waits for the others and is finished here. The thread has the arguments of feature h, `within`
-    // the tile, whose mean in the tile is `own`; a neighbouring lane has those of its other feature.
+    // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
+    // mean in the tile is `own`; a neighbouring lane has those of its other feature.
     __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                      u64 launch) const {
         mbar_wait(&sh.laid_out, 0);

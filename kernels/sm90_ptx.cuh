@@ -70,40 +70,24 @@ __device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
         : "memory");
 }
 
-__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    if constexpr (MATRICES == 1)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-            "[%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-            "[%1, {%3, %4, %5}], [%2];" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb)
-            : "memory");
-}
-
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// to the same place, and the same barrier, in every CTA of the cluster
-__device__ __forceinline__ void tma_load_multicast(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr short ALL = (1 << CLUSTER) - 1;
-    if constexpr (MATRICES == 1)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "h"(ALL)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-            "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem(to)),
-            "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(ALL)
-            : "memory");
+// With ALL, to the same place, and the same barrier, in every CTA of the cluster. Limbs are the map's third dimension.
+#define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
+    asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
+                 ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
+                 "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
+                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(EVERY_CTA)                               \
+                 : "memory")
+template <bool ALL>
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
+    constexpr short EVERY_CTA = (1 << CLUSTER) - 1;
+    if constexpr (MATRICES == 1 && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
+    if constexpr (MATRICES == 1 && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
+    if constexpr (MATRICES == 2 && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
+    if constexpr (MATRICES == 2 && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
 }
 
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
