@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -161,8 +161,8 @@ def launcher(
     return found
 
 
-def compile_all(arch: str) -> dict[Kernel, bytes]:
-    """Compile every variant with NVRTC for an architecture such as "sm_90a"; needs no GPU. Returns the cubins."""
+def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True) -> dict[Kernel, bytes]:
+    """The cubin of every chosen variant for an architecture such as "sm_90a", by NVRTC; needs no GPU."""
     from concurrent.futures import ThreadPoolExecutor
 
     from cuda.pathfinder import find_nvidia_header_directory
@@ -181,7 +181,7 @@ def compile_all(arch: str) -> dict[Kernel, bytes]:
         finally:
             nvrtc.destroyProgram(program)
 
-    kernels = list(all_kernels(arch))
+    kernels = list(filter(chosen, all_kernels(arch)))
     variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cubins = dict(zip(variants, pool.map(cubin, variants.values()), strict=True))

@@ -30,20 +30,14 @@
 
 #ifndef T_TYPE
 #define T_TYPE float
-#endif
-using T = T_TYPE;
-#ifndef D_TYPE
 #define D_TYPE float
-#endif
-using D = D_TYPE;
-#ifndef G_TYPE
 #define G_TYPE float
-#endif
-using G = G_TYPE;
-
-#ifndef TRAINING
 #define TRAINING true
 #endif
+using T = T_TYPE;
+using D = D_TYPE;
+using G = G_TYPE;
+
 #ifndef ACROSS
 #define ACROSS false
 #endif

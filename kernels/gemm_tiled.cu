@@ -19,29 +19,20 @@
 
 #ifndef X_TYPE
 #define X_TYPE float
-#endif
-using T = X_TYPE;
-#ifndef G_TYPE
 #define G_TYPE float
-#endif
-using G = G_TYPE;
-#ifndef BLOCK_M
 #define BLOCK_M 128
 #define BLOCK_N 128
 #define THREAD_M 8
 #define THREAD_N 8
 #endif
-
-#ifndef C_TYPE
+#ifndef C_TYPE  // the forward's
 #define C_TYPE G_TYPE
-#endif
-using C = C_TYPE;
-#ifndef X_ACROSS
 #define X_ACROSS false
-#endif
-#ifndef W_ACROSS
 #define W_ACROSS false
 #endif
+using T = X_TYPE;
+using G = G_TYPE;
+using C = C_TYPE;
 
 constexpr int BLOCK_K = 16;
 constexpr int PROMOTE = sizeof(G) == 8 ? 16 : 64;

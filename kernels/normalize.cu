@@ -14,11 +14,9 @@
 
 #ifndef G_TYPE
 #define G_TYPE float
-#endif
-using G = G_TYPE;
-#ifndef Y_TYPE
 #define Y_TYPE float
 #endif
+using G = G_TYPE;
 using Y = Y_TYPE;
 #ifdef D_TYPE
 constexpr bool KEEPS = true;

@@ -1,0 +1,59 @@
+// What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from them.
+#pragma once
+#include "common.cuh"
+
+enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
+enum Mode { GEMM, INFERENCE, TRAINING };
+
+#ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan.py) passes all of these or none
+#define ELEMENT 0
+#define MODE 2
+#define BLOCK_M 256  // rows of x in a tile: 32, 64, 128, 256
+#define STAGES 4     // of the ring in shared memory
+#define CLUSTER 2    // CTAs that share an x tile: 1, 2
+#define KEEP 0       // 1, in training: write g - mean, too
+#define W_ACROSS 0   // 1: w is (k, n) in memory, row-major
+#define X_ACROSS 0   // 1: x is (k, m)
+#endif
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if ELEMENT == 3      // LIMBS
+typedef double Wide;  // what updates the running statistics: limbs are so exact that float32's roundings would show
+#else
+typedef float Wide;
+#endif
+
+constexpr int WARPGROUPS = 2;                // of consumers
+constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
+constexpr int THREADS = 128 + CONSUMERS;
+constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0: neither side spills
+// 384 threads start with 168 each; to ask for more waits for ever
+constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
+constexpr int LAYING_WARPS = 3;                     // warps that lay out constants in inference
+constexpr bool FLOAT32 = ELEMENT >= TF32;           // y is float32, else ELEMENT
+constexpr bool IN_UNITS = ELEMENT == FLOAT16;       // deviations are parked and kept in units (deviation_unit)
+constexpr int MATRICES = ELEMENT == LIMBS ? 2 : 1;  // that make up an operand
+constexpr int Y_BYTES = FLOAT32 ? 4 : 2;            // of an element of y
+constexpr int OPERAND_BYTES = ELEMENT == TF32 ? 4 : 2;
+constexpr int BLOCK_N = 64 * WARPGROUPS;           // features in a tile
+constexpr int BLOCK_K = 128 / OPERAND_BYTES;       // one 128-byte swizzle atom
+constexpr int MMA_K = 32 / OPERAND_BYTES;          // k of one wgmma
+constexpr int W_BYTES = MATRICES * BLOCK_N * 128;  // of one stage
+constexpr int X_BYTES = MATRICES * BLOCK_M * 128;
+constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
+static_assert(!(W_ACROSS || X_ACROSS) || (MODE == GEMM && !FLOAT32), "only the GEMM of 16-bit operands takes them so");
+static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
+constexpr int ACC = BLOCK_M / 2;                           // accumulators a thread
+constexpr int PASS_M = FLOAT32 || BLOCK_M < 64 ? 32 : 64;  // rows that a warpgroup stores at a time, 64 features each
+constexpr int PASSES = BLOCK_M / PASS_M;
+constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
+constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
+constexpr int CHUNK = 16 / Y_BYTES;                // columns of y in a 16-byte access
+constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;  // rows that a finishing warp takes at a time
+constexpr int UNITS = BLOCK_M / UNIT;              // of a tile
+
+// Whoever waits beside a main loop naps long: every instruction costs the tensor core of its quarter a cycle or two.
+constexpr int LONG_NAP = 1500, SHORT_NAP = 20;  // ns

@@ -1,0 +1,220 @@
+// The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
+//
+// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the
+// tile: a thread has two features, h = 0, 1.
+#pragma once
+#include "sm90_finisher.cuh"
+#include "sm90_wgmma.cuh"
+
+struct Consumer : Cta {
+    const int half, warp, lane, rank;            // half: which of the two warpgroups
+    const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
+    int phase = 0, s = 0, nth = 0;               // of the stage to be read next; this stage; the tile
+    int within = 0;                              // the first of the thread's two features, in the tile
+
+    __device__ __forceinline__ void release(int stage) const {
+        if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane);
+    }
+
+    __device__ __forceinline__ void next_stage(int step) {
+        if constexpr (MODE == TRAINING)
+            // the last tile's store has long arrived: a wait for it costs nothing here
+            if (step == min(4, steps - 1) && storer && nth > 0) {
+                tma_store_wait();
+                count_up(&sh.stored[half]);
+            }
+        if (++s == STAGES) s = 0, phase ^= 1;
+    }
+
+    // The main loop: g of the tile, to d. One stage's wgmmas stay in flight while the next stage's are issued.
+    __device__ __forceinline__ void multiply(float (&d)[ACC]) {
+        int before = 0;  // the stage before s
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(&sh.full[s], phase);
+            const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < BLOCK_K / MMA_K; j++) wgmma(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
+            wgmma_commit();
+            if (step > 0) {
+                wgmma_wait<1>();
+                release(before);
+            }
+            before = s;
+            next_stage(step);
+        }
+        wgmma_wait<0>();
+        release(before);
+    }
+
+    // The same of limbs, to `sum`; d is what the tensor core adds in. It truncates as it adds, and always towards zero: the
+    // sum of a part of a stage starts anew, takes the small products first, and is added to `sum`, which rounds. The other
+    // warpgroup's wgmmas run meanwhile.
+    __device__ __forceinline__ void multiply_limbs(float (&d)[ACC], float (&sum)[ACC]) {
+        constexpr int PARTS = 2;  // of a stage, each with a sum of its own
+#pragma unroll
+        for (int i = 0; i < ACC; i++) sum[i] = 0.f;
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(&sh.full[s], phase);
+            const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
+            constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = BLOCK_M * 128 / 16;
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
+                const u64 a_part = a + W::NEXT * STEPS * part, b_part = b + X::NEXT * STEPS * part;
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (part == PARTS - 1) release(s);
+#pragma unroll
+                for (int i = 0; i < ACC; i++) sum[i] += d[i];
+            }
+            next_stage(step);
+        }
+    }
+
+    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
+    __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block) const {
+        const int lane = lane_id();  // anew, as in run
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            char* staging = sh.staging[half][pass & 1];
+            const float* e = d + pass * (ACC / PASSES);
+            if (storer) tma_store_wait_read<1>();  // the last store but one
+            warpgroup_sync(half);
+            if constexpr (FLOAT32) {
+#pragma unroll
+                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
+                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;
+                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                              (lane / 4 & 3) * 4) = e[i];
+                }
+            } else {
+                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                 (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+                for (int j = 0; j < PASS_M / 8; j += 2)
+                    stmatrix_trans(line + j * (8 * 128), pack(e[4 * j], e[4 * j + 1]), pack(e[4 * j + 2], e[4 * j + 3]),
+                                   pack(e[4 * j + 4], e[4 * j + 5]), pack(e[4 * j + 6], e[4 * j + 7]));
+            }
+            fence_async();
+            warpgroup_sync(half);
+            if (storer) {
+                if (block < blocks)
+                    for (int box = 0; box < BOXES; box++)
+                        tma_store(&map, staging + box * (PASS_M * 128),
+                                  block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
+                tma_store_commit();
+            }
+        }
+        if (PASSES & 1) {  // an odd number would leave the slots out of step
+            if (storer) tma_store_wait_read<0>();
+            warpgroup_sync(half);
+        }
+    }
+
+    // Inference: y = a g + c, of the thread's features `within` and `within` + 8 of the tile.
+    __device__ __forceinline__ void apply_constants(float (&d)[ACC]) const {
+        wait_count(&sh.ready, (nth + 1) * LAYING_WARPS, SHORT_NAP);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float2 ac = sh.constants[within + 8 * h];
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) d[4 * j + 2 * h + e] = fmaf(ac.x, d[4 * j + 2 * h + e], ac.y);
+        }
+    }
+
+    // Training: g to the deviations from the tile's means. They are parked in y, except the last tile's, which becomes y.
+    __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
+        const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+        float mean[2], m2[2];
+        centre(d, rows, lane, mean, m2);
+        mbar_wait(&sh.agreed, 0);
+        const u64 launch = sh.launch;
+        const int h = lane & 1;  // of four lanes with the same two features, two speak for one each
+        const float own = h ? mean[1] : mean[0];
+        if ((lane & 2) == 0)
+            publish(partial + ((size_t)block * order.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
+                    launch);
+        if (lane == 0) hint(&sh.ready);
+        if (cluster_id() + (nth + 1) * clusters >= order.count()) {
+            finish_last_tile(d, row, block, h, own, launch);
+        } else if (IN_UNITS) {
+            const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
+#pragma unroll
+            for (int i = 0; i < ACC; i++) d[i] *= in_units[i / 2 % 2];
+        }
+    }
+
+    // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
+    // mean in the tile is `own`; a neighbouring lane has those of its other feature.
+    __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
+                                                     u64 launch) const {
+        mbar_wait(&sh.laid_out, 0);
+        auto map_features = [&](float2 xy) {  // d = xy.x d + xy.y
+            const float2 other =
+                make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
+            const float2 xy0 = h ? other : xy, xy1 = h ? xy : other;
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    d[4 * j + e] = fmaf(xy0.x, d[4 * j + e], xy0.y);
+                    d[4 * j + 2 + e] = fmaf(xy1.x, d[4 * j + 2 + e], xy1.y);
+                }
+        };
+        if constexpr (KEEP) {
+            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            map_features(make_float2(1.f / all.unit, (own - all.mean) / all.unit));
+            store(*kept.map, d, row, block);
+            map_features(make_float2(all.a * all.unit, sh.beta[within + 8 * h]));
+        } else {
+            const Affine u = sh.arguments[within + 8 * h];
+            float2 all;                       // mean and a
+            if (lanes_of(order.rows) == 1) {  // few tiles share a feature: merging them here saves a round trip
+                float var;
+                const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
+                merge_feature<4>(words, order.rows, (int)m, launch, 0, 1, all.x, var);
+                all.y = u.slope(var, f.eps);
+            } else {
+                all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
+            }
+            map_features(make_float2(all.y, all.y * (own - all.x) + u.beta));
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        float d[ACC];
+        for (int i; (i = tile(nth)) < order.count(); nth++) {
+            const auto [row, block] = order.at(i, rank);
+            float sum[ACC];
+            if constexpr (ELEMENT == LIMBS)
+                multiply_limbs(d, sum);
+            else
+                multiply(d);
+            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            within = 64 * half + 16 * warp + lane / 4;
+            const int feature = block * BLOCK_N + within;
+            if (block < blocks) {
+                if constexpr (ELEMENT == LIMBS)
+                    unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
+                if constexpr (MODE == INFERENCE) apply_constants(d);
+                if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
+            }
+            store(y_map, d, row, block);
+            if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
+        }
+        if constexpr (MODE == TRAINING) finish_tiles(SHORT_NAP);
+        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+    }
+};

@@ -1,0 +1,77 @@
+// A CTA of forward_sm90: its shared memory, the order of its tiles, and what its roles work with.
+#pragma once
+#include "sm90_formats.cuh"
+#include "sm90_statistics.cuh"
+
+struct alignas(1024) Shared {
+    char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
+    char staging[WARPGROUPS][2]
+                [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
+    union {                       // of a variant one of the three: the others have no size
+        float2 constants[MODE == INFERENCE ? BLOCK_N : 1];          // a and c of the features of the tile
+        float beta[KEEP ? BLOCK_N : 1];                             // of the CTA's last tile
+        Affine arguments[MODE == INFERENCE || KEEP ? 1 : BLOCK_N];  // of the CTA's last tile
+    };
+    u64 full[STAGES], empty[STAGES], agreed, laid_out;
+    u64 launch;                  // training: the launch's number
+    Wide momentum;               // the weight of the new running statistics
+    int ready;                   // warps that have published (training), laid out constants (inference)
+    int stored[WARPGROUPS];      // tiles that each warpgroup has stored: with short k one may run two tiles ahead
+    int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
+    Finish coef[BLOCK_N];        // of the tile that is being finished
+};
+
+struct Tile {
+    int row, block;  // of BLOCK_M rows of x, of BLOCK_N features
+};
+
+// The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
+// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
+// tiles are finished later: less is then left to finish at the end.
+struct Order {
+    int rows, cols, panel;
+    __device__ int count() const { return rows * cols; }
+    // tile i of the CTA with this rank in its cluster
+    __device__ Tile at(int i, int rank) const {
+        const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
+        int first = i / (rows * panel) * panel, width = min(panel, cols - first);
+        if (MODE == TRAINING && first >= grouped) width = 1, first = i / rows;
+        i -= first * rows;
+        return {i / width, (first + i % width) * CLUSTER + rank};
+    }
+};
+
+struct Kept {  // with KEEP: g - mean (m, n), and rows of n, SAVED_
+    const TensorMap* map;
+    char* deviations;
+    double* vectors;
+};
+
+// What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth); the last ones of a pair may
+// lie beyond the features, in block `blocks`.
+struct Cta {
+    const Problem& p;
+    const TensorMap &x_map, &w_map, &y_map;
+    const Kept kept;
+    char* y;
+    Word *partial, *merged;
+    u64* roll;
+    const Features f;
+    long long* batches;
+    const int *x_exponents, *w_exponents;
+    Shared& sh;
+    const long long m, n, y_pitch;      // y_pitch in bytes
+    const int clusters, steps, blocks;  // steps of k, blocks of features
+    const size_t features;
+    const Order order;
+
+    // the number of this CTA's nth tile, which is one if it is below order.count()
+    __device__ __forceinline__ int tile(int nth) const { return cluster_id() + nth * clusters; }
+
+    __device__ void produce(int rank) const;                                // loads x and w
+    __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
+    __device__ void merge(int lane, int rank) const;       // training: the statistics of a share of the features
+    __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
+    __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
+    __device__ void finish_unit(int unit, int nap) const;  // some rows of that
+};

@@ -1,0 +1,83 @@
+// Numbers on their way between the accumulators and memory: the powers of two of limbs, y's format, units.
+#pragma once
+#include "sm90_config.cuh"
+
+// 2^e for -126 <= e <= 127
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+
+// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and features `feature` + 8 h of d[4 j + 2 h + e]: exact,
+// but for what falls below float32's normal numbers.
+__device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
+                                        int row, const int* w_exponents, int n, int feature) {
+    int of_x[ACC / 2], of_w[2];
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) {
+        const int r = row + i / 2 * 8 + i % 2;
+        of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
+    // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
+    bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
+    if (__all_sync(0xFFFFFFFF, mild)) {
+        const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = sum[i] * power_of_two(of_x[i / 4 * 2 + i % 2]) * w[i / 2 % 2];
+    } else {
+#pragma unroll
+        for (int i = 0; i < ACC; i++) {
+            const int e = max(of_x[i / 4 * 2 + i % 2] + of_w[i / 2 % 2], -252);  // two steps: 2^e may not be a float
+            d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+        }
+    }
+}
+
+// two floats to one 32-bit word, the first in the low half
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+    if constexpr (ELEMENT == FLOAT16)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+__device__ __forceinline__ float2 unpack(u32 word) {
+    if constexpr (ELEMENT != FLOAT16)
+        return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+    float2 f;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(word));
+    return f;
+}
+
+// Deviations wait in y in units of this power of two, about their standard deviation: in float16 they might not fit otherwise.
+__device__ __forceinline__ float deviation_unit(float m2, int rows) {
+    if (!IN_UNITS) return 1.f;
+    const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
+    return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
+}
+
+// What becomes of a parked deviation d of a feature: of[TO_Y].x d + of[TO_Y].y is y, and of[TO_KEPT] makes what is kept.
+constexpr int TO_Y = 0, TO_KEPT = KEEP;
+struct Finish {
+    float2 of[1 + KEEP];
+};
+
+// x d + y on the 16 bytes of one access, (x, y) being coef[...].of[which]
+__device__ __forceinline__ uint4 apply(uint4 d, const Finish (&coef)[CHUNK], int which) {
+    u32 word[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (FLOAT32) {
+            word[i] = __float_as_uint(fmaf(coef[i].of[which].x, __uint_as_float(word[i]), coef[i].of[which].y));
+        } else {
+            const float2 v = unpack(word[i]), even = coef[2 * i].of[which], odd = coef[2 * i + 1].of[which];
+            word[i] = pack(fmaf(even.x, v.x, even.y), fmaf(odd.x, v.y, odd.y));
+        }
+    }
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}

@@ -1,0 +1,74 @@
+// The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features.
+#pragma once
+#include "sm90_finisher.cuh"
+
+__device__ __forceinline__ void Cta::merge(int lane, int rank) const {
+    const long long count = batches ? *(volatile long long*)batches + 1 : 1;
+    const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
+    if (lane == 0) {
+        sh.launch = number;
+        sh.momentum = p.flags & FLAG_CUMULATIVE ? (Wide)1 / (Wide)count : (Wide)p.momentum;
+        mbar_arrive(&sh.agreed);
+        if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
+    }
+    __syncwarp();
+    const int share = share_of(order.rows), lanes = lanes_of(order.rows);
+    const Wide unbiased = (Wide)m / (Wide)(m - 1);
+    const long long n = this->n;
+    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
+    int nth = 0;
+    for (int i; (i = tile(nth)) < order.count(); nth++) {
+        const auto [row, block] = order.at(i, rank);
+        if (block >= blocks) continue;
+#pragma unroll 1
+        for (int base = 0; base < share; base += 32 / lanes) {
+            const int lane = lane_id(), member = lane % lanes;  // anew: less to hold beside finish_unit
+            const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
+            const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
+            const bool mine = speaks && feature < n, running = mine && tracked;
+            // the arguments travel while the partials are not there yet
+            Affine u = {1.f, 1.f, 0.f};
+            Wide b = 0, rm = 0, rv = 0;
+            if (mine) u = f.affine(feature);
+            if (running) {
+                b = fetch(f.bias, f.bias_code, feature).or_else((Wide)0);
+                rm = fetch(f.running_mean, f.running_mean_code, feature).or_else((Wide)0);
+                rv = fetch(f.running_var, f.running_var_code, feature).or_else((Wide)0);
+            }
+            // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
+            const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
+            while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) {
+                int unit = -1;
+                if (lane == 0) {
+                    const int next = *(volatile int*)&sh.ticket;
+                    if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next)
+                        unit = next;
+                }
+                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+                if (unit < 0)
+                    __nanosleep(nap);
+                else
+                    finish_unit(unit, nap);
+            }
+            __syncwarp();
+            if (row * share >= BLOCK_N) break;  // more tiles than features: those before have merged them all
+            const u64 launch = *(volatile u64*)&sh.launch;
+            const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
+            await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
+            float mean, var;
+            merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
+            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
+            if (KEEP && IN_UNITS && speaks)
+                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
+            if (running) {
+                const Wide weight = sh.momentum, s = u.scale;
+                rm = (1 - weight) * rm + weight * (s * (mean + b));
+                rv = (1 - weight) * rv + weight * (s * s * var * unbiased);
+                store_vector(f.running_mean, f.running_mean_code, feature, rm);
+                store_vector(f.running_var, f.running_var_code, feature, rv);
+            }
+            if (KEEP && mine)
+                store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1));
+        }
+    }
+}

@@ -1,0 +1,145 @@
+// The PTX instructions that forward_sm90 needs, a function each: barriers, TMA, counters in shared memory.
+#pragma once
+#include "sm90_config.cuh"
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// volatile: read anew in every role, rather than kept in a register across them
+__device__ __forceinline__ int lane_id() {
+    int l;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
+    return l;
+}
+__device__ __forceinline__ int cluster_id() {
+    int c;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(c));
+    return c / CLUSTER;
+}
+__device__ __forceinline__ int cluster_rank() {
+    int r = 0;
+    if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+__device__ __forceinline__ u64 now() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// the four warps of one consumer warpgroup
+__device__ __forceinline__ void warpgroup_sync(int half) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
+}
+
+__device__ __forceinline__ void mbar_init(u64* bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count));
+}
+
+__device__ __forceinline__ void mbar_expect(u64* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbar_arrive(u64* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem(bar)) : "memory");
+}
+
+// relaxed: it says that wgmmas have read a stage, and orders no ordinary access; a release would cost a fence a step
+__device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
+        "r"(cta)
+        : "memory");
+}
+
+__device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
+        "r"(phase)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// With ALL, to the same place, and the same barrier, in every CTA of the cluster. Limbs are the map's third dimension.
+#define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
+    asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
+                 ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
+                 "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
+                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(EVERY_CTA)                               \
+                 : "memory")
+template <bool ALL>
+__device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
+    constexpr short EVERY_CTA = (1 << CLUSTER) - 1;
+    if constexpr (MATRICES == 1 && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
+    if constexpr (MATRICES == 1 && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
+    if constexpr (MATRICES == 2 && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
+    if constexpr (MATRICES == 2 && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
+}
+
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(smem(from)), "r"(col), "r"(row)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// all but the last PENDING of this thread's stores have read shared memory; all have arrived in global memory
+template <int PENDING>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// between ordinary writes to shared memory and TMA's reads of it
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes
+__device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// counters in shared memory: a warp that adds has done its writes, a warp that has seen the count may read them
+__device__ __forceinline__ void count_up(int* counter) {
+    asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
+}
+
+// the same without an order: a hint that it is worth looking
+__device__ __forceinline__ void hint(int* counter) {
+    asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
+}
+
+__device__ __forceinline__ int look(const int* counter) {
+    int n;
+    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(n) : "r"(smem(counter)) : "memory");
+    return n;
+}
+
+__device__ __forceinline__ void wait_count(const int* counter, int least, int nap) {
+    while (look(counter) < least) __nanosleep(nap);
+}

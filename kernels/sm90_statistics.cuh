@@ -1,0 +1,139 @@
+// The caller's per-feature arguments, and the statistics of a feature: of one tile, and merged over all.
+#pragma once
+#include "sm90_words.cuh"
+
+struct Affine {  // of one feature
+    float scale, gamma, beta;
+
+    // a of y = a (g - mean) + beta: right at scale = 0, too
+    __device__ float slope(float var, float eps) const { return gamma * scale / sqrtf(fmaf(scale * scale, var, eps)); }
+};
+
+struct Features {  // the caller's per-feature arguments
+    const void* bias;
+    long long bias_code;
+    const void* scale;
+    long long scale_code;
+    const void* gamma;
+    long long gamma_code;
+    const void* beta;
+    long long beta_code;
+    void* running_mean;
+    long long running_mean_code;
+    void* running_var;
+    long long running_var_code;
+    float eps;
+
+    __device__ Affine affine(int i) const {
+        return {fetch(scale, scale_code, i).or_else(1.f), fetch(gamma, gamma_code, i).or_else(1.f),
+                fetch(beta, beta_code, i).or_else(0.f)};
+    }
+
+    // a and c of y = a g + c with the running statistics
+    __device__ float2 frozen(int i) const {
+        const Affine u = affine(i);
+        const float b = fetch(bias, bias_code, i).or_else(0.f),
+                    rm = fetch(running_mean, running_mean_code, i).or_else(0.f);
+        const float rv = fetch(running_var, running_var_code, i).or_else(1.f);
+        const float gr = u.gamma / sqrtf(rv + eps);
+        return make_float2(gr * u.scale, fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
+    }
+};
+
+// The tile in row i of a block of features merges the features [i share, (i + 1) share) of the block, `lanes`
+// neighbouring lanes to a feature: a power of two, lanes * share <= 32.
+__device__ __forceinline__ int share_of(int tile_rows) { return (BLOCK_N + tile_rows - 1) / tile_rows; }
+__device__ __forceinline__ int lanes_of(int tile_rows) { return max(1, 32 >> (32 - __clz(share_of(tile_rows) - 1))); }
+
+// Mean and variance of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
+// tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
+// pivot, the mean of the first tile: deviations are as small as the data allow, and a sum of a few hundred terms of one
+// size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
+// core beside them tens of cycles each.)
+template <int BATCH>
+__device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, int m, u64 launch, int member,
+                                              int lanes, float& mean, float& var) {
+    float2 part[BATCH];
+    const float pivot = await(words, launch).x;
+    float sum = 0.f, m2 = 0.f;
+#pragma unroll 1
+    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
+        bool here;
+        do {
+            here = true;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (t0 + i * lanes < tile_rows) {
+                    const Word w = peek(words + (size_t)(t0 + i * lanes) * BLOCK_N);
+                    part[i] = make_float2(w.x, w.y);
+                    here &= w.launch == launch;
+                }
+        } while (!here);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int t = t0 + i * lanes;
+            if (t < tile_rows) sum += (float)min(m - t * BLOCK_M, BLOCK_M) * (part[i].x - pivot);
+        }
+    }
+#pragma unroll 1
+    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
+    const float shift = sum / (float)m;
+#pragma unroll 1
+    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
+        if (tile_rows > BATCH * lanes) {  // otherwise part still holds them all
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (t0 + i * lanes < tile_rows)
+                    part[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int t = t0 + i * lanes;
+            if (t < tile_rows) {
+                const float d = part[i].x - pivot - shift;
+                m2 += fmaf((float)min(m - t * BLOCK_M, BLOCK_M) * d, d, part[i].y);
+            }
+        }
+    }
+#pragma unroll 1
+    for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
+    mean = pivot + shift;
+    var = m2 / (float)m;
+}
+
+// A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
+// squares. Mean and m2 are of the thread's two features.
+__device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};  // rows past m are zero: TMA fills them
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++)
+            sum[j % 2 * 2] += d[4 * j + 2 * h], sum[j % 2 * 2 + 1] += d[4 * j + 2 * h + 1];
+        mean[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 1);
+        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 2);
+        mean[h] /= (float)rows;
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++) d[4 * j + 2 * h] -= mean[h], d[4 * j + 2 * h + 1] -= mean[h];
+    }
+    if (rows < BLOCK_M) {
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (8 * j + 2 * (lane & 3) + e >= rows) d[4 * j + e] = d[4 * j + 2 + e] = 0.f;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++) {
+            sum[j % 2 * 2] = fmaf(d[4 * j + 2 * h], d[4 * j + 2 * h], sum[j % 2 * 2]);
+            sum[j % 2 * 2 + 1] = fmaf(d[4 * j + 2 * h + 1], d[4 * j + 2 * h + 1], sum[j % 2 * 2 + 1]);
+        }
+        m2[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 2);
+    }
+}

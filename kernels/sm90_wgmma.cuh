@@ -1,0 +1,89 @@
+// The tensor core: how an operand lies in a stage and is loaded there, and the instruction that multiplies two of them.
+#pragma once
+#include "sm90_ptx.cuh"
+
+// How an operand lies in a stage, its rows being those of x or features of w, swizzled by 128 bytes: along k (K-major),
+// rows of 128 bytes, 8-row groups 1024 bytes apart; or ACROSS (MN-major), [rows / COLUMN][BLOCK_K][128 bytes], 8-k
+// groups 1024 bytes apart. So many rows are 128 times as many bytes either way, and whole columns may be split off.
+template <bool ACROSS>
+struct Operand {
+    static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
+    static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
+
+    static __device__ __forceinline__ u64 descriptor(const void* tile) {
+        return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)(LEADING >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+    }
+
+    // ROWS rows from `row` on, at one step of k; to all CTAs of the cluster at once with ALL
+    template <int ROWS, bool ALL>
+    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
+#pragma unroll
+        for (int r = 0; r < (ACROSS ? ROWS : 1); r += COLUMN) {
+            const int x = ACROSS ? row + r : step * BLOCK_K, y = ACROSS ? step * BLOCK_K : row;
+            tma_load<ALL>(to + r * 128, map, bar, x, y, limb);
+        }
+    }
+};
+typedef Operand<W_ACROSS> W;
+typedef Operand<X_ACROSS> X;
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// The text of the instruction. Its last two numbers say whether A and B lie across k, which wgmma calls transposed.
+#define TEXT_OF(macro) #macro
+#define TEXT(macro) TEXT_OF(macro)
+#if ELEMENT == 2  // TF32, which lies along k only
+#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
+#define MMA_TAIL ", p, 1, 1;\n}"
+#else
+#define MMA_TAIL ", p, 1, 1, " TEXT(W_ACROSS) ", " TEXT(X_ACROSS) ";\n}"
+#if ELEMENT == 0  // BFLOAT16
+#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
+#else
+#define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
+#endif
+#endif
+#define D8(i)                                                                                                   \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
+
+// The numbers of the accumulators, which are the instruction's first operands.
+#define TO_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TO_32 TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TO_64                                                                                                \
+    TO_32                                                                                                    \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TO_128                                                                                                 \
+    TO_64                                                                                                      \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "   \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
+    "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, "   \
+    "%121, %122, %123, %124, %125, %126, %127"
+
+// d += a b^T, or d = a b^T when `accumulate` is 0. A template, so that only the branch of its own size is compiled.
+template <int SIZE>
+__device__ __forceinline__ void wgmma(float (&d)[SIZE], u64 a, u64 b, int accumulate) {
+    if constexpr (SIZE == 128)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n" MMA_SHAPE(256) "{" TO_128 "}, %128, %129" MMA_TAIL
+                     : D32(0), D32(32), D32(64), D32(96)
+                     : "l"(a), "l"(b), "r"(accumulate));
+    else if constexpr (SIZE == 64)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" MMA_SHAPE(128) "{" TO_64 "}, %64, %65" MMA_TAIL
+                     : D32(0), D32(32)
+                     : "l"(a), "l"(b), "r"(accumulate));
+    else if constexpr (SIZE == 32)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n" MMA_SHAPE(64) "{" TO_32 "}, %32, %33" MMA_TAIL
+                     : D32(0)
+                     : "l"(a), "l"(b), "r"(accumulate));
+    else
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" MMA_SHAPE(32) "{" TO_16 "}, %16, %17" MMA_TAIL
+                     : D8(0), D8(8)
+                     : "l"(a), "l"(b), "r"(accumulate));
+}
