@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from ._backward import Gradients, backward
-from ._forward import Saved, fold, forward
+from ._fold import fold
+from ._forward import Saved, forward
 from ._interop import Prepared
 from ._prepare import prepare
 from ._warm_up import warm_up

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check, _declared, _kernels, _plan, reference
-from ._call import ABSENT, Call
+from ._call import ABSENT, Call, matrix_of
 from ._device import gemm_arguments, is_capturing, is_current, on_device
-from ._forward import Saved, matrix_of
+from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
 from ._sm90 import Sm90Gemm

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from . import _capture, _kernels, _plan, _tma
+from . import _capture, _declared, _kernels, _plan, _tma
 from ._check import View
 from ._device import Gemm, cuda, gemm_ex
 from ._interop import Kind
 
-__all__ = ["ABSENT", "Call"]
+__all__ = ["ABSENT", "VECTORS", "Call", "matrix_of", "vector_codes"]
 
+VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 ABSENT = "absent"  # the address 0
 _UNSIGNED = (1 << 64) - 1  # a word of a launch, which packs negative strides so
 
@@ -133,3 +134,15 @@ def _all(addresses: list[int]) -> Any:
 
 
 _COPY = ("from", "row_stride", "col_stride", "to", "rows", "cols")
+
+
+def matrix_of(view: Any) -> _plan.Matrix:
+    """What the planner looks at of a matrix."""
+    strides = tuple(stride // view.itemsize for stride in view.strides)
+    return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
+
+
+def vector_codes(views: dict[str, Any]) -> dict[str, int]:
+    """What a struct Problem holds of each per-feature vector that is given: 8 times its stride plus its KIND_."""
+    given = {name: views[name] for name in VECTORS if views[name] is not None}
+    return {name: v.strides[0] // v.itemsize * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}

@@ -1,4 +1,4 @@
-"""forward and fold: check, plan, launch, return."""
+"""forward: whose arrays they are, the checks, the call that was prepared, what it returns."""
 
 from __future__ import annotations
 
@@ -8,29 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _check, _declared, _kernels, _plan, _tma, reference
-from ._call import ABSENT, Call
-from ._device import gemm_arguments, is_capturing, is_current, on_device
+from . import _check, _plan, reference
+from ._device import is_capturing, is_current, on_device
+from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
-from ._limbs import Multiply
 
-__all__ = ["Saved", "fold", "forward", "forward_within", "matrix_of"]
+__all__ = ["Saved", "forward", "forward_within"]
 
-ARRAYS = (
-    "x",
-    "weight",
-    "scale",
-    "bias",
-    "gamma",
-    "beta",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-    "out",
-)
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
-VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
-PREPARED = ("limbs of weight", "exponents of weight")  # what a prepared weight brings
 
 
 class Saved(NamedTuple):
@@ -202,6 +187,8 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
+_MAX_CALLS = 1024
+_calls: dict[Any, ForwardCall] = {}
 
 
 def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
@@ -252,7 +239,7 @@ def _forward(
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
-        found = _prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
+        found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
         if key is not None:
             if len(_calls) >= _MAX_CALLS:
                 _calls.clear()
@@ -275,12 +262,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[5]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
-
-
-def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """Of bias, scale, gamma and beta."""
-    return tuple(None if a is None else kind.dtype(a) for a in (arrays[3], arrays[2], *arrays[4:6]))
+    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, vector_dtypes(kind, arrays))
 
 
 def _saved(
@@ -302,178 +284,6 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
     _check.forward_arguments(views, **dict(zip(OPTIONS, options, strict=True)))
     return views
-
-
-# ---- plan ------------------------------------------------------------------------------------------------------------
-
-_MAX_CALLS, _MAX_APART = 1024, 64
-
-
-class _Forward:
-    """A forward call, ready but for its addresses, and what must hold of them."""
-
-    def __init__(self, call: Call, dtypes: Any) -> None:
-        self.call, self.dtypes = call, dtypes  # of the vectors' gradients; None where nothing is saved
-        self.y: int | None = None  # which of the arrays that it makes; None if it is given
-        self.spans: list[tuple[int, int, int]] = []
-        self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
-        self.written: list[int] = []
-
-    def may_overlap(self, pointers: list[int]) -> bool:
-        """Whether any two arrays' spans meet; what that means is for the full check to say."""
-        where = tuple(pointers)
-        if not self.written or where in self.apart:
-            return False
-        end = 0
-        for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self.spans]):
-            if start < end:
-                return True
-            end = stop
-        if len(self.apart) >= _MAX_APART:
-            self.apart.clear()
-        self.apart.add(where)
-        return False
-
-
-_calls: dict[Any, _Forward] = {}
-
-
-def _prepare_call(
-    kind: Kind,
-    arrays: tuple[Any, ...],
-    views: dict[str, Any],
-    options: tuple[Any, ...],
-    device: int,
-    capturing: bool,
-    prepared: Prepared | None,
-    limits: _plan.Limits,
-) -> _Forward:
-    training, momentum, eps, precision, gemm, return_saved, sms = options
-    x, weight, out = views["x"], views["weight"], views["out"]
-    (m, k), n = x.shape, weight.shape[0]
-    y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
-    gpu = _kernels.gpu(device).at_most(sms)
-    p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
-    limbs = prepared is not None and prepared.limbs is not None
-    plan = _plan.plan(
-        p,
-        training=bool(training),
-        precision=precision,
-        gemm=gemm,
-        capturing=capturing,
-        prepared=limbs,
-        saved=bool(return_saved),
-        cumulative=momentum is None,
-    )
-    x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
-    w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
-    flags = _declared.flags(
-        vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
-        vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
-        vector_y=plan.vector_y,
-        cumulative=momentum is None,
-        units=plan.keep is not None and plan.keep.dtype == "float16",
-        alone=plan.one is not None and not plan.one.cooperative,
-    )
-    problem = _declared.problem(
-        m=m,
-        n=n,
-        k=k,
-        ldx=x_at.strides[0],
-        ldw=w_at.strides[0],
-        ldg=plan.ldg,
-        y_row=y_at.strides[0],
-        y_col=y_at.strides[1],
-        stats_rows=plan.stats_rows,
-        normalize_rows=plan.normalize_rows,
-        splits=plan.splits,
-        panel=plan.one.panel if plan.one is not None else 0,
-        affine=plan.affine,
-        partials=plan.partials,
-        tickets=plan.tickets,
-        flags=flags,
-        **{name: _vector_code(views[name]) for name in VECTORS},
-        momentum=0.0 if momentum is None else momentum,
-        eps=eps,
-    )
-
-    call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ())))
-    of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x else "x"
-    of_w = call.copy("weight", weight, arrays[1], gpu) if plan.copy_w else "weight"
-    y = "out" if out is not None else call.make("y", (m, n), arrays[0])
-    deviations = vectors = ABSENT
-    if plan.keep is not None:
-        deviations = call.make("deviations", (m, plan.ldg), arrays[0], plan.keep.dtype)
-        vectors = call.make("vectors", (_plan.SAVED_ROWS, n), arrays[0], "float64")
-    counts = training and views["num_batches_tracked"] is not None
-    count = "num_batches_tracked" if counts else ABSENT
-    own = {name: name for name in VECTORS}
-    if plan.one is not None:
-        one = plan.one
-        call.workspace(one.workspace)
-        exponents = (ABSENT, ABSENT)
-        if one.limbs is not None:
-            at_x, at_w = call.at(one.limbs.x), PREPARED[0] if limbs else call.at(one.limbs.w)
-            exponents = call.at(one.limbs.x_exponents), PREPARED[1] if limbs else call.at(one.limbs.w_exponents)
-            split = {"x": of_x, "x_limbs": at_x, "x_exponents": exponents[0]}
-            split |= dict(zip(("w", "w_limbs", "w_exponents"), (of_w, at_w, exponents[1]), strict=True))
-            if limbs:
-                split |= dict.fromkeys(("w", "w_limbs", "w_exponents"), ABSENT)
-            call.launch(one.limbs.kernel, one.limbs.grid, problem, split)
-            of_x, of_w = at_x, at_w
-        boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
-        mapped: tuple[str, ...] = (of_x, of_w, y)
-        passed = {"y": y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
-        passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
-        if plan.keep is not None:
-            rows, cols, _, *rest = boxes[-1]
-            boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
-            mapped += (deviations,)
-            passed |= {"kept": deviations, "saved": vectors}
-        call.launch_mapped(one, problem, boxes, mapped, passed)
-    else:
-        call.workspace(plan.workspace)
-        workspace = call.at(0)
-        g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
-        if plan.through is not None:
-            q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-            call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, call.at(plan.limbs_at))
-        elif plan.gemm_kernel is not None:
-            call.launch(plan.gemm_kernel, plan.gemm_grid, problem, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
-        else:
-            shape, ldg = (m, n, k), plan.ldg
-            product = gemm_arguments(shape, x_at, w_at, ldg, x.dtype, precision, wide=True, sms=gpu.target)
-            call.multiply(product, of_x, of_w, g)
-        if training:
-            if plan.tickets_bytes:
-                call.clear(call.at(plan.tickets), plan.tickets_bytes)
-            passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
-            call.launch(plan.stats_kernel, plan.stats_grid, problem, {**passed, "saved": vectors})
-        else:
-            passed = {"workspace": workspace, **own, "g": g, "saved": vectors}
-            call.launch(plan.affine_kernel, plan.affine_grid, problem, passed)
-        passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
-        passed |= {"deviations": deviations, "saved": vectors}
-        call.launch(plan.normalize_kernel, plan.normalize_grid, problem, passed)
-
-    found = _Forward(call, None if plan.keep is None else _dtypes(kind, arrays))
-    found.y = None if out is not None else plan.copy_x + plan.copy_w
-    found.written = [ARRAYS.index(name) for name in _check.written(views, training=bool(training))]
-    found.spans = [
-        (i, *_check.span(views[name]))
-        for i, name in enumerate(ARRAYS)
-        if views[name] is not None and 0 not in views[name].shape
-    ]
-    return found
-
-
-def matrix_of(view: Any) -> _plan.Matrix:
-    strides = tuple(stride // view.itemsize for stride in view.strides)
-    return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
-
-
-def _vector_code(view: Any) -> int:
-    return 0 if view is None else view.strides[0] // view.itemsize * 8 + _declared.kind_code(view.dtype)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -508,78 +318,4 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
         row[...] = absent if host[name] is None else host[name]
     deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(kind, arrays, options, deviations, kind.from_numpy(vectors), _dtypes(kind, arrays))
-
-
-# ---- fold ------------------------------------------------------------------------------------------------------------
-
-FOLD_ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
-
-
-def fold(
-    weight: Any,
-    scale: Any,
-    running_mean: Any,
-    running_var: Any,
-    *,
-    bias: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
-    eps: float = 1e-5,
-) -> tuple[Any, Any]:
-    """Fold scale and frozen batch normalisation into the linear layer: inference is then ``x wᵀ + b``.
-
-    ::
-
-        r = 1 / sqrt(running_var + eps)
-        w = gamma r scale weight,   b = gamma r (scale bias - running_mean) + beta
-
-    Parameters
-    ----------
-    weight : (O, I) array
-        float32, float16, bfloat16 or float64, of any kind that `forward` takes.
-    scale, running_mean, running_var, bias, gamma, beta : (O,) array
-        As in `forward`; the last three are optional.
-    eps : float
-        Added to the variance, >= 0.
-
-    Returns
-    -------
-    w : (O, I) array, b : (O,) array
-        New arrays of weight's dtype and kind, computed in float64 and rounded once.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        As `forward`.
-    """
-    if isinstance(weight, Prepared):
-        raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")
-    given = (weight, scale, running_mean, running_var, bias, gamma, beta)
-    kind, arrays, _ = kinds_of(dict(zip(FOLD_ARRAYS, given, strict=True)), FOLD_ARRAYS[:4])
-    views = {name: None if array is None else kind.view(array) for name, array in arrays.items()}
-    _check.fold_arguments(views, eps=eps)
-    if not kind.on_gpu:
-        host = {name: None if array is None else kind.numpy(array) for name, array in arrays.items()}
-        dtype = host["weight"].dtype  # type: ignore[union-attr]
-        w, b = reference.fold(**host, eps=float(eps))  # type: ignore[arg-type]
-        return kind.from_numpy(reference.round_to(w, dtype)), kind.from_numpy(reference.round_to(b, dtype))
-
-    view = views["weight"]
-    assert view is not None
-    device, given_arrays = kind.device(arrays["weight"]), tuple(arrays[name] for name in FOLD_ARRAYS)
-    with on_device(device):
-        codes = {name: _vector_code(views[name]) for name in VECTORS}
-        at, call = matrix_of(view), Call(kind, device, FOLD_ARRAYS)
-        source = "weight"
-        if at.strides[1] != 1:
-            at = _plan.Matrix((view.shape[1], 1), True)
-            source = call.copy("weight", view, arrays["weight"], _kernels.gpu(device))
-        problem = _declared.problem(n=view.shape[0], k=view.shape[1], ldw=at.strides[0], eps=eps, **codes)
-        passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
-        passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}
-        call.launch(_plan.fold(view.dtype), view.shape[0], problem, passed)
-        stream = kind.stream(device)
-        pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
-        *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))
-    return folded, bias_folded
+    return result_y, _saved(kind, arrays, options, deviations, kind.from_numpy(vectors), vector_dtypes(kind, arrays))

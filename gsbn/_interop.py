@@ -5,7 +5,6 @@ A library is only ever looked up in `sys.modules`: whoever hands over a torch te
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ._check import View
+from ._dlpack import Producer
 
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
 
@@ -405,7 +405,7 @@ def _import_dlpack(
             )
         if not known and kind_of(array) is not None:
             raise TypeError(f"{name}: expected a DLPack producer like {like}, got {_type_name(array)}")
-        producer = _Producer(name, array)
+        producer = Producer(name, array)
         imported[name] = array if known else producer.take()
         if not known and producer.read_only:
             read_only.add(name)
@@ -421,50 +421,6 @@ def _reject_device(name: str, array: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):  # of no kind: neither on the CPU nor on CUDA
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got one on {array.device}")
-
-
-class _Producer:
-    """A DLPack producer that remembers whether what it handed over may be written, which CuPy forgets.
-
-    As in NumPy, only a versioned capsule can say so; JAX arrays are immutable whatever their capsules say.
-    """
-
-    def __init__(self, name: str, array: Any) -> None:
-        self.name, self.array, self.read_only = name, array, True
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()  # type: ignore[no-any-return]
-
-    def __dlpack__(self, **options: Any) -> Any:
-        capsule = self.array.__dlpack__(**options)
-        api = ctypes.pythonapi
-        api.PyCapsule_IsValid.argtypes = api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-        api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-        if api.PyCapsule_IsValid(capsule, b"dltensor_versioned"):
-            # struct DLManagedTensorVersioned: version (8 bytes), manager_ctx, deleter, then flags; bit 0 is READ_ONLY
-            managed = api.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
-            flagged = bool(ctypes.c_uint64.from_address(managed + 24).value & 1)
-            jax = sys.modules.get("jax")
-            self.read_only = flagged or (jax is not None and isinstance(self.array, jax.Array))
-        return capsule
-
-    def take(self) -> Any:
-        kind = int(self.__dlpack_device__()[0])
-        if kind == _DLPACK_CPU:
-            try:
-                return np.from_dlpack(self)
-            except (BufferError, RuntimeError, TypeError) as error:
-                if hasattr(self.array, "__array__"):  # NumPy's DLPack has no bfloat16; __array__ gives ml_dtypes' one
-                    return np.asarray(self.array)
-                raise TypeError(f"{self.name}: expected an array that NumPy can take: {error}") from error
-        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            import cupy
-
-            return cupy.from_dlpack(self)
-        raise ValueError(f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {kind}")
-
-
-_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
 def _type_name(array: Any) -> str:

@@ -11,7 +11,7 @@ import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
-    {"gsbn._check", "gsbn._driver", "gsbn._plan.problem", "gsbn._plan.rates", "gsbn.reference"},
+    {"gsbn._check", "gsbn._dlpack", "gsbn._driver", "gsbn._plan.problem", "gsbn._plan.rates", "gsbn.reference"},
     {"gsbn._plan.h200", "gsbn._plan.variants"},
     {"gsbn._plan.cost"},
     {"gsbn._plan.gemm"},
@@ -21,7 +21,8 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._capture", "gsbn._kernels"},
     {"gsbn._call", "gsbn._sm90"},
     {"gsbn._limbs"},
-    {"gsbn._forward", "gsbn._prepare", "gsbn._warm_up"},
+    {"gsbn._fold", "gsbn._forward_call", "gsbn._prepare", "gsbn._warm_up"},
+    {"gsbn._forward"},
     {"gsbn._backward"},
     {"gsbn"},
     {"gsbn.bench.candidate", "gsbn.bench.case"},

@@ -7,6 +7,9 @@ from collections import Counter
 import paper
 import pytest
 
+import gsbn
+from gsbn import _declared, _plan
+
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
 def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
@@ -43,3 +46,21 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
 
 def test_a_call_launches_the_same_every_time() -> None:
     assert list(paper.lines(30)) == list(paper.lines(30))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fold_is_one_launch_after_a_copy_of_a_transposed_weight(transposed: bool) -> None:
+    n, k = 24, 40
+    weight = paper.Array((n, k), "bfloat16", (2, 2 * n) if transposed else None)
+    vectors = {name: paper.Array((n,), "float32") for name in ("scale", "running_mean", "running_var", "gamma")}
+    with paper.gpu(paper.HOPPER) as (_, log):
+        w, b = gsbn.fold(weight, **vectors)
+    assert [launch.name for launch in log] == ["copy_matrix"] * transposed + ["fold"]
+    passed = dict(zip(_declared.parameters(_plan.fold("bfloat16"))[1], log[-1].words, strict=True))
+    code = 8 + _declared.kind_code("float32")  # stride 1
+    record = _declared.problem(n=n, k=k, ldw=k, eps=1e-5, **dict.fromkeys(vectors, code))
+    assert log[-1].grid == n
+    assert log[-1].records == (record.tobytes().hex(),)
+    assert passed.pop("w") == (log[0].words[3] if transposed else weight.pointer)
+    assert (passed.pop("w_folded"), passed.pop("b_folded")) == (w.pointer, b.pointer)
+    assert passed == {name: array.pointer for name, array in vectors.items()} | {"bias": 0, "beta": 0}

@@ -1,0 +1,82 @@
+"""fold: the inference forward as one Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _check, _declared, _kernels, _plan, reference
+from ._call import VECTORS, Call, matrix_of, vector_codes
+from ._device import is_capturing, on_device
+from ._interop import Prepared, kinds_of
+
+__all__ = ["fold"]
+
+ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
+
+
+def fold(
+    weight: Any,
+    scale: Any,
+    running_mean: Any,
+    running_var: Any,
+    *,
+    bias: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+) -> tuple[Any, Any]:
+    """Fold scale and frozen batch normalisation into the linear layer: inference is then ``x wᵀ + b``.
+
+    ::
+
+        r = 1 / sqrt(running_var + eps)
+        w = gamma r scale weight,   b = gamma r (scale bias - running_mean) + beta
+
+    Parameters
+    ----------
+    weight : (O, I) array
+        float32, float16, bfloat16 or float64, of any kind that `forward` takes.
+    scale, running_mean, running_var, bias, gamma, beta : (O,) array
+        As in `forward`; the last three are optional.
+    eps : float
+        Added to the variance, >= 0.
+
+    Returns
+    -------
+    w : (O, I) array, b : (O,) array
+        New arrays of weight's dtype and kind, computed in float64 and rounded once.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `forward`.
+    """
+    if isinstance(weight, Prepared):
+        raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")
+    given = (weight, scale, running_mean, running_var, bias, gamma, beta)
+    kind, arrays, _ = kinds_of(dict(zip(ARRAYS, given, strict=True)), ARRAYS[:4])
+    views = {name: None if array is None else kind.view(array) for name, array in arrays.items()}
+    _check.fold_arguments(views, eps=eps)
+    if not kind.on_gpu:
+        host = {name: None if array is None else kind.numpy(array) for name, array in arrays.items()}
+        dtype = host["weight"].dtype  # type: ignore[union-attr]
+        w, b = reference.fold(**host, eps=float(eps))  # type: ignore[arg-type]
+        return kind.from_numpy(reference.round_to(w, dtype)), kind.from_numpy(reference.round_to(b, dtype))
+
+    view = views["weight"]
+    assert view is not None
+    device, given_arrays = kind.device(arrays["weight"]), tuple(arrays[name] for name in ARRAYS)
+    with on_device(device):
+        at, call = matrix_of(view), Call(kind, device, ARRAYS)
+        source = "weight"
+        if at.strides[1] != 1:
+            at = _plan.Matrix((view.shape[1], 1), True)
+            source = call.copy("weight", view, arrays["weight"], _kernels.gpu(device))
+        problem = _declared.problem(n=view.shape[0], k=view.shape[1], ldw=at.strides[0], eps=eps, **vector_codes(views))
+        passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
+        passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}
+        call.launch(_plan.fold(view.dtype), view.shape[0], problem, passed)
+        stream = kind.stream(device)
+        pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
+        *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))
+    return folded, bias_folded
