@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,3 +127,26 @@ def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> N
         thread.join()
     assert not wrong, wrong[0]
     assert len(launcher._free) <= 12  # three launches at a time in each thread
+
+
+def test_machine_code_tells_an_edit_of_the_code_from_one_of_the_text(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    root = Path(__file__).resolve().parents[1]
+    for folder in ("gsbn", "kernels", "tools"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        tool = [sys.executable, str(tmp_path / "tools" / "machine_code.py"), "fold", "X_TYPE=float"]
+        return subprocess.run([*tool, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    first = run()
+    assert re.fullmatch(r"[0-9a-f]{12} \d+ \d+ \d+ \d+ fold X_TYPE=float\n", first.stdout), first
+    before, kernel = tmp_path / "before.txt", tmp_path / "kernels" / "fold.cu"
+    before.write_text(first.stdout)
+    text = kernel.read_text()
+    kernel.write_text("// A line more than there was.\n" + text)
+    assert run("--against", str(before)).returncode == 0
+    assert "sqrt(" in text
+    kernel.write_text(text.replace("sqrt(", "fabs("))
+    edited = run("--against", str(before))
+    assert (edited.returncode, edited.stdout.split(":")[0]) == (1, "differs"), edited
