@@ -16,7 +16,7 @@ from . import _device, _driver, _plan
 from ._declared import KERNEL_DIR, parameters, source
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "all_kernels", "compile_all", "digest", "gpu", "launcher"]
+__all__ = ["all_kernels", "compile_all", "digest", "gpu", "launcher"]
 
 
 @cache

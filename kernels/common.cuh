@@ -6,7 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// A launch's constants. gsbn/_kernels.py holds the same record as a NumPy dtype and passes it by value.
+// A launch's constants, passed by value. gsbn/_declared.py reads the fields, and the FLAG_ and KIND_ below, from this text.
 struct Problem {
     long long m, n, k;                     // B, O, I: rows of x, rows of weight, what the GEMM sums over
     long long ldx, ldw, ldg;               // row pitch of x, weight and g, in elements

@@ -5,7 +5,7 @@
 enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
 enum Mode { GEMM, INFERENCE, TRAINING };
 
-#ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan.py) passes all of these or none
+#ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
 #define ELEMENT 0
 #define MODE 2
 #define BLOCK_M 256  // rows of x in a tile: 32, 64, 128, 256

@@ -30,12 +30,12 @@ def test_compiles(arch: str) -> None:
 
 
 def test_every_file_has_a_kernel() -> None:
-    assert {kernel.file for kernel in _kernels.all_kernels()} == {p.stem for p in _kernels.KERNEL_DIR.glob("*.cu")}
+    assert {kernel.file for kernel in _kernels.all_kernels()} == {p.stem for p in _declared.KERNEL_DIR.glob("*.cu")}
 
 
 def test_every_name_is_a_global_function_of_its_file() -> None:
     for kernel in _kernels.all_kernels():
-        source = (_kernels.KERNEL_DIR / f"{kernel.file}.cu").read_text(encoding="utf-8")
+        source = (_declared.KERNEL_DIR / f"{kernel.file}.cu").read_text(encoding="utf-8")
         assert re.search(rf"__global__[^;{{]*\b{kernel.name}\s*\(", source), kernel
 
 
@@ -68,7 +68,7 @@ def test_a_problem_holds_its_fields() -> None:
 
 def test_every_kernel_waits_for_the_one_ahead() -> None:
     """Each is launched so that it may begin before the kernel ahead has ended."""
-    for path in _kernels.KERNEL_DIR.glob("*.cu"):
+    for path in _declared.KERNEL_DIR.glob("*.cu"):
         bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
         waits = [re.search(r"[{\n] +await_kernel_ahead\(\);[ \n]", body) for body in bodies]
         assert waits and all(waits), path.name
@@ -80,7 +80,7 @@ def test_an_edited_kernel_is_not_served_from_the_cache(
 ) -> None:
     """CuPy's cache does not see an edited header: the digest of all files is part of the options."""
     folder = tmp_path / "kernels"
-    shutil.copytree(_kernels.KERNEL_DIR, folder)
+    shutil.copytree(_declared.KERNEL_DIR, folder)
     monkeypatch.setattr(_kernels, "KERNEL_DIR", folder)
     digests = []
     for edit in ("", "// edited\n"):

@@ -112,9 +112,9 @@ def test_installed_wheel_finds_its_kernels_and_works(installed: Path) -> None:
 import sys
 sys.modules["cupy"] = sys.modules["torch"] = sys.modules["ml_dtypes"] = None  # none of them is installed
 import numpy as np, gsbn
-from gsbn import _kernels
+from gsbn import _declared
 y = gsbn.forward(np.eye(4, 3), np.eye(2, 3), np.ones(2), training=True)
-print(gsbn.__file__, _kernels.KERNEL_DIR, gsbn.__version__, y.shape, sep="\\n")
+print(gsbn.__file__, _declared.KERNEL_DIR, gsbn.__version__, y.shape, sep="\\n")
 """
     module, kernels, version, shape = python(code, installed, cwd=installed)
     assert Path(module) == installed / "gsbn" / "__init__.py"
@@ -137,8 +137,8 @@ def test_editable_install_reads_the_repository(tmp_path: Path) -> None:
 import site
 site.addsitedir({str(tmp_path / "site")!r})
 import gsbn
-from gsbn import _kernels
-print(gsbn.__file__, _kernels.KERNEL_DIR, sep="\\n")
+from gsbn import _declared
+print(gsbn.__file__, _declared.KERNEL_DIR, sep="\\n")
 """
     module, kernels = python(code, cwd=tmp_path)
     assert Path(module) == ROOT / "gsbn" / "__init__.py"
