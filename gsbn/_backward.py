@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check, _declared, _kernels, _plan, reference
-from ._call import ABSENT, Call, matrix_of
+from ._call import ABSENT, Call, matrix_of, remember
 from ._device import gemm_arguments, is_capturing, is_current, on_device
 from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
@@ -128,10 +128,7 @@ def _backward(
     if found is None:
         views = _views(kind, dy, saved)
         found = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
-        if key is not None:
-            if len(_calls) >= _MAX_CALLS:
-                _calls.clear()
-            _calls[key] = found
+        remember(_calls, key, found)
     _check_versions(kind, saved)
     made = found.call.run(saved.x, pointers, stream, capturing)
     return Gradients(*(None if place is None else made[place] for place in found.places))
@@ -160,8 +157,6 @@ def _check_versions(kind: Kind, saved: Saved) -> None:
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
-
-_MAX_CALLS = 1024
 
 
 class _Backward(NamedTuple):

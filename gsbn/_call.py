@@ -11,10 +11,11 @@ from ._check import View
 from ._device import Gemm, cuda, gemm_ex
 from ._interop import Kind
 
-__all__ = ["ABSENT", "VECTORS", "Call", "matrix_of", "vector_codes"]
+__all__ = ["ABSENT", "VECTORS", "Call", "matrix_of", "remember", "vector_codes"]
 
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 ABSENT = "absent"  # the address 0
+_MAX_CALLS = 1024  # that a cache holds
 _UNSIGNED = (1 << 64) - 1  # a word of a launch, which packs negative strides so
 
 
@@ -146,3 +147,12 @@ def vector_codes(views: dict[str, Any]) -> dict[str, int]:
     """What a struct Problem holds of each per-feature vector that is given: 8 times its stride plus its KIND_."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
     return {name: v.strides[0] // v.itemsize * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
+
+
+def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
+    """Keep a prepared call for those of the same key, None being no key; a full cache is emptied first."""
+    if key is None:
+        return
+    if len(calls) >= _MAX_CALLS:
+        calls.clear()
+    calls[key] = call

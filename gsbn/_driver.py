@@ -7,14 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-__all__ = [
-    "OVERLAPPING",
-    "LaunchConfig",
-    "check",
-    "driver",
-    "launch_kernel_ex",
-    "resident_clusters",
-]
+__all__ = ["OVERLAPPING", "LaunchConfig", "check", "driver", "launch_kernel_ex", "resident_clusters"]
 
 
 @cache

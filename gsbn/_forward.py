@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check, _plan, reference
+from ._call import remember
 from ._device import is_capturing, is_current, on_device
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
@@ -187,7 +188,6 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
-_MAX_CALLS = 1024
 _calls: dict[Any, ForwardCall] = {}
 
 
@@ -240,10 +240,7 @@ def _forward(
         if views["x"].shape[0] == 0:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
         found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
-        if key is not None:
-            if len(_calls) >= _MAX_CALLS:
-                _calls.clear()
-            _calls[key] = found
+        remember(_calls, key, found)
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
     if limbs:

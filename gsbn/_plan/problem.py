@@ -37,9 +37,7 @@ class Device(NamedTuple):
     capability: tuple[int, int]
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
-    pairs: int | None = (
-        None  # clusters of two CTAs, each with an SM to itself, that are there at once; None for sms / 2
-    )
+    pairs: int | None = None  # clusters of two CTAs, an SM to each, that are there at once; None for sms / 2
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
