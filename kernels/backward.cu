@@ -12,12 +12,12 @@
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// An item of work is COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a row of dy,
-// a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows). backward_sums adds GROUP
-// rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the groups in float64; warps and
-// then splits (CTAs of one column block) are added in float64 in an order that depends on the shape alone. Every item of
-// backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA waits for another. float64 rows are
-// added with their rounding errors (Knuth's two-sum).
+// An item of work is COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a
+// row of dy, a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows).
+// backward_sums adds GROUP rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the
+// groups in float64; warps and then splits (CTAs of one column block) are added in float64 in an order that depends on
+// the shape alone. Every item of backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA
+// waits for another. float64 rows are added with their rounding errors (Knuth's two-sum).
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //

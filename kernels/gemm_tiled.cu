@@ -6,9 +6,10 @@
 //   With X_ACROSS x lies transposed, (k, m) with pitch ldx, with W_ACROSS w as (k, n): so the backward makes
 //   dx = dg w (w across) and dw = dg^T x (both across) of the same kernel.
 //
-// An item of work is one BLOCK_M x BLOCK_N tile of g, of which a thread makes THREAD_M x THREAD_N in registers. Both operands pass
-// through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next BLOCK_K columns
-// are fetched into registers while the current ones are multiplied, and the two buffers need one barrier a step.
+// An item of work is one BLOCK_M x BLOCK_N tile of g, of which a thread makes THREAD_M x THREAD_N in registers. Both
+// operands pass through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next
+// BLOCK_K columns are fetched into registers while the current ones are multiplied, and the two buffers need one
+// barrier a step.
 //
 // Accuracy: a plain chain over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to
 // a second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6).
