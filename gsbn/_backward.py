@@ -123,7 +123,7 @@ def _backward(
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
         key = (signature, saved[4:8], wanted, sms, aligned, capturing, limits)
         found = _calls.get(key)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if found is None:
         views = _views(kind, dy, saved)

@@ -233,7 +233,7 @@ def _forward(
         types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
         key = (signature, options, types, aligned, capturing, limbs, read_only, limits)
         found = _calls.get(key)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if found is None:
         views = _views(kind, arrays, options, read_only)

@@ -191,11 +191,12 @@ def test_no_array(kind: Kind, dy: Any) -> None:
         gsbn.backward(dy, saved_of(kind))
 
 
-def test_a_dy_of_another_kind(kind: Kind) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_dy_of_another_kind(kind: Kind, dtype: str) -> None:
     other = kind_of("torch-cpu" if kind.name == "numpy" else "numpy")
     error = ValueError if kind.name == "torch-cuda" and other.name == "torch-cpu" else TypeError
     with pytest.raises(error, match=r"^dy: expected .+, got .+"):
-        gsbn.backward(other.put(np.ones((B, O), np.float32)), saved_of(kind))
+        gsbn.backward(other.put(np.ones((B, O), DTYPES[dtype])), saved_of(kind))
 
 
 @pytest.mark.gpu

@@ -241,10 +241,11 @@ def test_what_was_saved_has_changed_since(torch_kind: Kind, name: str) -> None:
 # ---- kinds and devices
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of which NumPy can show nobody its memory
 @pytest.mark.parametrize("name", ["weight", *VECTORS, "num_batches_tracked", "out"])
-def test_mixed_kinds(kind: Kind, name: str) -> None:
+def test_mixed_kinds(kind: Kind, name: str, dtype: str) -> None:
     other = kind_of("torch-cpu" if kind.name == "numpy" else "numpy")
-    call = arguments(kind)
+    call = arguments(kind, dtype)
     call[name] = other.put(kind.get(call[name]))
     refuses(kind, call, TypeError, about(name))
 

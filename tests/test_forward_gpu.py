@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -385,12 +386,14 @@ def new_stream(kind: Kind) -> Iterator[Any]:
         import torch
 
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield stream
+        current = torch.cuda.stream(stream)
     else:
-        with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream = current = cupy.cuda.Stream(non_blocking=True)
+    try:
+        with current:
             yield stream
-    stream.synchronize()
+    finally:  # also after an error: what it had to do writes into memory that is about to be free
+        stream.synchronize()
 
 
 def occupy(kind: Kind, stream: Any, cycles: int = 400_000_000) -> None:
@@ -549,17 +552,21 @@ def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None
 
 def capture(kind: Kind, stream: Any, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A function that replays ``call`` on ``stream``, and what the captured call returned."""
-    if kind.is_torch:
-        import torch
+    gc.disable()  # what other tests left may hold CuPy's graphs, and to destroy one breaks a capture
+    try:
+        if kind.is_torch:
+            import torch
 
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            result = call()
-        return graph.replay, result
-    stream.begin_capture()
-    result = call()
-    graph = stream.end_capture()
-    return lambda: graph.launch(stream), result
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                result = call()
+            return graph.replay, result
+        stream.begin_capture()
+        result = call()
+        graph = stream.end_capture()
+        return lambda: graph.launch(stream), result
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("gemm", ["auto", "tiled"])
