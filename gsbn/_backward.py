@@ -199,32 +199,30 @@ def _prepare_call(
                 call.clear(of[name], nbytes[name])
         return _Backward(call, places)
 
-    ldd = saved.deviations.shape[1]
-    gpu = _kernels.gpu(device).at_most(sms)
+    gpu = (limits.gpu or _kernels.gpu(device)).at_most(sms)
     plan = _plan.backward_plan(
         _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), matrix_of(dy), limits),
-        ldd=ldd,
         training=saved.training,
         needs=made,
         precision=saved.precision,
         gemm=saved.gemm,
         capturing=capturing,
     )
-    problem = _declared.problem(
-        m=m,
-        n=n,
-        k=k,
-        ldx=plan.pitch,
-        ldw=plan.across,
-        ldg=ldd,
-        y_row=plan.dy.strides[0],
-        y_col=plan.dy.strides[1],
-        stats_rows=plan.sums_rows,
-        normalize_rows=plan.dg_rows,
-        splits=plan.splits,
-        flags=_declared.flags(vector_y=plan.vector_dy),
-        **{name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype},
-    )
+    codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
+    fields = {
+        "m": m,
+        "n": n,
+        "dy_row": plan.dy.strides[0],
+        "dy_col": plan.dy.strides[1],
+        "ldd": saved.deviations.shape[1],
+        "lddg": plan.pitch,
+        "ld_across": plan.across,
+        "sums_rows": plan.sums_rows,
+        "dg_rows": plan.dg_rows,
+        "splits": plan.splits,
+        "vector_dy": plan.vector_dy,
+        **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
+    }
     of_dy = call.copy("dy", dy, saved.x, gpu) if plan.copy_dy else "dy"
     of_x = call.copy("x", x, saved.x, gpu) if plan.weight is not None and plan.weight.copy else "x"
     of_w = call.copy("weight", weight, saved.x, gpu) if plan.x is not None and plan.x.copy else "weight"
@@ -233,14 +231,14 @@ def _prepare_call(
     to_vectors = {f"to_{name}": of[name] for name in VECTORS}
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
     if plan.fused:
-        call.launch(plan.sums_kernel, plan.sums_grid, problem, {**reads, "dg": dg, **to_vectors})
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors})
     elif plan.sums:
-        call.launch(plan.sums_kernel, plan.sums_grid, problem, {**reads, "workspace": call.at(0)})
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0)})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
     if (plan.sums or plan.dg) and not plan.fused:
         reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": call.at(plan.across_at)}
-        call.launch(plan.dg_kernel, plan.dg_grid, problem, {**reads, **to_vectors})
+        call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
     across = call.at(plan.across_at) if plan.across else dg
     for product, operands in ((plan.x, (dg, of_w, of["x"])), (plan.weight, (across, of_x, of["weight"]))):
         if product is not None:
@@ -263,9 +261,9 @@ def _multiply(
     else:
         ldx, ldw = max(p.x.strides), p.w.strides[1]
         flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)
-        problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=ldx, ldw=ldw, ldg=p.n, flags=flags)
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": ldx, "ldw": ldw, "ldg": p.n, "flags": flags}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
-        call.launch(product.kernel, product.grid, problem, passed, product.block)
+        call.launch(product.kernel, product.grid, fields, passed, product.block)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -75,17 +75,28 @@ class Call:
     # ---- steps
 
     def launch(
-        self, kernel: _plan.Kernel, grid: int, record: Any, passed: dict[str, str], block: int = _plan.THREADS
+        self,
+        kernel: _plan.Kernel,
+        grid: int,
+        fields: Mapping[str, Any],
+        passed: dict[str, str],
+        block: int = _plan.THREADS,
     ) -> None:
-        """A kernel with a record and with addresses, each under the name of the kernel's parameter."""
-        launch = _kernels.launcher(kernel, self._device, tuple(passed))
+        """A kernel, with the fields that it declares of those given, and addresses by the names of its parameters."""
+        launch, record = _kernels.launcher(kernel, self._device, tuple(passed)), _declared.record(kernel, fields)
         self._records.append(record)
         self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
 
     def launch_mapped(
-        self, one: _plan.OneLaunch, record: Any, boxes: list[Any], mapped: tuple[str, ...], passed: dict[str, str]
+        self,
+        one: _plan.OneLaunch,
+        fields: Mapping[str, Any],
+        boxes: list[Any],
+        mapped: tuple[str, ...],
+        passed: dict[str, str],
     ) -> None:
         """forward_sm90, which takes tensor maps of some addresses too."""
+        record = _declared.record(one.kernel, fields)
         launch = _kernels.launcher(one.kernel, self._device, tuple(passed), cooperative=one.cooperative)
         matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
         self._records.append(record)
@@ -144,9 +155,10 @@ def matrix_of(view: Any) -> _plan.Matrix:
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """What a struct Problem holds of each per-feature vector that is given: 8 times its stride plus its KIND_."""
+    """What a kernel is told of each per-feature vector: 8 times its stride plus its KIND_; 0 of an absent one."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
-    return {name: v.strides[0] // v.itemsize * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
+    codes = {name: v.strides[0] // v.itemsize * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
+    return dict.fromkeys(VECTORS, 0) | codes
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from ._plan import Kernel
 
-__all__ = ["KERNEL_DIR", "flags", "kind_code", "parameters", "problem", "source"]
+__all__ = ["KERNEL_DIR", "flags", "kind_code", "parameters", "record", "record_dtype", "source"]
 
 
 def _find() -> Path:
@@ -33,31 +34,37 @@ def source(file: str) -> str:
 
 
 @cache
-def _common() -> str:
-    return re.sub(r"//.*", "", source("common.cuh"))
+def _text(file: str) -> str:
+    """A file without its comments, and the headers that it includes."""
+    text = re.sub(r"//.*", "", source(file))
+    return "".join(map(_text, re.findall(r'#include "(.+)"', text))) + text
 
 
 @cache
-def _problem_dtype() -> np.dtype[Any]:
-    body = re.search(r"struct Problem \{(.*?)\};", _common(), re.DOTALL)
-    assert body is not None
+def record_dtype(kernel: Kernel) -> np.dtype[Any]:
+    """The fields of the struct that a kernel takes as its first parameter."""
+    text = _text(f"{kernel.file}.cu")
+    first = re.search(rf"\b{kernel.name}\s*\(\s*const\s+(?:__grid_constant__\s+)?(\w+)\s+p\b", text)
+    assert first is not None, kernel
+    body = re.search(rf"struct {first[1]} \{{(.*?)\}};", text, re.DOTALL)
+    assert body is not None, kernel
     declarations = (re.fullmatch(r"\s*(long long|double)\s+(.+)", d, re.DOTALL) for d in body[1].split(";")[:-1])
     return np.dtype([(name.strip(), _NUMPY[d[1]]) for d in declarations if d for name in d[2].split(",")])
 
 
 @cache
 def _constants() -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _common())}
+    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common.cuh"))}
 
 
-def problem(**fields: Any) -> np.ndarray[Any, Any]:
-    """A struct Problem, what is not given being 0; TypeError for a field that it does not have."""
-    record = np.zeros(1, _problem_dtype())
-    for name, value in fields.items():
-        if name not in _problem_dtype().fields:  # type: ignore[operator]
-            raise TypeError(f"struct Problem has no {name}")
-        record[name] = value
-    return record
+def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """What a kernel takes by value, of fields by name; TypeError where one that it declares is not among them."""
+    found = np.zeros(1, record_dtype(kernel))
+    for name in found.dtype.names or ():
+        if name not in fields:
+            raise TypeError(f"{kernel.name} takes a {name}, which is not among {sorted(fields)}")
+        found[name] = fields[name]
+    return found
 
 
 def flags(**given: bool) -> int:
@@ -85,5 +92,5 @@ def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
         elif line.strip() == "#endif":
             absent = False
         elif not absent and (name := re.search(r"(\w+)\s*$", line)):
-            (by_value if re.search(r"\b(Problem|TensorMap)\b", line) else words).append(name[1])
+            (by_value if re.match(r"\s*const (__grid_constant__ )?\w+ \w+$", line.rstrip()) else words).append(name[1])
     return tuple(by_value), tuple(words)

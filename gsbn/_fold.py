@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _check, _declared, _kernels, _plan, reference
+from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
 from ._device import is_capturing, on_device
 from ._interop import Prepared, kinds_of
@@ -72,10 +72,10 @@ def fold(
         if at.strides[1] != 1:
             at = _plan.Matrix((view.shape[1], 1), True)
             source = call.copy("weight", view, arrays["weight"], _kernels.gpu(device))
-        problem = _declared.problem(n=view.shape[0], k=view.shape[1], ldw=at.strides[0], eps=eps, **vector_codes(views))
+        fields = {"k": view.shape[1], "ldw": at.strides[0], "eps": eps, **vector_codes(views)}
         passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
         passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}
-        call.launch(_plan.fold(view.dtype), view.shape[0], problem, passed)
+        call.launch(_plan.fold(view.dtype), view.shape[0], fields, passed)
         stream = kind.stream(device)
         pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
         *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))

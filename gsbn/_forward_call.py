@@ -69,7 +69,7 @@ def prepare_call(
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
-    gpu = _kernels.gpu(device).at_most(sms)
+    gpu = (limits.gpu or _kernels.gpu(device)).at_most(sms)
     p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
     limbs = prepared is not None and prepared.limbs is not None
     plan = _plan.plan(
@@ -92,27 +92,28 @@ def prepare_call(
         units=plan.keep is not None and plan.keep.dtype == "float16",
         alone=plan.one is not None and not plan.one.cooperative,
     )
-    problem = _declared.problem(
-        m=m,
-        n=n,
-        k=k,
-        ldx=x_at.strides[0],
-        ldw=w_at.strides[0],
-        ldg=plan.ldg,
-        y_row=y_at.strides[0],
-        y_col=y_at.strides[1],
-        stats_rows=plan.stats_rows,
-        normalize_rows=plan.normalize_rows,
-        splits=plan.splits,
-        panel=plan.one.panel if plan.one is not None else 0,
-        affine=plan.affine,
-        partials=plan.partials,
-        tickets=plan.tickets,
-        flags=flags,
+    fields = {
+        "m": m,
+        "n": n,
+        "k": k,
+        "ldx": x_at.strides[0],
+        "ldw": w_at.strides[0],
+        "ldg": plan.ldg,
+        "ld_kept": plan.ldg,
+        "y_row": y_at.strides[0],
+        "y_col": y_at.strides[1],
+        "stats_rows": plan.stats_rows,
+        "normalize_rows": plan.normalize_rows,
+        "splits": plan.splits,
+        "panel": plan.one.panel if plan.one is not None else 0,
+        "affine": plan.affine,
+        "partials": plan.partials,
+        "tickets": plan.tickets,
+        "flags": flags,
         **vector_codes(views),
-        momentum=0.0 if momentum is None else momentum,
-        eps=eps,
-    )
+        "momentum": 0.0 if momentum is None else momentum,
+        "eps": eps,
+    }
 
     call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ())))
     of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x else "x"
@@ -136,7 +137,7 @@ def prepare_call(
             split |= dict(zip(("w", "w_limbs", "w_exponents"), (of_w, at_w, exponents[1]), strict=True))
             if limbs:
                 split |= dict.fromkeys(("w", "w_limbs", "w_exponents"), ABSENT)
-            call.launch(one.limbs.kernel, one.limbs.grid, problem, split)
+            call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
             of_x, of_w = at_x, at_w
         boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
         mapped: tuple[str, ...] = (of_x, of_w, y)
@@ -147,7 +148,7 @@ def prepare_call(
             boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
             mapped += (deviations,)
             passed |= {"kept": deviations, "saved": vectors}
-        call.launch_mapped(one, problem, boxes, mapped, passed)
+        call.launch_mapped(one, fields, boxes, mapped, passed)
     else:
         call.workspace(plan.workspace)
         workspace = call.at(0)
@@ -156,7 +157,7 @@ def prepare_call(
             q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
             call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, call.at(plan.limbs_at))
         elif plan.gemm_kernel is not None:
-            call.launch(plan.gemm_kernel, plan.gemm_grid, problem, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
+            call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
         else:
             shape, ldg = (m, n, k), plan.ldg
             product = gemm_arguments(shape, x_at, w_at, ldg, x.dtype, precision, wide=True, sms=gpu.target)
@@ -165,13 +166,13 @@ def prepare_call(
             if plan.tickets_bytes:
                 call.clear(call.at(plan.tickets), plan.tickets_bytes)
             passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
-            call.launch(plan.stats_kernel, plan.stats_grid, problem, {**passed, "saved": vectors})
+            call.launch(plan.stats_kernel, plan.stats_grid, fields, {**passed, "saved": vectors})
         else:
             passed = {"workspace": workspace, **own, "g": g, "saved": vectors}
-            call.launch(plan.affine_kernel, plan.affine_grid, problem, passed)
+            call.launch(plan.affine_kernel, plan.affine_grid, fields, passed)
         passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
         passed |= {"deviations": deviations, "saved": vectors}
-        call.launch(plan.normalize_kernel, plan.normalize_grid, problem, passed)
+        call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 
     found = ForwardCall(call, None if plan.keep is None else vector_dtypes(kind, arrays))
     found.y = None if out is not None else plan.copy_x + plan.copy_w

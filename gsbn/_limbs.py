@@ -18,7 +18,8 @@ class Multiply:
         assert gemm.one.limbs is not None
         self._limbs, self._gemm = gemm.one.limbs, gemm
         flags = _declared.flags(vector_x=_whole(p.x, 0), vector_w=_whole(p.w, 0))
-        self._problem = _declared.problem(m=p.m, n=p.n, k=p.k, ldx=p.x.strides[0], ldw=p.w.strides[0], flags=flags)
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "flags": flags}
+        self._record = _declared.record(self._limbs.kernel, fields)
         self._multiply = Sm90Gemm(p, gemm.one, device)
         self._split = _kernels.launcher(self._limbs.kernel, device, SPLIT_WORDS)
         maxima, columns = _plan.column_kernels()
@@ -35,14 +36,14 @@ class Multiply:
         rows = [0, 0, 0] if self._of_a else [a, of_a, a_exponents]
         rows += [0, 0, 0] if self._of_b else [b, of_b, b_exponents]
         if any(rows):
-            self._split(gemm.split_grid, _plan.THREADS, (self._problem.ctypes.data,), tuple(rows), stream)
+            self._split(gemm.split_grid, _plan.THREADS, (self._record.ctypes.data,), tuple(rows), stream)
         for columns, at, to, exponents, maxima in (
             (self._of_a, a, of_a, a_exponents, gemm.a_maxima),
             (self._of_b, b, of_b, b_exponents, gemm.b_maxima),
         ):
             if columns is not None:
                 assert maxima is not None
-                address = (columns.problem.ctypes.data,)
+                address = (columns.record.ctypes.data,)
                 cuda().runtime.memsetAsync(workspace + maxima, 0, 4 * columns.count, stream)
                 self._maxima(columns.maxima_grid, _plan.THREADS, address, (at, workspace + maxima), stream)
                 words = (at, workspace + maxima, to, exponents)
@@ -55,9 +56,9 @@ class _Columns:
 
     def __init__(self, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device) -> None:
         self.count = count
-        self.maxima_grid, stats_rows, self.grid = _plan.column_grids(k, count, gpu)
-        flags = _declared.flags(vector_x=_whole(at, 1))
-        self.problem = _declared.problem(m=k, n=count, ldx=at.strides[1], stats_rows=stats_rows, flags=flags)
+        self.maxima_grid, maxima_rows, self.grid = _plan.column_grids(k, count, gpu)
+        fields = {"m": k, "n": count, "lda": at.strides[1], "maxima_rows": maxima_rows, "vector_a": _whole(at, 1)}
+        self.record = _declared.record(_plan.column_kernels()[0], fields)
 
 
 def _whole(at: _plan.Matrix, axis: int) -> bool:

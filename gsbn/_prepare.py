@@ -59,11 +59,11 @@ def prepare(weight: Any, precision: str = "highest") -> Prepared:
             limbs = _plan.limbs(0, n, k, 0, gpu)
             owner, at = kind.scratch(limbs.w_exponents + 4 * n, prepared.weight)
             flags = _declared.flags(vector_w=view.pointer % 16 == 0 and k % 4 == 0)
-            problem = _declared.problem(n=n, k=k, ldw=k, flags=flags)
+            record = _declared.record(limbs.kernel, {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": k, "flags": flags})
             prepared.limbs = owner, at + limbs.w, at + limbs.w_exponents
             words = (0, 0, 0, view.pointer, *prepared.limbs[1:])
             launch = _kernels.launcher(limbs.kernel, device, SPLIT_WORDS)
-            launch(limbs.grid, _plan.THREADS, (problem.ctypes.data,), words, stream)
+            launch(limbs.grid, _plan.THREADS, (record.ctypes.data,), words, stream)
         if is_capturing(stream):
             _capture.keep_alive(kind, stream, (prepared.weight, prepared.limbs and prepared.limbs[0]))
     return prepared

@@ -28,8 +28,10 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
         self._grid = one.clusters * one.cluster
-        self._problem = _declared.problem(m=p.m, n=p.n, k=p.k, y_row=p.y.strides[0], panel=one.panel)
-        self._at = self._problem.ctypes.data
+        of_statistics = ("ld_kept", "flags", *SM90_WORDS[4:10], "momentum", "eps")
+        fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
+        self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
+        self._at = self._record.ctypes.data
         self._matrices = _tma.Matrices(_tma.map_arguments(one, p))
         self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS)
 

@@ -1,6 +1,6 @@
 // backward: from dy and the deviations d that the forward kept, everything of the backward but its two GEMMs.
 //
-//   dy (m, n) of T, any strides      d (m, n) of D, row pitch ldg, rows on 16 bytes
+//   dy (m, n) of T, any strides      d (m, n) of D, row pitch ldd, rows on 16 bytes
 //   training:   d = (g - mean(g)) / unit, unit a power of two of each feature (1 but for float16)
 //   inference:  d = g
 //
@@ -12,7 +12,7 @@
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// An item of work is COLUMNS columns and some rows (stats_rows, normalize_rows); a warp reads 512 adjacent bytes of a
+// An item of work is COLUMNS columns and some rows (sums_rows, dg_rows); a warp reads 512 adjacent bytes of a
 // row of dy, a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows).
 // backward_sums adds GROUP rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the
 // groups in float64; warps and then splits (CTAs of one column block) are added in float64 in an order that depends on
@@ -41,6 +41,16 @@ using G = G_TYPE;
 #ifndef ACROSS
 #define ACROSS false
 #endif
+
+struct Problem {
+    long long m, n;                  // B, O
+    long long dy_row, dy_col;        // strides of dy, in elements
+    long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
+    long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
+    long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
+    long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
+    long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
+};
 
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
@@ -123,16 +133,16 @@ struct Rows {
 
     __device__ Rows(const Problem& p, const T* dy_, const D* d_, long long first, long long step, long long count,
                     long long col, int inside_, uint4* memory)
-        : dy(dy_ + first * p.y_row + col * p.y_col),
-          d(d_ == nullptr ? d_ : d_ + first * p.ldg + col),
-          dy_step(step * p.y_row),
-          d_step(step * p.ldg),
-          dy_col(p.y_col),
+        : dy(dy_ + first * p.dy_row + col * p.dy_col),
+          d(d_ == nullptr ? d_ : d_ + first * p.ldd + col),
+          dy_step(step * p.dy_row),
+          d_step(step * p.ldd),
+          dy_col(p.dy_col),
           ring(memory + threadIdx.x),
           left(inside_ > 0 ? static_cast<int>(count) : 0),
           ahead(left),
           inside(inside_),
-          whole(inside_ == VEC && p.flags & FLAG_VECTOR_Y) {
+          whole(inside_ == VEC && p.vector_dy) {
 #pragma unroll
         for (int i = 0; i < STAGES; ++i) ask(i);
     }
@@ -226,10 +236,10 @@ __device__ inline void store_feature(const Problem& p, const double* saved, long
     const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
     if (gradients) {
-        store_vector(to_bias, p.bias, c, TRAINING ? 0.0 : a * S);
-        store_vector(to_scale, p.scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
-        store_vector(to_gamma, p.gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
-        store_vector(to_beta, p.beta, c, S);
+        store_vector(to_bias, p.to_bias, c, TRAINING ? 0.0 : a * S);
+        store_vector(to_scale, p.to_scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
+        store_vector(to_gamma, p.to_gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
+        store_vector(to_beta, p.to_beta, c, S);
     }
     if (!TRAINING) return;
 
@@ -291,7 +301,7 @@ __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, lo
     }
 }
 
-// S and E of each split's rows, to the workspace: (splits, 2, ldg). d may be null where no gradient asks for E.
+// S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
     await_kernel_ahead();
@@ -304,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for_each_item((p.n + COLUMNS - 1) / COLUMNS * p.splits, [&](long long item) {
         const long long block = item / p.splits, split = item % p.splits;
         const long long col = block * COLUMNS + lane * VEC;
-        const long long begin = split * p.stats_rows, height = min(p.stats_rows, p.m - begin);
+        const long long begin = split * p.sums_rows, height = min(p.sums_rows, p.m - begin);
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         Rows rows(p, dy, d, begin + warp, WARPS, count_rows(height, warp, WARPS), col, inside, memory.ring);
@@ -327,15 +337,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             S += memory.sums[0][i][slot(threadIdx.x)];
             E += memory.sums[1][i][slot(threadIdx.x)];
         }
-        double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
+        double* partials = reinterpret_cast<double*>(workspace) + split * 2 * p.n + c;
         partials[0] = S;
-        partials[p.ldg] = E;
+        partials[p.n] = E;
     });
 }
 
 // Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
-// O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch ldx, rows on 16 bytes; in inference it needs no sum.
-// With ACROSS also its transpose, across (n, m), row pitch ldw, through a tile in shared memory: cuBLAS' TF32 wants it.
+// O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.
+// With ACROSS also its transpose, across (n, m), row pitch ld_across, through a tile in shared memory: cuBLAS' TF32 wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
                 void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
@@ -348,25 +358,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
-    const long long row_blocks = dg == nullptr ? 1 : (p.m + p.normalize_rows - 1) / p.normalize_rows;
+    const long long row_blocks = dg == nullptr ? 1 : (p.m + p.dg_rows - 1) / p.dg_rows;
     for_each_item(blocks * row_blocks, [&](long long item) {
         const long long col0 = item % blocks * COLUMNS, col = col0 + lane * VEC;
-        const long long end = p.m - item / blocks * p.normalize_rows, height = min(p.normalize_rows, end);
+        const long long end = p.m - item / blocks * p.dg_rows, height = min(p.dg_rows, end);
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         Rows rows(p, dy, TRAINING ? d : nullptr, end - 1 - warp, -WARPS,
                   dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
         const long long c = col0 + threadIdx.x;
         if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
-            const double* partials = reinterpret_cast<const double*>(workspace + p.partials) + c;
+            const double* partials = reinterpret_cast<const double*>(workspace) + c;
             double S = 0.0, E = 0.0;
             for (long long first = 0; first < p.splits; first += MERGE) {
                 double S_of[MERGE], E_of[MERGE];
 #pragma unroll
                 for (int i = 0; i < MERGE; ++i) {
                     const bool here = first + i < p.splits;
-                    S_of[i] = here ? partials[(first + i) * 2 * p.ldg] : 0.0;
-                    E_of[i] = here ? partials[((first + i) * 2 + 1) * p.ldg] : 0.0;
+                    S_of[i] = here ? partials[(first + i) * 2 * p.n] : 0.0;
+                    E_of[i] = here ? partials[((first + i) * 2 + 1) * p.n] : 0.0;
                 }
 #pragma unroll
                 for (int i = 0; i < MERGE; ++i) {
@@ -387,15 +397,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 if constexpr (ACROSS)
                     tile[slot(lane * VEC + j) * (TILE + 1) + TILE - 1 - (i * WARPS + warp)] = out.at[j];
         };
-        T* to = dg + (end - 1 - warp) * p.ldx + col;
+        T* to = dg + (end - 1 - warp) * p.lddg + col;
         for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
-            write_rows(of, rows, to, -WARPS * p.ldx, turn);
+            write_rows(of, rows, to, -WARPS * p.lddg, turn);
             if constexpr (ACROSS) {
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
                     for (int r = lane; r < TILE; r += LANES)
                         if (row0 + r >= end - height)
-                            across[(col0 + i) * p.ldw + row0 + r] = tile[slot(i) * (TILE + 1) + r];
+                            across[(col0 + i) * p.ld_across + row0 + r] = tile[slot(i) * (TILE + 1) + r];
                 __syncthreads();
             }
         }
@@ -451,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         __syncthreads();
 
         const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
-        T* to = dg + down * p.ldx + col;
-        while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.ldx, [](const Vector<T, VEC>&, int) {});
+        T* to = dg + down * p.lddg + col;
+        while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.lddg, [](const Vector<T, VEC>&, int) {});
     });
 }

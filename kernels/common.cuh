@@ -1,25 +1,13 @@
-// What every kernel shares: element types, the problem's constants, the per-feature vectors. No kernels.
+// What every kernel shares: element types, the per-feature vectors, how work is handed out. No kernels.
 //
-// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. Every kernel takes a Problem by
-// value and then addresses, each a 64-bit word: nothing else needs a cast on the way from Python.
+// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. Every kernel takes a
+// struct of its own by value, its launch's constants in 8 bytes each, and then addresses, each a 64-bit word: nothing
+// else needs a cast on the way from Python.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// A launch's constants, passed by value. gsbn/_declared.py reads the fields, and the FLAG_ and KIND_ below, from this text.
-struct Problem {
-    long long m, n, k;                     // B, O, I: rows of x, rows of weight, what the GEMM sums over
-    long long ldx, ldw, ldg;               // row pitch of x, weight and g, in elements
-    long long y_row, y_col;                // strides of y, in elements
-    long long stats_rows, normalize_rows;  // rows of g that one CTA of scale_stats and of normalize takes
-    long long splits;                      // CTAs of scale_stats that share a column block
-    long long panel;                       // column blocks that forward_sm90 takes row by row
-    long long affine, partials, tickets;   // where they start in the workspace, in bytes
-    long long flags;                       // FLAG_ bits
-    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double momentum, eps;
-};
-
+// Bits of the field `flags`. gsbn/_declared.py reads them, the KIND_ below and the kernels' structs from the sources.
 enum : long long {
     FLAG_VECTOR_X = 1,    // rows of x start on 16 bytes
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes

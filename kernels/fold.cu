@@ -11,6 +11,12 @@
 #endif
 using T = X_TYPE;
 
+struct Problem {
+    long long k, ldw;                                               // features of x; row pitch of w, in elements
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double eps;
+};
+
 constexpr int THREADS = 256;
 
 __device__ inline void round_to(double v, float& out) { out = static_cast<float>(v); }

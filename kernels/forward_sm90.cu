@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes; across: BLOCK_K of k x COLUMN rows
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
 #if KEEP
-    const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ldg elements
+    const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ld_kept elements
 #endif
     char* y,
     Word* partial,  // [feature block][tile row][BLOCK_N]: mean and M2 of a tile's feature

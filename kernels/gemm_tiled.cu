@@ -35,6 +35,12 @@ using T = X_TYPE;
 using G = G_TYPE;
 using C = C_TYPE;
 
+struct Problem {
+    long long m, n, k;        // rows of x, rows of w, what is summed over
+    long long ldx, ldw, ldg;  // row pitches in elements
+    long long flags;          // FLAG_VECTOR_X, FLAG_VECTOR_W
+};
+
 constexpr int BLOCK_K = 16;
 constexpr int PROMOTE = sizeof(G) == 8 ? 16 : 64;
 constexpr int THREADS_N = BLOCK_N / THREAD_N;

@@ -26,6 +26,15 @@ constexpr bool KEEPS = false;
 #endif
 using D = D_TYPE;
 
+struct Problem {
+    long long m, n;            // B, O
+    long long ldg;             // row pitch of g, of the deviations and of the rows in the workspace, in elements
+    long long y_row, y_col;    // strides of y, in elements
+    long long normalize_rows;  // rows of g in an item
+    long long affine;          // where store_affine's rows start in the workspace, in bytes
+    long long flags;           // FLAG_VECTOR_Y
+};
+
 template <typename A>
 constexpr bool in_units = false;
 template <>

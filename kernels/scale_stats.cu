@@ -28,6 +28,17 @@
 #endif
 using G = G_TYPE;
 
+struct Problem {
+    long long m, n;                       // B, O
+    long long ldg;                        // row pitch of g, and of the rows in the workspace, in elements
+    long long stats_rows;                 // rows of g in an item
+    long long splits;                     // items that share a column block
+    long long affine, partials, tickets;  // where they start in the workspace, in bytes
+    long long flags;                      // FLAG_CUMULATIVE, FLAG_UNITS
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double momentum, eps;
+};
+
 constexpr int VEC = 16 / sizeof(G);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;

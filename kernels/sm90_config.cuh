@@ -16,6 +16,16 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #define X_ACROSS 0   // 1: x is (k, m)
 #endif
 
+struct Problem {
+    long long m, n, k;  // B, O, I
+    long long y_row;    // row pitch of y, in elements
+    long long ld_kept;  // and of what is kept
+    long long panel;    // column blocks that are taken row by row, see Order
+    long long flags;    // FLAG_CUMULATIVE, FLAG_ALONE
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double momentum, eps;
+};
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 

@@ -43,7 +43,7 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
     const int end = feature < n ? (int)m - first : 0;
     char* at = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES;
     const size_t step = STEP * y_pitch;
-    const size_t kept_pitch = p.ldg * Y_BYTES;
+    const size_t kept_pitch = p.ld_kept * Y_BYTES;
     char* keep_at = kept.deviations + (size_t)first * kept_pitch + (size_t)feature * Y_BYTES;
     auto finish = [&](int i, uint4 d) {  // i rows of the warp after the first
         *(uint4*)(at + i * step) = apply(d, coef, TO_Y);

@@ -25,6 +25,12 @@ constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // elements that the row's lanes take
 constexpr int HELD = 4;                    // such pieces in registers
 constexpr unsigned INFINITE = 0x7F800000u;
 
+struct Problem {
+    long long m, n, k;   // rows of x, rows of the weight, their elements
+    long long ldx, ldw;  // row pitches in elements
+    long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
+};
+
 struct Operand {
     const float* a;
     long long pitch;
@@ -138,31 +144,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // ---- across: the limbs of a matrix's transpose ---------------------------------------------------------------------
 //
-// The backward sums over rows, not along them. a (m, n), row pitch ldx, gives the limbs (2, n, pitch) of its transpose,
+// The backward sums over rows, not along them. a (m, n), row pitch lda, gives the limbs (2, n, pitch) of its transpose,
 // pitch = m rounded up to 8, and an exponent for every column. column_maxima first: 4 bytes read an element, by items of
-// 128 columns and `stats_rows` rows, merged by integer maxima, whose order does not matter. maxima start at zero, set by
+// 128 columns and `maxima_rows` rows, merged by integer maxima, whose order does not matter. maxima start at zero, set by
 // the caller. Then split_columns, 8 bytes: an item is a tile of 64 x 64, turned in shared memory.
 
 constexpr int BLOCK_COLUMNS = 128, TILE = 64;
 
-__device__ __forceinline__ float4 read_four(const Problem& p, const float* a, long long i, long long j) {
+struct Columns {
+    long long m, n, lda;    // rows and columns of a, its row pitch in elements
+    long long maxima_rows;  // rows of an item of column_maxima
+    long long vector_a;     // whether rows of a start on 16 bytes
+};
+
+__device__ __forceinline__ float4 read_four(const Columns& p, const float* a, long long i, long long j) {
     if (i >= p.m) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const float* from = a + i * p.ldx + j;
-    if ((p.flags & FLAG_VECTOR_X) && j + 4 <= p.n) return *reinterpret_cast<const float4*>(from);
+    const float* from = a + i * p.lda + j;
+    if (p.vector_a && j + 4 <= p.n) return *reinterpret_cast<const float4*>(from);
     return make_float4(j < p.n ? from[0] : 0.f, j + 1 < p.n ? from[1] : 0.f, j + 2 < p.n ? from[2] : 0.f,
                        j + 3 < p.n ? from[3] : 0.f);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    column_maxima(const __grid_constant__ Problem p, const float* a, unsigned* maxima) {
+    column_maxima(const __grid_constant__ Columns p, const float* a, unsigned* maxima) {
     await_kernel_ahead();
     constexpr int FLIGHT = 8;
     __shared__ uint4 of_warp[WARPS][32];
     const long long blocks = (p.n + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for_each_item(blocks * ((p.m + p.stats_rows - 1) / p.stats_rows), [&](long long item) {
+    for_each_item(blocks * ((p.m + p.maxima_rows - 1) / p.maxima_rows), [&](long long item) {
         const long long j = item % blocks * BLOCK_COLUMNS + 4 * lane;
-        const long long first = item / blocks * p.stats_rows, end = min(first + p.stats_rows, p.m);
+        const long long first = item / blocks * p.maxima_rows, end = min(first + p.maxima_rows, p.m);
         uint4 top = make_uint4(0, 0, 0, 0);
         for (long long i = first + warp; i < end; i += FLIGHT * WARPS) {
             float4 v[FLIGHT];
@@ -188,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: with four, a small matrix takes 15 % more
-    split_columns(const __grid_constant__ Problem p, const float* a, const unsigned* maxima, __half* limbs,
+    split_columns(const __grid_constant__ Columns p, const float* a, const unsigned* maxima, __half* limbs,
                   int* exponents) {
     await_kernel_ahead();
     __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts

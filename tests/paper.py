@@ -113,8 +113,9 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         assert words == _declared.parameters(kernel)[1], kernel
 
         def launch(grid: int, block: int, values: tuple[int, ...], passed: tuple[int, ...], stream: int) -> None:
-            size = _declared.problem().nbytes
-            records = (maps.get(at) or (ctypes.c_char * size).from_address(at).raw.hex() for at in values)
+            records = (
+                maps.get(at) or ctypes.string_at(at, _declared.record_dtype(kernel).itemsize).hex() for at in values
+            )
             log.append(Launch(kernel.name, kernel.defines, cooperative, grid, tuple(records), passed))
 
         return launch

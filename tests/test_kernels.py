@@ -53,16 +53,20 @@ def test_what_the_sources_do_not_declare_is_refused() -> None:
     kernel = next(kernel for kernel in _kernels.all_kernels() if kernel.name == "fold")
     with pytest.raises(TypeError, match=r"^fold takes \('w', 'w_folded', "):
         _kernels.launcher(kernel, 0, ("w", "b_folded", "w_folded"))
-    with pytest.raises(TypeError, match="has no rows"):
-        _declared.problem(rows=1)
+    with pytest.raises(TypeError, match=r"^fold takes a ldw, which is not among \['k'\]"):
+        _declared.record(kernel, {"k": 1})
     with pytest.raises(KeyError):
         _declared.flags(vector_z=True)
 
 
-def test_a_problem_holds_its_fields() -> None:
-    record = _declared.problem(m=3, eps=0.5, flags=_declared.flags(vector_x=True, units=True, alone=False))
-    assert (record["m"][0], record["n"][0], record["eps"][0], record["flags"][0]) == (3, 0, 0.5, 1 + 16)
-    assert record.nbytes == 8 * len(record.dtype.names) == 8 * 24
+def test_a_record_holds_what_its_kernel_declares() -> None:
+    of = {kernel.name: kernel for kernel in _kernels.all_kernels()}
+    names = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
+    record = _declared.record(of["fold"], {"k": 3, "m": 7, "eps": 0.5, "ldw": 4, **dict.fromkeys(names, 9)})
+    assert (record.dtype.names, record.tolist()) == (("k", "ldw", *names, "eps"), [(3, 4, *[9] * 6, 0.5)])
+    assert _declared.record_dtype(of["split_columns"]) == _declared.record_dtype(of["column_maxima"])
+    assert _declared.record_dtype(of["split_columns"]) != _declared.record_dtype(of["split_limbs"])
+    assert _declared.flags(vector_x=True, units=True, alone=False) == 1 + 16
     assert [_declared.kind_code(dtype) for dtype in ("float32", "float64", "float16", "bfloat16")] == [1, 2, 3, 4]
 
 

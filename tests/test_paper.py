@@ -58,7 +58,8 @@ def test_fold_is_one_launch_after_a_copy_of_a_transposed_weight(transposed: bool
     assert [launch.name for launch in log] == ["copy_matrix"] * transposed + ["fold"]
     passed = dict(zip(_declared.parameters(_plan.fold("bfloat16"))[1], log[-1].words, strict=True))
     code = 8 + _declared.kind_code("float32")  # stride 1
-    record = _declared.problem(n=n, k=k, ldw=k, eps=1e-5, **dict.fromkeys(vectors, code))
+    codes = dict.fromkeys(("bias", "beta"), 0) | dict.fromkeys(vectors, code)
+    record = _declared.record(_plan.fold("bfloat16"), {"k": k, "ldw": k, "eps": 1e-5, **codes})
     assert log[-1].grid == n
     assert log[-1].records == (record.tobytes().hex(),)
     assert passed.pop("w") == (log[0].words[3] if transposed else weight.pointer)

@@ -241,8 +241,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool)
 def test_a_backward_fits(
     p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str, precision: str
 ) -> None:
-    ldd = plan(p, training=training, saved=True).ldg
-    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "ldd": ldd, "capturing": capturing}
+    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "capturing": capturing}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
     if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
@@ -338,7 +337,7 @@ def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: 
         plan(p, training=True, precision=precision, gemm="sm90")
     if dtype != "float32":
         decided = backward_plan(p._replace(n=limit + 8, k=64, w=Matrix((64, 1), True)), training=True, needs=("x",),
-                                ldd=limit + 8, gemm="sm90")  # fmt: skip
+                                gemm="sm90")  # fmt: skip
         assert decided.x is not None and decided.x.gemm == "cublas"
 
 
@@ -420,9 +419,7 @@ def test_a_backward_takes_what_was_measured_to_win(
     shape: tuple[int, int, int], options: dict[str, Any], dx: str, dw: str
 ) -> None:
     B, I, O = shape
-    decided = backward_plan(
-        contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), ldd=O + O % 2, **options
-    )
+    decided = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), **options)
     assert decided.x is not None and decided.weight is not None
     assert (decided.x.gemm, decided.weight.gemm) == (dx, dw)
 
@@ -431,7 +428,7 @@ def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
     """What starts off 16 bytes is copied where it is asked for, and left to cuBLAS where not; dw reads dg in place."""
     p = contiguous(1024, 8192, 8192)
     p = p._replace(w=p.w._replace(aligned=False))
-    asked, auto = (backward_plan(p, training=True, needs=FIELDS, ldd=8192, gemm=gemm) for gemm in ("sm90", "auto"))
+    asked, auto = (backward_plan(p, training=True, needs=FIELDS, gemm=gemm) for gemm in ("sm90", "auto"))
     assert asked.x is not None and asked.weight is not None and auto.x is not None
     assert (asked.x.gemm, asked.x.copy, asked.weight.copy) == ("sm90", True, False)
     assert (auto.x.gemm, auto.x.copy) == ("cublas", False)
@@ -453,7 +450,7 @@ def test_a_choice_can_be_limited() -> None:
     small = plan(p._replace(limits=Limits(tiled=(32, 32, 2, 2))), training=True, gemm="tiled")
     assert dict(small.gemm_kernel.defines)["BLOCK_M"] == "32"  # type: ignore[union-attr]
     for fused in (True, False):
-        decided = backward_plan(p._replace(limits=Limits(fused=fused)), training=True, needs=FIELDS, ldd=1032)
+        decided = backward_plan(p._replace(limits=Limits(fused=fused)), training=True, needs=FIELDS)
         assert decided.fused == fused
 
 

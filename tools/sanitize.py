@@ -9,7 +9,7 @@ Results are held to the reference, coarsely: the bounds are the tests' job.
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
 initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
     looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
-    this launch. --clear clears that y and that workspace beforehand, and nothing else.
+    this launch. --clear gives the variants that need Hopper memory that is zero.
 racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them. What it
     reports of forward_sm90 is `constants` (inference) and `coef` (training), which such counters guard.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _interop, _kernels, _plan, _sm90, reference
+from gsbn import _kernels, _plan, _sm90, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
@@ -34,6 +34,17 @@ CLEAR = "--clear" in sys.argv
 NAME = ""  # of the variant that runs
 _options = _kernels._options
 _kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # a report then names the line
+
+
+def cleared(nbytes):
+    """Memory that is zero."""
+    memory = cp.cuda.MemoryPointer(cp.cuda.Memory(nbytes), 0)
+    memory.memset(0, nbytes)
+    return memory
+
+
+def limits(**choice):
+    return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(sms=4, pairs=2), **choice)
 
 
 def operands(shape, dtype):
@@ -50,10 +61,10 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(limits, shape, dtype, gemm, training, precision="highest", keeps=False):
+def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False):
     host, native = operands(shape, dtype)
     options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps}
-    y = forward_within(limits, **native, **options)
+    y = forward_within(within, **native, **options)
     want = reference.forward(**host, training=training)
     if keeps:
         y, saved = y
@@ -64,7 +75,7 @@ def forward(limits, shape, dtype, gemm, training, precision="highest", keeps=Fal
 
 def tiled(dtype, tile):
     for training in (True, False):  # with scale_stats in three splits, running_affine, normalize
-        forward(Limits(tiled=tile), (300, 40, 45), dtype, "tiled", training)
+        forward(limits(tiled=tile), (300, 40, 45), dtype, "tiled", training)
 
 
 def backward(dtype, tile, gemm, precision="highest"):
@@ -72,11 +83,11 @@ def backward(dtype, tile, gemm, precision="highest"):
     dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
-        _, saved = forward_within(Limits(tiled=tile), **native, **options, return_saved=True)
+        _, saved = forward_within(limits(tiled=tile), **native, **options, return_saved=True)
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
         want = reference.backward(dy, **taken, training=training)
         for fused in (False, True):  # two launches, and one
-            got = backward_within(Limits(tiled=tile, fused=fused), cp.asarray(dy), saved)
+            got = backward_within(limits(tiled=tile, fused=fused), cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
                 agree(getattr(got, name), getattr(want, name))
 
@@ -90,20 +101,20 @@ def fold(dtype):
 
 def sm90(element, mode, block_m, cluster, keeps=False):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
-    limits = Limits(sm90=(block_m, cluster))
+    within = limits(sm90=(block_m, cluster))
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
-        return forward(limits, shape, dtype, "sm90", mode == "training", precision, keeps)
-    return multiply(limits, shape, dtype, precision)
+        return forward(within, shape, dtype, "sm90", mode == "training", precision, keeps)
+    return multiply(within, shape, dtype, precision)
 
 
 def product_of(name, dtype, block_m, cluster):
     """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
     shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows, k and features fill no tile
-    multiply(Limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_across=name == "dw", w_across=True)
+    multiply(limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_across=name == "dw", w_across=True)
 
 
-def multiply(limits, shape, dtype, precision, *, x_across=False, w_across=False):
+def multiply(within, shape, dtype, precision, *, x_across=False, w_across=False):
     """forward_sm90's GEMM alone."""
     m, k, n = shape
     o = bounds.make_operands(np, *shape, dtype)
@@ -111,7 +122,7 @@ def multiply(limits, shape, dtype, precision, *, x_across=False, w_across=False)
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
     device = cp.cuda.Device().id
     a_at, b_at = a_at.T if x_across else a_at, b_at.T if w_across else b_at
-    p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), a_at, b_at, _plan.Matrix((n, 1), True), limits)
+    p = _plan.Matmul(m, n, k, dtype, within.gpu, a_at, b_at, _plan.Matrix((n, 1), True), within)
     launch = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", precision), device)
     launch(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
     agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
@@ -140,34 +151,14 @@ def main():
     global NAME
     words = {word for word in sys.argv[1:] if not word.startswith("--")}
     cp.cuda.set_allocator(None)
-    gpu = _kernels.gpu(cp.cuda.Device().id)
-    _kernels.gpu = lambda device: gpu._replace(sms=4, pairs=2)
-    kind = _interop._Cupy
-    scratch, maker, new = kind.scratch, kind.maker, cp.empty
-
-    def clear_scratch(self, nbytes, like):
-        memory, at = scratch(self, nbytes, like)
-        memory.memset(0, nbytes)
-        return memory, at
-
-    def clear_maker(self, shape, like, dtype=None):
-        def make():
-            y = maker(self, shape, like, dtype)()
-            y.data.memset(0, y.nbytes)
-            return y
-
-        return make
-
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
         of_hopper = name.startswith("sm90") or "limbs" in name
         if words <= set(name.split()) and (hopper or not of_hopper):
-            clear = CLEAR and of_hopper
-            cp.empty = cp.zeros if clear else new
-            kind.scratch, kind.maker = (clear_scratch, clear_maker) if clear else (scratch, maker)
             NAME = name
-            run(*choice)
+            with cp.cuda.using_allocator(cleared if CLEAR and of_hopper else None):
+                run(*choice)
             count += 1
     print(f"{count} variants agree with the reference")
 

@@ -71,14 +71,13 @@ class BackwardPlan(NamedTuple):
 def backward_plan(
     p: Matmul,
     *,
-    ldd: int,
     training: bool,
     needs: tuple[str, ...],
     precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
 ) -> BackwardPlan:
-    """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y, `ldd` the deviations' pitch.
+    """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -113,7 +112,7 @@ def backward_plan(
     fused = fused and (columns <= device.ctas(FUSED_CTAS) if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
-    dg_at = round_up(splits * 2 * ldd * 8, 256)  # after the sums of each split
+    dg_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
     across_at = round_up(dg_at + (m * pitch * size if dg else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs_bytes = max(
