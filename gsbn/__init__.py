@@ -3,13 +3,25 @@
 from typing import TYPE_CHECKING
 
 from ._backward import Gradients, backward
+from ._call import Description
 from ._fold import fold
-from ._forward import Saved, forward
+from ._forward import Saved, describe, forward
 from ._interop import Prepared
 from ._prepare import prepare
 from ._warm_up import warm_up
 
-__all__ = ["Gradients", "Prepared", "Saved", "backward", "fold", "forward", "prepare", "warm_up"]
+__all__ = [
+    "Description",
+    "Gradients",
+    "Prepared",
+    "Saved",
+    "backward",
+    "describe",
+    "fold",
+    "forward",
+    "prepare",
+    "warm_up",
+]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

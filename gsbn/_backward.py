@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check, _declared, _kernels, _plan, reference
-from ._call import ABSENT, Call, matrix_of, remember
+from ._call import ABSENT, Call, log, matrix_of, remember
 from ._device import gemm_arguments, is_capturing, is_current, on_device
 from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
@@ -243,6 +243,8 @@ def _prepare_call(
     for product, operands in ((plan.x, (dg, of_w, of["x"])), (plan.weight, (across, of_x, of["weight"]))):
         if product is not None:
             _multiply(call, product, operands, call.at(plan.limbs_at), saved.precision, device)
+    gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
+    log.debug("backward %s x %s, %s: %s", x.shape, weight.shape, x.dtype, call.describe("backward", gemms))
     return _Backward(call, places)
 
 

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _capture, _declared, _kernels, _plan, _tma
 from ._check import View
 from ._device import Gemm, cuda, gemm_ex
 from ._interop import Kind
 
-__all__ = ["ABSENT", "VECTORS", "Call", "matrix_of", "remember", "vector_codes"]
+__all__ = ["ABSENT", "VECTORS", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
 
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 ABSENT = "absent"  # the address 0
 _MAX_CALLS = 1024  # that a cache holds
 _UNSIGNED = (1 << 64) - 1  # a word of a launch, which packs negative strides so
+log = logging.getLogger("gsbn")
+
+
+class Description(NamedTuple):
+    """How a call is computed.
+
+    Attributes
+    ----------
+    path : str
+        "sm90", "cublas" or "tiled", as `gemm` names them; "numpy" on the CPU.
+    why : str
+        Why this one.
+    kernels : tuple of str
+        What is launched, in this order, by the names that a profiler shows; "cuBLAS" and "memset" are CUDA's own.
+    scratch : int
+        Bytes that are allocated beside what is returned.
+    """
+
+    path: str
+    why: str
+    kernels: tuple[str, ...]
+    scratch: int
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.why}): {', '.join(self.kernels) or 'no kernel'}; {self.scratch} bytes of scratch"
 
 
 class Call:
@@ -35,6 +62,8 @@ class Call:
         # What acts, what it is told each time, and what it picks of the addresses
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
         self._records: list[Any] = []  # whose addresses are among the values
+        self._kernels: list[str] = []  # of the steps
+        self._copied = 0  # bytes
 
     # ---- memory
 
@@ -50,6 +79,8 @@ class Call:
         rows, cols = view.shape
         row, col = (stride // view.itemsize & _UNSIGNED for stride in view.strides)
         copy = self.make(f"copy of {name}", (rows, cols), like)
+        self._copied += math.prod(view.shape) * view.itemsize
+        self._kernels.append("copy_matrix")
         launch = _kernels.launcher(_plan.copy_matrix(view.itemsize), self._device, _COPY)
         at, to = self._positions[name], self._positions[copy]
         told = _plan.copy_grid(rows, cols, gpu), _plan.THREADS, ()
@@ -84,6 +115,7 @@ class Call:
     ) -> None:
         """A kernel, with the fields that it declares of those given, and addresses by the names of its parameters."""
         launch, record = _kernels.launcher(kernel, self._device, tuple(passed)), _declared.record(kernel, fields)
+        self._kernels.append(kernel.name)
         self._records.append(record)
         self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
 
@@ -99,6 +131,7 @@ class Call:
         record = _declared.record(one.kernel, fields)
         launch = _kernels.launcher(one.kernel, self._device, tuple(passed), cooperative=one.cooperative)
         matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
+        self._kernels.append(one.kernel.name)
         self._records.append(record)
         grid, values = one.clusters * one.cluster, (record.ctypes.data,)
 
@@ -110,6 +143,7 @@ class Call:
 
     def multiply(self, gemm: Gemm | Callable[..., None], *names: str) -> None:
         """cuBLAS, or a product that is ready but for its addresses: those of a, b and c, and what else it takes."""
+        self._kernels += getattr(gemm, "kernels", ("cuBLAS",))
         if isinstance(gemm, Gemm):
             self._steps.append((gemm_ex, (gemm,), self._of(names)))
         else:
@@ -118,10 +152,14 @@ class Call:
     def clear(self, name: str, nbytes: int) -> None:
         """Zeros."""
         memset = cuda().runtime.memsetAsync
+        self._kernels.append("memset")
         at = self._positions[name]
         self._steps.append((lambda addresses, stream: memset(addresses[at], 0, nbytes, stream), (), _all))
 
     # ---- the call
+
+    def describe(self, path: str, why: str) -> Description:
+        return Description(path, why, tuple(self._kernels), self._nbytes + self._copied)
 
     def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
         """Allocate and launch; gives what was made, in order. To `pointers`, the arguments', the others are added."""

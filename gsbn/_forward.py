@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _check, _plan, reference
-from ._call import remember
+from ._call import Description, log, remember
 from ._device import is_capturing, is_current, on_device
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
 
-__all__ = ["Saved", "forward", "forward_within"]
+__all__ = ["Saved", "describe", "forward", "forward_within"]
 
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
 
@@ -176,10 +176,56 @@ def forward(
 
 def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
     """`forward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
+    return _read(*_bind(arguments, keywords), limits)
+
+
+def describe(*arguments: Any, **keywords: Any) -> Description:
+    """How `forward` would compute a call: the path, why it was chosen, its kernels and its scratch memory.
+
+    Nothing is launched and nothing is written; kernels that the call needs are compiled. The logger "gsbn" says the
+    same at level DEBUG whenever a forward or a backward of a new shape, dtype, layout or option is prepared.
+
+    Parameters
+    ----------
+    *arguments, **keywords
+        Those of `forward`.
+
+    Returns
+    -------
+    Description
+        ``(path, why, kernels, scratch)``; as a string, one line.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        What `forward` would raise.
+    """
+    return _read(*_bind(arguments, keywords), _ANY, _describe)  # type: ignore[no-any-return]
+
+
+def _describe(
+    kind: Kind,
+    arrays: tuple[Any, ...],
+    options: tuple[Any, ...],
+    prepared: Prepared | None,
+    limits: _plan.Limits,
+    read_only: frozenset[str] = frozenset(),
+) -> Description:
+    views = _views(kind, arrays, options, read_only)
+    if not kind.on_gpu or views["x"].shape[0] == 0:
+        return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
+    device = kind.device(arrays[0])
+    with on_device(device):
+        capturing = is_capturing(kind.stream(device))
+        return prepare_call(kind, arrays, views, options, device, capturing, prepared, limits).description
+
+
+def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays and the options of a call of `forward`, in the order of ARRAYS and OPTIONS."""
     given = _signature().bind(*arguments, **keywords)
     given.apply_defaults()
     arrays, options = (tuple(given.arguments[name] for name in names) for names in (ARRAYS, OPTIONS))
-    return _read(arrays, options, limits)
+    return arrays, options
 
 
 @cache
@@ -191,8 +237,9 @@ _ANY = _plan.Limits()
 _calls: dict[Any, ForwardCall] = {}
 
 
-def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
-    """What kind of arrays these are, and the rest by it."""
+def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits, act: Any = None) -> Any:
+    """What kind of arrays these are, and the rest by it: the forward, or `act` in its place."""
+    act = act or _forward
     prepared = None
     x, weight, precision = arrays[0], arrays[1], options[3]
     if isinstance(weight, Prepared):
@@ -204,8 +251,8 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
         own = ("out",) if prepared is None else ("out", "weight")
         kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
         arrays = tuple(imported.values())
-        return _forward(kind, arrays, options, prepared, limits, read_only)
-    return _forward(kind, arrays, options, prepared, limits)
+        return act(kind, arrays, options, prepared, limits, read_only)
+    return act(kind, arrays, options, prepared, limits)
 
 
 def _forward(
@@ -241,6 +288,9 @@ def _forward(
             return _nothing(kind, arrays, options, views["weight"].shape[0])
         found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
         remember(_calls, key, found)
+        log.debug(
+            "forward %s x %s, %s: %s", views["x"].shape, views["weight"].shape, views["x"].dtype, found.description
+        )
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
     if limbs:

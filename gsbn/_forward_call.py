@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _check, _declared, _kernels, _plan, _tma
-from ._call import ABSENT, VECTORS, Call, matrix_of, vector_codes
+from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
 from ._device import gemm_arguments
 from ._interop import Kind, Prepared
 from ._limbs import Multiply
@@ -31,8 +31,9 @@ _MAX_APART = 64
 class ForwardCall:
     """A forward call, ready but for its addresses, and what must hold of them."""
 
-    def __init__(self, call: Call, dtypes: Any) -> None:
-        self.call, self.dtypes = call, dtypes  # of the vectors' gradients; None where nothing is saved
+    def __init__(self, call: Call, description: Description, dtypes: Any) -> None:
+        self.call, self.description = call, description
+        self.dtypes = dtypes  # of the vectors' gradients; None where nothing is saved
         self.y: int | None = None  # which of the arrays that it makes; None if it is given
         self.spans: list[tuple[int, int, int]] = []
         self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
@@ -174,7 +175,9 @@ def prepare_call(
         passed |= {"deviations": deviations, "saved": vectors}
         call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 
-    found = ForwardCall(call, None if plan.keep is None else vector_dtypes(kind, arrays))
+    found = ForwardCall(
+        call, call.describe(plan.gemm, plan.why), None if plan.keep is None else vector_dtypes(kind, arrays)
+    )
     found.y = None if out is not None else plan.copy_x + plan.copy_w
     found.written = [ARRAYS.index(name) for name in _check.written(views, training=bool(training))]
     found.spans = [

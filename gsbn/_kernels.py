@@ -1,4 +1,4 @@
-"""Find, digest, compile, memoise and launch the kernels; the only user of cupy.RawModule."""
+"""Find, digest, compile, cache, memoise and launch the kernels; the only user of cupy.RawModule and of NVRTC."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from . import _device, _driver, _plan
 from ._declared import KERNEL_DIR, parameters, source
 from ._plan import Kernel
 
-__all__ = ["all_kernels", "compile_all", "digest", "gpu", "launcher"]
+__all__ = ["all_kernels", "compile_all", "compiled", "digest", "gpu", "launcher", "usable"]
 
 
 @cache
 def digest() -> str:
-    """A digest of every file in kernels/: CuPy's cubin cache does not notice an edited header by itself."""
+    """A digest of every file in kernels/, headers too: part of what a compiled kernel is found by."""
     hasher = hashlib.sha256()
     for path in sorted(KERNEL_DIR.glob("*.cu*")):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -33,14 +34,81 @@ def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
     yield from (kernel for kernel in _plan.every_kernel() if arch is None or kernel.arch in (None, arch))
 
 
+def usable(capability: tuple[int, int]) -> Iterator[Kernel]:
+    """The variants that a GPU of this compute capability can run."""
+    from cupy.cuda import nvrtc
+
+    sm90a = capability == (9, 0) and nvrtc.getVersion() >= _SM90A_NVRTC
+    return all_kernels("sm_90a" if sm90a else "any other")
+
+
+_SM90A_NVRTC = (12, 9)  # older ones serialise wgmma
+_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by file, or module: others compile meanwhile
+
+
 def _options(kernel: Kernel) -> tuple[str, ...]:
     return (
         "-std=c++17",
-        *(() if kernel.arch is None else (f"-arch={kernel.arch}",)),
-        f"-I{KERNEL_DIR}",
+        "-ftz=true",  # as CuPy compiles its own
         f"-DGSBN_DIGEST={digest()}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
     )
+
+
+def _compile(kernel: Kernel, arch: str) -> bytes:
+    """The cubin of a variant by NVRTC, or its PTX for an arch that begins with compute_; needs no GPU."""
+    from cuda.pathfinder import find_nvidia_header_directory
+    from cupy.cuda import nvrtc
+
+    headers = (KERNEL_DIR, find_nvidia_header_directory("cudart"))
+    program = nvrtc.createProgram(source(f"{kernel.file}.cu"), f"{kernel.file}.cu", (), ())
+    try:
+        includes = (f"-I{folder}" for folder in headers)
+        nvrtc.compileProgram(program, (*_options(kernel), *includes, f"-arch={arch}"))
+        return (nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN)(program)  # type: ignore[no-any-return]
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
+    """The file with a variant's machine code for a GPU of this compute capability, compiled if it is not there yet.
+
+    It lies in CuPy's own folder for compiled kernels (the environment variable CUPY_CACHE_DIR, ~/.cupy/kernel_cache by
+    default). For a GPU that NVRTC does not know yet it is PTX, which the driver compiles.
+    """
+    import tempfile  # which `import gsbn` need not load
+
+    from cupy.cuda import nvrtc
+
+    number, known = 10 * capability[0] + capability[1], nvrtc.getSupportedArchs()
+    arch = kernel.arch or (f"sm_{number}" if number in known else f"compute_{max(known)}")
+    what = (kernel.file, *_options(kernel), arch, nvrtc.getVersion())
+    name = f"gsbn_{kernel.file}_{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
+    file = _cache_folder() / (name + (".ptx" if arch.startswith("compute") else ".cubin"))
+    with _locks[file]:  # a file may hold several kernels
+        if file.exists():
+            return file
+        code = _compile(kernel, arch)
+        # Whole or not there at all, whatever other process compiles the same meanwhile.
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False) as new:
+            new.write(code)
+        os.replace(new.name, file)
+    return file
+
+
+@cache
+def _cache_folder() -> Path:
+    import tempfile
+
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:  # a home that nobody may write to: compiled anew in every process
+        return Path(tempfile.mkdtemp(prefix="gsbn-"))
+    return folder
 
 
 @cache
@@ -49,7 +117,7 @@ def gpu(device: int) -> _plan.Device:
     import cupy
 
     handle = cupy.cuda.Device(device)
-    sm90a = cupy.cuda.nvrtc.getVersion() >= (12, 9)  # older ones do not take -arch=sm_90a through CuPy
+    sm90a = cupy.cuda.nvrtc.getVersion() >= _SM90A_NVRTC
     found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
     if found.capability != (9, 0) or not sm90a:
         return found
@@ -130,7 +198,6 @@ def _overlaps(device: int) -> bool:
     return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
 
 
-_locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by module: others compile meanwhile
 _modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 _launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
 
@@ -152,7 +219,7 @@ def launcher(
         key = (kernel.file, kernel.defines)
         with _locks[key]:
             if key not in _modules:
-                _modules[key] = cupy.RawModule(code=source(f"{kernel.file}.cu"), options=_options(kernel))
+                _modules[key] = cupy.RawModule(path=str(compiled(kernel, _capability(device))))
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
@@ -162,27 +229,11 @@ def launcher(
 
 
 def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True) -> dict[Kernel, bytes]:
-    """The cubin of every chosen variant for an architecture such as "sm_90a", by NVRTC; needs no GPU."""
+    """The cubin of every chosen variant for an architecture such as "sm_90a"; needs no GPU."""
     from concurrent.futures import ThreadPoolExecutor
-
-    from cuda.pathfinder import find_nvidia_header_directory
-    from cupy.cuda import nvrtc
-
-    headers = find_nvidia_header_directory("cudart")
-
-    def cubin(kernel: Kernel) -> bytes:
-        program = nvrtc.createProgram(source(f"{kernel.file}.cu"), f"{kernel.file}.cu", (), ())
-        target = () if kernel.arch else (f"-arch={arch}",)
-        try:
-            nvrtc.compileProgram(program, (*_options(kernel), f"-I{headers}", "-ftz=true", *target))
-            return nvrtc.getCUBIN(program)  # type: ignore[no-any-return]
-        except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
-        finally:
-            nvrtc.destroyProgram(program)
 
     kernels = list(filter(chosen, all_kernels(arch)))
     variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cubins = dict(zip(variants, pool.map(cubin, variants.values()), strict=True))
+        cubins = dict(zip(variants, pool.map(_compile, variants.values(), [arch] * len(variants)), strict=True))
     return {kernel: cubins[kernel.file, kernel.defines] for kernel in kernels}

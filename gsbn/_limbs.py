@@ -21,6 +21,9 @@ class Multiply:
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "flags": flags}
         self._record = _declared.record(self._limbs.kernel, fields)
         self._multiply = Sm90Gemm(p, gemm.one, device)
+        across = (gemm.a_maxima is not None) + (gemm.b_maxima is not None)
+        self.kernels = (*["split_limbs"] * (across < 2), *["memset", "column_maxima", "split_columns"] * across)
+        self.kernels += self._multiply.kernels
         self._split = _kernels.launcher(self._limbs.kernel, device, SPLIT_WORDS)
         maxima, columns = _plan.column_kernels()
         self._maxima = _kernels.launcher(maxima, device, ("a", "maxima"))

@@ -26,6 +26,8 @@ SM90_WORDS = (
 class Sm90Gemm:
     """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'."""
 
+    kernels = ("forward_sm90",)
+
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
         self._grid = one.clusters * one.cluster
         of_statistics = ("ld_kept", "flags", *SM90_WORDS[4:10], "momentum", "eps")

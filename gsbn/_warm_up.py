@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from collections.abc import Callable
 
 from . import _device, _kernels, _plan
@@ -10,42 +12,61 @@ from . import _device, _kernels, _plan
 __all__ = ["warm_up"]
 
 
-def warm_up(progress: Callable[[int, int, str], None] | None = None) -> int:
-    """Compile every kernel that the current GPU can use into CuPy's cache on disk, so that no first call pays for it.
+def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:
+    """Compile every kernel that a GPU can use into the cache on disk, so that no first call pays for it.
 
     Parameters
     ----------
     progress : callable, optional
         Called as ``progress(done, total, name)`` before each kernel is waited for and once at the end.
+    arch : str, optional
+        What to compile for, such as "sm_90" for compute capability 9.0: no GPU is needed then, for example where an
+        image is built. None compiles for the current GPU and loads the kernels, too.
 
     Returns
     -------
     int
-        How many kernels are ready. What the cache already holds is loaded, not compiled again.
+        How many kernels are ready. What the cache already holds is not compiled again.
 
     Raises
     ------
     RuntimeError
-        If there is no GPU to compile for; the message says why.
+        If there is no GPU and no `arch`, or no CuPy, whose NVRTC compiles; the message says why.
+    ValueError
+        An `arch` that is no compute capability from 7.5 on.
+
+    Notes
+    -----
+    The cache is CuPy's folder for compiled kernels: the environment variable CUPY_CACHE_DIR, or ~/.cupy/kernel_cache.
+    What is compiled for one version of gsbn and of NVRTC serves that version alone.
     """
-    if obstacle := _device.gpu_obstacle():
+    if arch is not None:
+        number = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
+        if number is None or (capability := (int(number[1]), int(number[2]))) < (7, 5):
+            raise ValueError(f"arch: expected a compute capability from sm_75 on, such as 'sm_90', got {arch!r}")
+        if importlib.util.find_spec("cupy") is None:
+            raise RuntimeError("no compiler for the kernels: CuPy, which brings NVRTC, is not installed")
+    elif obstacle := _device.gpu_obstacle():
         raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
     from concurrent.futures import ThreadPoolExecutor  # 5 ms, which `import gsbn` need not take
 
     import cupy
 
-    device = cupy.cuda.Device().id
-    gpu = _kernels.gpu(device)
-    hopper = gpu.capability == (9, 0) and gpu.sm90a
-    kernels = list(_kernels.all_kernels("sm_90a" if hopper else "any other"))
+    device = None if arch is not None else cupy.cuda.Device().id
+    if device is not None:
+        capability = _kernels.gpu(device).capability
+    kernels = list(_kernels.usable(capability))
 
-    def load(kernel: _plan.Kernel) -> None:
+    def ready(kernel: _plan.Kernel) -> None:
+        if device is None:
+            _kernels.compiled(kernel, capability)
+            return
         with _device.on_device(device):
             _kernels.launcher(kernel, device)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works without the GIL
-        loading = [pool.submit(load, kernel) for kernel in kernels]
-        for done, (kernel, future) in enumerate(zip(kernels, loading, strict=True)):
+        waiting = [pool.submit(ready, kernel) for kernel in kernels]
+        for done, (kernel, future) in enumerate(zip(kernels, waiting, strict=True)):
             if progress:
                 progress(done, len(kernels), " ".join([kernel.name, *(value for _, value in kernel.defines)]))
             future.result()

@@ -161,6 +161,10 @@ def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> 
     assert "results:begin" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
 
 
+def test_warmup_for_no_gpu() -> None:
+    assert "expected a compute capability" in run("warmup", "--arch", "hopper", status=1).stderr
+
+
 def test_warmup_without_a_gpu_says_why() -> None:
     assert "no GPU to compile kernels for" in run("warmup", status=1).stderr
 

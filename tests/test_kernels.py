@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gsbn import _declared, _kernels, _sm90
+import gsbn
+from gsbn import _declared, _kernels, _plan, _sm90
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -96,6 +98,61 @@ def test_an_edited_kernel_is_not_served_from_the_cache(
     assert digests[0] == _kernels.digest() != digests[1]
     kernel = next(iter(_kernels.all_kernels()))
     assert any(_kernels.digest() in option for option in _kernels._options(kernel))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for compiled kernels."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    _kernels._cache_folder.cache_clear()
+    yield tmp_path / "cache"
+    _kernels._cache_folder.cache_clear()
+
+
+FOLD = _plan.fold("float32")
+
+
+def test_what_was_compiled_is_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _kernels.compiled(FOLD, (8, 0))
+    assert list(cache.iterdir()) == [file] and file.read_bytes().startswith(b"\x7fELF")
+    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())  # what it does now is seen
+    assert _kernels.compiled(FOLD, (8, 0)) == file and file.read_bytes().startswith(b"\x7fELF")
+    others = [_kernels.compiled(FOLD, (9, 0)), _kernels.compiled(_plan.fold("float16"), (8, 0))]
+    assert [other.read_bytes() for other in others] == [b"sm_90", b"sm_80"]
+    monkeypatch.setattr(_kernels, "digest", lambda: "of other sources")
+    assert _kernels.compiled(FOLD, (8, 0)) not in (file, *others)
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx(cache: Path) -> None:
+    file = _kernels.compiled(FOLD, (99, 0))
+    assert file.suffix == ".ptx" and ".visible .entry fold(" in file.read_text()
+
+
+def test_a_failed_compilation_leaves_nothing(cache: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"fold\.cu for sm_80:\n"):
+        _kernels.compiled(FOLD._replace(defines=(("X_TYPE", "no_type"),)), (8, 0))
+    assert not list(cache.iterdir())
+
+
+def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file in the folder's place")
+    file = _kernels.compiled(FOLD, (8, 0))
+    assert cache not in file.parents and file.read_bytes().startswith(b"\x7fELF")
+    shutil.rmtree(file.parent)
+
+
+def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())
+    steps: list[int] = []
+    count = gsbn.warm_up(lambda done, total, name: steps.append(done), arch="sm_90")
+    assert count == len(list(_kernels.all_kernels("sm_90a"))) and steps == list(range(count + 1))
+    assert {file.read_bytes() for file in cache.iterdir()} == {b"sm_90", b"sm_90a"}
+    assert gsbn.warm_up(arch="sm_86") == len(list(_kernels.all_kernels("sm_86"))) < count
+    for wrong in ("sm_70", "90", "sm_", "hopper", "compute_90"):
+        with pytest.raises(ValueError, match=r"^arch: expected a compute capability"):
+            gsbn.warm_up(arch=wrong)
 
 
 def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

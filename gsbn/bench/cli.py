@@ -173,12 +173,14 @@ def bench_command(
 
 
 @app.command()
-def warmup() -> None:
-    """Compile every kernel that this GPU can use into the cache, so that no first call pays for it."""
+def warmup(
+    arch: Annotated[str | None, typer.Option(help="Compile for this GPU, such as sm_90, and need none.")] = None,
+) -> None:
+    """Compile every kernel that a GPU can use into the cache, so that no first call pays for it."""
     try:
         with _bar("kernel") as step:
-            count = warm_up(step)
-    except RuntimeError as error:
+            count = warm_up(step, arch=arch)
+    except (RuntimeError, ValueError) as error:
         _fail(str(error))
     out.print(f"{count} kernels are ready.", style="green")
 
