@@ -1,6 +1,8 @@
 # make demo    run the main job: both KernelBench problems, full size on a GPU, reduced on a CPU
 # make test    run the tests; GPU tests skip, and say why, where there is no GPU
+# make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the README's results table and docs/results/
+# make wheel   build the wheel into dist/
 # make lint    ruff, mypy, clang-format; changes nothing
 # make format  let ruff and clang-format rewrite the sources
 # make clean   remove what the targets above made
@@ -8,7 +10,7 @@
 # Each target sets up what it needs in a virtual environment, once.
 #   PYTHON=python3.12   the interpreter that makes the environment
 #   VENV=path           where the environment lies; `VENV=` (empty) uses PYTHON as it is and installs nothing
-#   EXTRA=cuda13        the extra to install; the default asks the NVIDIA driver
+#   EXTRA=cuda13        the extra to install, cuda12 or cuda13; the default asks the NVIDIA driver, and is none without one
 #   ARGS='-m gpu -x'    more arguments for demo, test or bench
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo test kernels bench wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -30,11 +32,13 @@ endif
 bin        := $(VENV)/bin/
 run        := $(bin)python
 env        := $(VENV)/.gsbn
+base       := $(env)/$(or $(EXTRA),cpu)
 pip        := $(run) -m pip --disable-pip-version-check
-other      := $(if $(filter cuda13,$(EXTRA)),cupy-cuda12x,cupy-cuda13x)
-ready_demo := $(env)/demo
-ready_test := $(env)/test
-ready_lint := $(env)/lint
+comma      := ,
+ready_demo    := $(env)/demo
+ready_test    := $(env)/test
+ready_kernels := $(env)/kernels
+ready_lint    := $(env)/lint
 endif
 
 help:
@@ -46,8 +50,14 @@ demo: $(ready_demo)
 test: $(ready_test)
 	$(run) -m pytest $(ARGS)
 
+kernels: $(ready_kernels)
+	$(run) -m pytest tests/test_kernels.py $(ARGS)
+
 bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)
+
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 lint: $(ready_lint)
 	$(bin)ruff check .
@@ -61,26 +71,35 @@ format: $(ready_lint)
 	$(bin)clang-format -i kernels/*
 
 clean:
-	rm -rf .venv build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-kernels build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 ifneq ($(strip $(VENV)),)
 # One CuPy wheel an environment: another driver, and so another extra, starts the set-up again.
-$(env)/$(EXTRA):
+$(base):
 	$(PYTHON) -m venv $(VENV)
 	rm -rf $(env)
-	$(pip) uninstall --quiet --quiet --yes $(other)
+	$(pip) uninstall --quiet --quiet --yes cupy-cuda12x cupy-cuda13x
 	mkdir -p $(env)
 	touch $@
 
-$(ready_demo): pyproject.toml $(env)/$(EXTRA)
-	$(pip) install --quiet --editable '.[$(EXTRA)]'
+$(ready_demo): pyproject.toml $(base)
+	$(pip) install --quiet --editable '.$(if $(EXTRA),[$(EXTRA)])'
 	touch $@
 
-$(ready_test): pyproject.toml $(env)/$(EXTRA)
-	$(pip) install --quiet --editable '.[$(EXTRA),test]'
+# Without an NVIDIA driver, PyTorch of its own index for CPUs: the usual one for Linux brings gigabytes of CUDA.
+$(ready_test): pyproject.toml $(base)
+ifeq ($(EXTRA)$(shell uname -s),Linux)
+	-$(pip) install --quiet --retries 1 --index-url https://download.pytorch.org/whl/cpu \
+		$$(sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+endif
+	$(pip) install --quiet --editable '.[$(if $(EXTRA),$(EXTRA)$(comma))test]'
 	touch $@ $(ready_demo)
 
-$(ready_lint): pyproject.toml $(env)/$(EXTRA)
+$(ready_kernels): pyproject.toml $(base)
+	$(pip) install --quiet --editable '.[$(if $(EXTRA),$(EXTRA)$(comma)test,kernels)]'
+	touch $@
+
+$(ready_lint): pyproject.toml $(base)
 	$(pip) install --quiet --editable '.[dev]'
 	touch $@
 endif

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import gsbn
-from gsbn import _kernels, _plan, reference
+from gsbn import reference
 
 try:
     import cupy
@@ -121,28 +121,16 @@ def on_host(y):
     return (y.get() if hasattr(y, "get") else y).astype("f8")
 
 
-def kernels(B, I, O, dtype):
-    """The kernels that gsbn plans for a contiguous problem, in the order of their launches."""
-    gpu = _kernels.gpu(cupy.cuda.Device().id)
-    x, weight, y = (_plan.Matrix((columns, 1), True) for columns in (I, I, O))
-    plan = _plan.plan(_plan.Matmul(B, O, I, dtype, gpu, x, weight, y), training=True)
-    if plan.one is not None:
-        split = f"{plan.one.limbs.kernel.name}, " if plan.one.limbs else ""
-        return f"{split}{plan.one.kernel.name} ({plan.why})"
-    gemm = plan.gemm_kernel.name if plan.gemm_kernel else plan.gemm
-    return f"{gemm} ({plan.why}), {plan.stats_kernel.name}, {plan.normalize_kernel.name}"
-
-
 def run(xp, number, shape, dtype, clock, rounds):
     """Print one problem in one dtype; True if gsbn stays within KernelBench's tolerance of float64."""
     B, I, O = shape
     print(f"\nKernelBench {number}: x ({B}, {I}), weight ({O}, {I}), {dtype}")
-    print(f"  kernels: {'none; the reference computes in float64 on the CPU' if xp is np else kernels(*shape, dtype)}")
     host = {name: reference.round_to(array, dtype).astype("f4") for name, array in draw(*shape).items()}
     pick = slice(None, None, O // FEATURES)
     truth = reference.forward(**{k: a if k == "x" else a[pick] for k, a in host.items()}, **TRAINING).y
 
     with contextlib.nullcontext() if torch is None else torch.no_grad():
+        print(f"  path: {gsbn.describe(**{name: xp.asarray(a).astype(dtype) for name, a in host.items()}, **TRAINING)}")
         calls = candidates(xp, host, dtype)
         outputs = {name: on_host(call()[:, pick]) for name, call in calls.items() if name != GEMM}
         times = medians(calls, clock, rounds)

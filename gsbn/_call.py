@@ -43,7 +43,8 @@ class Description(NamedTuple):
     scratch: int
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.why}): {', '.join(self.kernels) or 'no kernel'}; {self.scratch} bytes of scratch"
+        kernels = f": {', '.join(self.kernels)}; {self.scratch} bytes of scratch" if self.kernels else ""
+        return f"{self.path} ({self.why}){kernels}"
 
 
 class Call:

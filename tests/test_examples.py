@@ -48,7 +48,7 @@ def test_quickstart(gpu: bool) -> None:
     for number in (33, 39):
         assert f"KernelBench {number}" in output
     if gpu:
-        assert len(re.findall(r"kernels: .*(?:scale_stats, normalize|forward_sm90)", output)) == 6
+        assert len(re.findall(r"path: .*(?:scale_stats, normalize|forward_sm90)", output)) == 6
     else:
         assert "NumPy, one by one" in output
 

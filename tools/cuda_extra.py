@@ -1,7 +1,7 @@
-"""Print the gsbn extra that fits this machine's NVIDIA driver: cuda13 or cuda12. Standard library only.
+"""Print the gsbn extra that fits this machine's NVIDIA driver: cuda13, cuda12, or nothing without one.
 
-The driver itself is asked (the library that CuPy will load), so it works where nvidia-smi is missing.
-Without a driver the answer is cuda12: its NVRTC still compiles every kernel, which the tests check.
+The driver itself is asked (the library that CuPy will load), so it works where nvidia-smi is missing. Standard library
+only.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ def driver_cuda_version() -> int:
 
 
 def extra(version: int) -> str:
-    return "cuda13" if version >= 13000 else "cuda12"
+    return "cuda13" if version >= 13000 else "cuda12" if version else ""
 
 
 if __name__ == "__main__":
