@@ -1,7 +1,7 @@
 # make demo    run the main job: both KernelBench problems, full size on a GPU, reduced on a CPU
 # make test    run the tests; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
-# make bench   time gsbn beside its peers, rewrite the README's results table and docs/results/
+# make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make wheel   build the wheel into dist/
 # make lint    ruff, mypy, clang-format; changes nothing
 # make format  let ruff and clang-format rewrite the sources
@@ -55,6 +55,8 @@ kernels: $(ready_kernels)
 
 bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)
+	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
+	$(run) -m gsbn bench --preset rows --dtype float32 --dtype bfloat16 --publish . --publish-as rows $(ARGS)
 
 wheel:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -383,31 +383,42 @@ def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
     return bench.Report(environment, bench.Settings(), rates, tuple(results))
 
 
+MARKED = "before\n<!-- results:rows -->\nold\n<!-- /results:rows -->\nafter\n"
+
+
 def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{publish.BEGIN}\nold\n{publish.END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    pages = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    for page in pages:
+        page.write_text("<!-- results:others -->\nkept\n<!-- /results:others -->\n" + MARKED)
     for _ in range(2):  # and again, to the same text
-        publish.publish(report_of_a_gpu(), tmp_path)
-    text = readme.read_text()
-    assert text.startswith(f"before\n{publish.BEGIN}\n| B, I, O ")
-    assert text.endswith(f"{publish.END}\nafter\n")
-    assert "old" not in text
-    rows = [line for line in text.splitlines() if line.startswith("| 1")]
-    assert len(rows) == 12
-    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
-    assert all(1.45 < float(row.split("|")[8]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
-    assert "NVIDIA H200, driver 580.1" in text
-    assert publish.changed_since(tmp_path / "docs/results/kernelbench.json") == []
-    for name in ("kernelbench.json", "kernelbench.png"):
+        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    brief, full = (page.read_text() for page in pages)
+    for text, columns, ours in ((brief, 7, 5), (full, 12, 7)):
+        assert text.startswith(
+            "<!-- results:others -->\nkept\n<!-- /results:others -->\nbefore\n<!-- results:rows -->\n| B, I"
+        )
+        assert text.endswith("<!-- /results:rows -->\nafter\n")
+        assert "old" not in text
+        rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| 1")]
+        assert len(rows) == 12
+        assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {columns + 1}
+        assert all(1.45 < float(row[ours]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
+        assert "NVIDIA H200, driver 580.1" in text
+    assert "(docs/results/rows.png)" in brief and "(results/rows.png)" in full
+    assert publish.changed_since(tmp_path / "docs/results/rows.json") == []
+    for name in ("rows.json", "rows.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
 
 def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("no markers\n")
-    with pytest.raises(ValueError, match="results:begin"):
+    (tmp_path / "README.md").write_text(MARKED)
+    with pytest.raises(ValueError, match=r"README.md: expected a file with the lines <!-- results:kernelbench -->"):
         publish.publish(report_of_a_gpu(), tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["README.md"]
+    with pytest.raises(ValueError, match=r"results.md: expected a file with the lines"):
+        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == MARKED
 
 
 @pytest.mark.parametrize("preset", ["kernelbench", "sweep"])

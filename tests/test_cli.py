@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gsbn import _device, bench
-from gsbn.bench import bounds, cli, machine, publish, selfcheck
+from gsbn.bench import bounds, cli, machine, selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--calls", "1"]
@@ -129,10 +129,13 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cli, "_bar", bar)
     saved, readme = tmp_path / "r.json", tmp_path / "README.md"
-    readme.write_text(f"{publish.BEGIN}{publish.END}")
+    (tmp_path / "docs").mkdir()
+    marked = "<!-- results:kernelbench --><!-- /results:kernelbench -->"
+    for page in (readme, tmp_path / "docs" / "results.md"):
+        page.write_text(marked)
     options = ["--json", str(saved), "--publish", str(tmp_path)]
     result = run(*QUICK, "--mode", "both", "--only", "gsbn", *options, status=130)
-    assert readme.read_text() == f"{publish.BEGIN}{publish.END}", "half a table is not published"
+    assert readme.read_text() == marked, "half a table is not published"
     assert "Interrupted" in result.stderr
     content = json.loads(saved.read_text())
     assert content["interrupted"]
@@ -158,7 +161,7 @@ def test_a_mistake_gets_a_sentence(arguments: list[str], said: str) -> None:
 def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert "no such folder" in run(*QUICK, "--json", str(tmp_path / "none" / "r.json"), status=1).stderr
     assert "ends in .png" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=1).stderr
-    assert "results:begin" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
+    assert "results:kernelbench" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
 
 
 def test_warmup_for_no_gpu() -> None:

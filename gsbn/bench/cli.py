@@ -127,7 +127,8 @@ def bench_command(
     as_json: Annotated[Path | None, typer.Option("--json", help="Save everything here.")] = None,
     as_csv: Annotated[Path | None, typer.Option("--csv", help="Save the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Save bars and a roofline here: PNG, SVG or PDF.")] = None,
-    publish: Annotated[Path | None, typer.Option(help="Checkout whose README table to rewrite.", hidden=True)] = None,
+    publish: Annotated[Path | None, typer.Option(help="Checkout whose tables to rewrite.", hidden=True)] = None,
+    publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "kernelbench",
 ) -> None:
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
     gpu = machine.has_gpu()
@@ -142,7 +143,8 @@ def bench_command(
         _fail(f"{plot}: expected a name that ends in .png, .svg or .pdf")
     if publish:
         try:
-            paper.split_readme(publish)
+            for page in ("README.md", "docs/results.md"):
+                paper.split(publish / page, publish_as)
         except ValueError as error:
             _fail(str(error))
     usual = preset.value if preset else "kernelbench" if gpu else "small"
@@ -169,7 +171,7 @@ def bench_command(
     if publish and not gpu:
         _fail("--publish: expected a GPU: the README's table is of GPU figures")
     if publish:
-        out.print("Wrote " + ", ".join(map(str, paper.publish(report, publish))))
+        out.print("Wrote " + ", ".join(map(str, paper.publish(report, publish, publish_as))))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a report becomes on paper: the plot, the table between the README's markers, and ``docs/results/``."""
+"""What a report becomes on paper: the plot, the tables between markers in README and docs, and ``docs/results/``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patheffects import AbstractPathEffect
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 SHORT = {kind: kind.replace("tf32", "TF32") for kind in DTYPES}
 SERIES = {  # what the bars show, in this order: candidate, or a prefix whose fastest stands for all; colour
     "gemm-": ("bare GEMM", "#c9ced6"),
@@ -30,28 +29,34 @@ KIND_COLOURS = {
 }  # fmt: skip
 
 
-def split_readme(root: Path) -> tuple[str, str]:
-    """``root/README.md`` up to the first marker, and from the second on; ValueError if one is missing."""
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    if not (0 <= text.find(BEGIN) < text.find(END)):
-        raise ValueError(f"{readme}: expected a file with the lines {BEGIN} and {END}")
-    return text[: text.find(BEGIN) + len(BEGIN)], text[text.find(END) :]
+def split(file: Path, name: str) -> tuple[str, str]:
+    """A page up to the first marker of a table, and from the second on; ValueError if one is missing."""
+    begin, end = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if not (0 <= text.find(begin) < text.find(end)):
+        raise ValueError(f"{file}: expected a file with the lines {begin} and {end}")
+    return text[: text.find(begin) + len(begin)], text[text.find(end) :]
 
 
 def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
-    """Write the table into ``root/README.md``, and ``name.json`` and ``name.png`` into ``root/docs/results``."""
-    readme, (head, tail) = root / "README.md", split_readme(root)
-    folder = root / "docs" / "results"
+    """Write the report's table between the markers of this name in ``root/README.md``, with all of its columns into
+    ``root/docs/results.md``, and the figures and a picture into ``root/docs/results``; gives the files."""
+    docs = root / "docs"
+    pages = [root / "README.md", docs / "results.md"]
+    sides = [split(page, name) for page in pages]
+    folder = docs / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    report.save_json(folder / f"{name}.json")
-    plot(report, folder / f"{name}.png")
-    picture = f"![Speed beside the peers, and the roofline](docs/results/{name}.png)"
-    table = (
-        f"\n{markdown(report)}\n\n{picture}\n\nAll figures, with intervals: [{name}.json](docs/results/{name}.json).\n"
+    saved, picture = folder / f"{name}.json", folder / f"{name}.png"
+    report.save_json(saved)
+    plot(report, picture)
+    tables = (
+        f"{markdown(report, brief=True)}\n\n![Speed beside the peers, and the roofline](docs/results/{name}.png)",
+        f"{markdown(report)}\n\n![Speed beside the peers, and the roofline](results/{name}.png)\n\n"
+        f"With intervals: [{name}.json](results/{name}.json).",
     )
-    readme.write_text(head + table + tail, encoding="utf-8")
-    return [readme, folder / f"{name}.json", folder / f"{name}.png"]
+    for page, (head, tail), table in zip(pages, sides, tables, strict=True):
+        page.write_text(f"{head}\n{table}\n{tail}", encoding="utf-8")
+    return [*pages, saved, picture]
 
 
 def changed_since(results: Path) -> list[str]:
@@ -60,25 +65,28 @@ def changed_since(results: Path) -> list[str]:
     return [folder for folder, digest in source_digests().items() if measured.get(folder) != digest]
 
 
-def markdown(report: Report) -> str:
-    """The results table, medians of device time in ms, with one line on where it was measured."""
-    has_host = any(r.host for r in report.results)
-    columns = ["B, I, O", "dtype", "bare GEMM", "PyTorch eager", "torch.compile", "JAX", "**gsbn**"]
-    columns += ["× PyTorch", "of the floor", *(["host µs, PyTorch", "host µs, gsbn"] if has_host else [])]
-    table = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
+def markdown(report: Report, *, brief: bool = False) -> str:
+    """The results table, medians of device time in ms, with one line on where it was measured; `brief` leaves out the
+    peers that compute something else, the floor and the host."""
+    columns = ["B, I, O", "dtype", "bare GEMM", "PyTorch eager", "torch.compile", "JAX", "**gsbn**", "× eager"]
+    columns += ["× torch.compile", "of the floor", "host µs, PyTorch", "host µs, gsbn"]
+    left_out = {"bare GEMM", "JAX", "of the floor", "host µs, PyTorch", "host µs, gsbn"} if brief else set()
+    if not any(r.host for r in report.results):
+        left_out |= {"host µs, PyTorch", "host µs, gsbn"}
+    shown = [column for column in columns if column not in left_out]
+    table = ["| " + " | ".join(shown) + " |", "| --- | --- |" + " ---: |" * (len(shown) - 2)]
     for case, results in report.by_case().items():
-        gsbn, torch = results.get("gsbn"), results.get("pytorch")
-        direction = "" if case.direction == "forward" else f", {case.direction}"
+        gsbn, torch, compiled = results.get("gsbn"), results.get("pytorch"), fastest(results, "compile", "autotune")
         mode = "" if case.training else ", inference"
-        cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode + direction]
-        cells += [_ms(fastest(results, "gemm-")), _ms(torch), _ms(fastest(results, "compile", "autotune"))]
-        cells += [_ms(results.get("jax")), f"**{_ms(gsbn)}**"]
         timed = gsbn if gsbn and gsbn.device else None
-        cells += [f"{torch.seconds / timed.seconds:.2f}" if timed and torch and torch.device else "–"]
+        cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode, _ms(fastest(results, "gemm-")), _ms(torch)]
+        cells += [_ms(compiled), _ms(results.get("jax")), f"**{_ms(gsbn)}**"]
+        for other in (torch, compiled):
+            cells += [f"{other.seconds / timed.seconds:.2f}" if timed and other and other.device else "–"]
         cells += [f"{report.rates.floor(case) / timed.seconds:.0%}" if timed else "–"]
-        if has_host:
-            cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
-        table.append("| " + " | ".join(cells) + " |")
+        cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
+        of = dict(zip(columns, cells, strict=True))
+        table.append("| " + " | ".join(of[column] for column in shown) + " |")
     return "\n".join(table) + "\n\n" + _caption(report)
 
 
