@@ -7,5 +7,5 @@ html_theme = "furo"
 html_show_sourcelink = False
 default_role = "py:obj"  # `forward` in a docstring becomes a link where the API has such a name
 autodoc_typehints = "none"  # the sections of a docstring say more than Any
-napoleon_use_ivar = True  # attributes in one list, as parameters are
+autodoc_preserve_defaults = True  # as the source has them: np.float64
 myst_heading_anchors = 3
