@@ -43,8 +43,10 @@ def fold(
 
     Returns
     -------
-    w : (O, I) array, b : (O,) array
-        New arrays of weight's dtype and kind, computed in float64 and rounded once.
+    w : (O, I) array
+        The weight of that Linear: new, of weight's dtype and kind, computed in float64 and rounded once.
+    b : (O,) array
+        Its bias, likewise.
 
     Raises
     ------

@@ -28,7 +28,7 @@ def prepare(weight: Any, precision: str = "highest") -> Prepared:
     Returns
     -------
     Prepared
-        Owns a copy on weight's device: **later changes of `weight` do not reach it**; prepare anew after a step of an
+        Owns a copy on weight's device: **later changes of weight do not reach it**; prepare anew after a step of an
         optimiser. It takes the weight's own bytes and, for limbs, as many again.
 
     Raises

@@ -53,7 +53,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """The dtype as a reader names it: a key of ``DTYPES``."""
+        """The dtype by the name that a user asks for it, a key of ``DTYPES``."""
         return "tf32" if self.dtype == "float32" and self.precision == "high" else self.dtype
 
     @property
