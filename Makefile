@@ -2,6 +2,7 @@
 # make test    run the tests; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
+# make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
 # make lint    ruff, mypy, clang-format; changes nothing
 # make format  let ruff and clang-format rewrite the sources
@@ -19,7 +20,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test kernels bench wheel lint format clean
+.PHONY: help demo test kernels bench docs wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -38,6 +39,7 @@ comma      := ,
 ready_demo    := $(env)/demo
 ready_test    := $(env)/test
 ready_kernels := $(env)/kernels
+ready_docs    := $(env)/docs
 ready_lint    := $(env)/lint
 endif
 
@@ -57,6 +59,9 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)
 	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
 	$(run) -m gsbn bench --preset rows --dtype float32 --dtype bfloat16 --publish . --publish-as rows $(ARGS)
+
+docs: $(ready_docs)
+	$(run) -m sphinx -W -q docs build/docs
 
 wheel:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
@@ -99,6 +104,10 @@ endif
 
 $(ready_kernels): pyproject.toml $(base)
 	$(pip) install --quiet --editable '.[$(if $(EXTRA),$(EXTRA)$(comma)test,kernels)]'
+	touch $@
+
+$(ready_docs): pyproject.toml $(base)
+	$(pip) install --quiet --editable '.[docs]'
 	touch $@
 
 $(ready_lint): pyproject.toml $(base)

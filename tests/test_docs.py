@@ -1,4 +1,4 @@
-"""The pages of docs/: their Python runs as printed, their links lead to files, the site builds without a warning."""
+"""README and the pages of docs/: their Python runs as printed, their links lead to files, the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def program(page: Path, *, gpu: bool) -> str:
     return text.replace("import numpy as xp", "import cupy as xp") if gpu else text
 
 
-RUNNABLE = [page for page in PAGES if program(page, gpu=True).strip()]
+RUNNABLE = [page for page in (*PAGES, ROOT / "README.md") if program(page, gpu=True).strip()]
 
 
 def test_pages_with_python_are_found() -> None:
