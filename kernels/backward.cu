@@ -303,7 +303,7 @@ __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, lo
 
 // S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_sums(const Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
+    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
     await_kernel_ahead();
     __shared__ alignas(16) union {
         uint4 ring[STAGES * CHUNKS * THREADS];
@@ -347,8 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.
 // With ACROSS also its transpose, across (n, m), row pitch ld_across, through a tile in shared memory: cuBLAS' TF32 wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_dg(const Problem p, const T* dy, const D* d, const double* saved, const char* workspace, T* dg, T* across,
-                void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    backward_dg(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, const char* workspace,
+                T* dg, T* across, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
     constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once
     constexpr int MERGE = 16;             // splits whose sums are on their way at once
@@ -414,8 +414,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
-    backward_fused(const Problem p, const T* dy, const D* d, const double* saved, T* dg, void* to_bias, void* to_scale,
-                   void* to_gamma, void* to_beta) {
+    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
+                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];

@@ -23,8 +23,8 @@ __device__ inline void round_to(double v, float& out) { out = static_cast<float>
 __device__ inline void round_to(double v, double& out) { out = v; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    fold(const Problem p, const T* w, T* w_folded, T* b_folded, const void* bias, const void* scale, const void* gamma,
-         const void* beta, const void* running_mean, const void* running_var) {
+    fold(const __grid_constant__ Problem p, const T* w, T* w_folded, T* b_folded, const void* bias, const void* scale,
+         const void* gamma, const void* beta, const void* running_mean, const void* running_var) {
     await_kernel_ahead();
     const long long row = blockIdx.x;
     const double s = fetch(scale, p.scale, row).or_else(1.0);

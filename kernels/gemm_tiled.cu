@@ -92,7 +92,8 @@ struct Stage {
 
 constexpr int CTAS = sizeof(G) == 8 ? 2 : 1;  // on an SM: as many as 16-bit and float32 tiles fit by themselves
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) gemm_tiled(const Problem p, const T* x, const T* w, C* g) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    gemm_tiled(const __grid_constant__ Problem p, const T* x, const T* w, C* g) {
     await_kernel_ahead();
     __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
     __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];

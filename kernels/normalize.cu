@@ -58,8 +58,8 @@ __device__ __forceinline__ K deviation(G g, G m, G m_low, G d) {
 }
 
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
-    normalize(const Problem p, const G* g, Y* y, const char* workspace, long long* num_batches_tracked, D* deviations,
-              const double* saved) {
+    normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace,
+              long long* num_batches_tracked, D* deviations, const double* saved) {
     await_kernel_ahead();
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;

@@ -51,9 +51,9 @@ __device__ inline double unit_near(double spread) {
 }
 
 extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
-    scale_stats(const Problem p, const G* g, char* workspace, const void* bias, const void* scale, const void* gamma,
-                const void* beta, void* running_mean, void* running_var, const long long* num_batches_tracked,
-                double* saved) {
+    scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace, const void* bias, const void* scale,
+                const void* gamma, const void* beta, void* running_mean, void* running_var,
+                const long long* num_batches_tracked, double* saved) {
     await_kernel_ahead();
     __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
     __shared__ G pivot_of[COLUMNS];
@@ -191,8 +191,9 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 // running_affine: the same constants from the running statistics, for inference; a thread has one column.
 //   y = gamma r ((s g) - (running_mean - s b)) + beta,   r = 1 / sqrt(running_var + eps)
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
-    running_affine(const Problem p, char* workspace, const void* bias, const void* scale, const void* gamma,
-                   const void* beta, const void* running_mean, const void* running_var, const G* g, double* saved) {
+    running_affine(const __grid_constant__ Problem p, char* workspace, const void* bias, const void* scale,
+                   const void* gamma, const void* beta, const void* running_mean, const void* running_var, const G* g,
+                   double* saved) {
     await_kernel_ahead();
     constexpr int THREADS = LANES * WARPS;
     for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
