@@ -61,7 +61,7 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset rows --dtype float32 --dtype bfloat16 --publish . --publish-as rows $(ARGS)
 
 docs: $(ready_docs)
-	$(run) -m sphinx -W -q docs build/docs
+	$(run) -m sphinx -E -W -q docs build/docs
 
 wheel:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .

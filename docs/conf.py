@@ -1,6 +1,8 @@
 """The site: `make docs` builds it from these pages and from the docstrings, and reaches for no network."""
 
-project = "gsbn"
+import gsbn
+
+project, release = "gsbn", gsbn.__version__
 copyright = "the gsbn authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
