@@ -15,7 +15,7 @@ from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
 from ._sm90 import Sm90Gemm
-from ._typing import A, AnyArray, Array, Field
+from ._typing import A, AnyArray, Array
 from .reference import Gradients
 
 __all__ = ["Gradients", "backward", "backward_within"]
@@ -25,10 +25,12 @@ ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
 @overload
-def backward(dy: Array[A], saved: Saved, *, needs: Collection[Field] = ..., sms: int | None = None) -> Gradients[A]: ...
+def backward(
+    dy: Array[A], saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+) -> Gradients[A]: ...
 @overload
 def backward(
-    dy: AnyArray, saved: Saved, *, needs: Collection[Field] = ..., sms: int | None = None
+    dy: AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]: ...
 def backward(
     dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
