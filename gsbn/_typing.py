@@ -22,11 +22,11 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class Array(Protocol[A_co]):
-    """A NumPy, CuPy or torch array, of which a result is of the same kind.
+    """A NumPy, CuPy or torch array. A is what its library calls an array of any shape: a result has this type.
 
-    To name torch.Tensor here would be to import torch. What `squeeze` returns is the library's own array of any shape:
-    a Tensor for a Parameter, NDArray[float32] for a matrix of float32. `*=` tells these arrays from JAX's, which cannot
-    be written, and in whose place CuPy's or NumPy's come back. CuPy has no types yet: its arrays and results are Any.
+    torch.Tensor cannot be named here without importing torch, so A is what `squeeze` returns: Tensor for a Parameter
+    as well, NDArray[float32] for a matrix of float32. JAX's arrays have no `*=`, for nobody can write to them; results
+    for them are CuPy's or NumPy's, which is Any. CuPy has no types yet, so its arrays and their results are Any, too.
     """
 
     @property
