@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
 from ._sm90 import Sm90Gemm
+from ._typing import A, AnyArray, Array
 from .reference import Gradients
 
 __all__ = ["Gradients", "backward", "backward_within"]
@@ -23,7 +24,17 @@ VECTORS = Gradients._fields[2:]
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
-def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None) -> Gradients:
+@overload
+def backward(
+    dy: Array[A], saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+) -> Gradients[A]: ...
+@overload
+def backward(
+    dy: AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+) -> Gradients[Any]: ...
+def backward(
+    dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+) -> Gradients[Any]:
     """The gradients of `forward`'s y, from what it saved.
 
     ::
@@ -90,7 +101,7 @@ def backward_within(
     *,
     needs: Collection[str] = Gradients._fields,
     sms: int | None = None,
-) -> Gradients:
+) -> Gradients[Any]:
     """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
     kind = kind_of(dy)
@@ -109,7 +120,7 @@ def backward_within(
 
 def _backward(
     kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
-) -> Gradients:
+) -> Gradients[Any]:
     device = kind.device(dy)
     if not is_current(device):
         with on_device(device):
@@ -271,7 +282,7 @@ def _multiply(
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
+def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients[Any]:
     x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
     vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
     scale, bias, gamma, running_mean, running_var, eps, _ = vectors

@@ -6,9 +6,11 @@ import math
 import numbers
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
+
+from ._typing import Gemm, Precision
 
 __all__ = [
     "View",
@@ -23,8 +25,8 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-PRECISIONS = ("highest", "high")
-GEMMS = ("auto", "cublas", "tiled", "sm90")
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+GEMMS: tuple[str, ...] = get_args(Gemm)
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
 from ._device import is_capturing, on_device
 from ._interop import Prepared, kinds_of
+from ._typing import A, AnyArray, Array
 
 __all__ = ["fold"]
 
 ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
 
 
+@overload
+def fold(
+    weight: Array[A], scale: AnyArray, running_mean: AnyArray, running_var: AnyArray, *, bias: AnyArray | None = None,
+    gamma: AnyArray | None = None, beta: AnyArray | None = None, eps: float = 1e-5,
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def fold(
+    weight: AnyArray, scale: AnyArray, running_mean: AnyArray, running_var: AnyArray, *, bias: AnyArray | None = None,
+    gamma: AnyArray | None = None, beta: AnyArray | None = None, eps: float = 1e-5,
+) -> tuple[Any, Any]: ...  # fmt: skip
 def fold(
     weight: Any,
     scale: Any,

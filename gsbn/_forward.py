@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ._call import Description, log, remember
 from ._device import is_capturing, is_current, on_device
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
+from ._typing import A, AnyArray, Array, Gemm, Precision
 
 __all__ = ["Saved", "describe", "forward", "forward_within"]
 
@@ -51,8 +52,8 @@ class Saved(NamedTuple):
     deviations: Any
     vectors: Any
     training: bool
-    precision: str
-    gemm: str
+    precision: Precision
+    gemm: Gemm
     dtypes: tuple[str | None, str | None, str | None, str | None]
     versions: tuple[int | None, int | None] = (None, None)
 
@@ -60,6 +61,31 @@ class Saved(NamedTuple):
         return Saved, self[:8]  # what is loaded or copied begins to count anew
 
 
+# For a type checker: without `return_saved`, with it, and where it is not known or x is another library's array.
+@overload
+def forward(
+    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
+    running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
+    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
+    sms: int | None = None, out: AnyArray | None = None, return_saved: Literal[False] = False,
+) -> A: ...  # fmt: skip
+@overload
+def forward(
+    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
+    running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
+    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
+    sms: int | None = None, out: AnyArray | None = None, return_saved: Literal[True],
+) -> tuple[A, Saved]: ...  # fmt: skip
+@overload
+def forward(
+    x: AnyArray, weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
+    running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
+    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
+    sms: int | None = None, out: AnyArray | None = None, return_saved: bool = False,
+) -> Any: ...  # fmt: skip
 def forward(
     x: Any,
     weight: Any,

@@ -14,6 +14,7 @@ import numpy as np
 
 from ._check import View
 from ._dlpack import Producer
+from ._typing import Precision
 
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
 
@@ -24,8 +25,9 @@ class Prepared:
     `precision` is what it was made for; shape and dtype are the weight's.
     """
 
-    def __init__(self, weight: Any, precision: str) -> None:
-        self.weight, self.precision = weight, precision  # a copy that nobody else writes
+    def __init__(self, weight: Any, precision: Precision) -> None:
+        self.weight: Any = weight  # a copy that nobody else writes
+        self.precision: Precision = precision
         self.limbs: tuple[Any, int, int] | None = None  # who owns them, address of the limbs, of the exponents
 
     @property

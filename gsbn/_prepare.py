@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from . import _capture, _check, _declared, _kernels, _plan
 from ._device import is_capturing, on_device
 from ._interop import Prepared, kinds_of
 from ._limbs import SPLIT_WORDS
+from ._typing import AnyArray, Precision
 
 __all__ = ["prepare"]
 
 
-def prepare(weight: Any, precision: str = "highest") -> Prepared:
+def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     """Make a weight ready for `forward`, which takes the result in the weight's place and then has less to do.
 
     float32 at "highest" on Hopper is split into two float16 limbs (`docs/float32.md`), which spares every call 4 bytes

@@ -32,10 +32,12 @@ per-feature scale, ``γ, β (O)`` the affine of batch normalisation::
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ._typing import A_co, NamedTuple
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
 
@@ -181,7 +183,7 @@ def _next_count(count: int, momentum: float | None) -> int:
     return count + 1
 
 
-class Gradients(NamedTuple):
+class Gradients(NamedTuple, Generic[A_co]):
     """One new array per differentiable argument of the forward; None where it was not asked for.
 
     Attributes
@@ -191,12 +193,12 @@ class Gradients(NamedTuple):
     bias, scale, gamma, beta : (O,) array or None
     """
 
-    x: Any
-    weight: Any
-    bias: Any
-    scale: Any
-    gamma: Any
-    beta: Any
+    x: A_co | Any  # Any, not None: who asked for a gradient need not prove that it is there
+    weight: A_co | Any
+    bias: A_co | Any
+    scale: A_co | Any
+    gamma: A_co | Any
+    beta: A_co | Any
 
 
 @np.errstate(all="ignore")
@@ -214,7 +216,7 @@ def backward(
     eps: float = 1e-5,
     needs: Collection[str] = Gradients._fields,
     dtype: DTypeLike = np.float64,
-) -> Gradients:
+) -> Gradients[Array]:
     """The gradients of :func:`forward`'s ``y``, by the closed forms at the head of this module.
 
     Parameters

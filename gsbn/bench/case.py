@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._plan import ITEMSIZE
+from .._typing import Precision
 
-DTYPES = {  # what a user asks for: (dtype of the arrays, precision)
+DTYPES: dict[str, tuple[str, Precision]] = {  # what a user asks for: (dtype of the arrays, precision)
     "float32": ("float32", "highest"),
     "tf32": ("float32", "high"),
     "bfloat16": ("bfloat16", "highest"),
@@ -43,7 +44,7 @@ class Case:
     in_features: int
     out_features: int
     dtype: str = "float32"
-    precision: str = "highest"
+    precision: Precision = "highest"
     training: bool = True
     direction: str = "forward"
 

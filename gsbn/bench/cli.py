@@ -27,18 +27,19 @@ from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
 from .report import Report, Result, Settings
 from .selfcheck import Check
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Linear, per-feature scale and BatchNorm1d as CUDA kernels: what this machine has, and how good it is.",
 )  # fmt: skip
-out, err = Console(), Console(stderr=True)
+out: Console = Console()
+err: Console = Console(stderr=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Kind = Enum("Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
-Family = Enum("Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
-Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
-Direction = Enum("Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
-Mode = Enum("Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
+_Kind = Enum("_Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
+_Family = Enum("_Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
+_Preset = Enum("_Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+_Direction = Enum("_Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
+_Mode = Enum("_Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
 
 
 @app.command()
@@ -83,15 +84,15 @@ def info(
 @app.command()
 def check(
     as_json: AsJson = False,
-    dtype: Annotated[list[Kind] | None, typer.Option(help="Only these.")] = None,
-    family: Annotated[list[Family] | None, typer.Option(help="Only these inputs.")] = None,
+    dtype: Annotated[list[_Kind] | None, typer.Option(help="Only these.")] = None,
+    family: Annotated[list[_Family] | None, typer.Option(help="Only these inputs.")] = None,
     shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: int = 0,
 ) -> None:
     """Correctness and accuracy on this machine against float64; exit status 1 if gsbn leaves its bound."""
     with _bar("input", quiet=as_json) as step:
         checks = selfcheck.check(
-            [k.value for k in dtype or Kind], [f.value for f in family or Family], _shape(shape), seed, step
+            [k.value for k in dtype or _Kind], [f.value for f in family or _Family], _shape(shape), seed, step
         )
     failed = [c for c in checks if not c.passed]
     if as_json:
@@ -113,10 +114,10 @@ def check(
 @app.command(name="bench")
 def bench_command(
     shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again.")] = None,
-    preset: Annotated[Preset | None, typer.Option(help="Shapes; kernelbench, or small without a GPU.")] = None,
-    dtype: Annotated[list[Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
-    mode: Annotated[Mode, typer.Option()] = "training",  # type: ignore[assignment]
-    direction: Annotated[list[Direction] | None, typer.Option(help="May be given again; forward.")] = None,
+    preset: Annotated[_Preset | None, typer.Option(help="Shapes; kernelbench, or small without a GPU.")] = None,
+    dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
+    mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
+    direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each candidate, interleaved.")] = 120,
@@ -149,7 +150,7 @@ def bench_command(
             _fail(str(error))
     usual = preset.value if preset else "kernelbench" if gpu else "small"
     shapes = [_shape(text) for text in shape or []] or PRESETS[usual]
-    kinds = [k.value for k in dtype or Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
+    kinds = [k.value for k in dtype or _Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
     left_out = _names(skip)
     chosen = [name for name in _names(only) or names(gpu) if name not in left_out]

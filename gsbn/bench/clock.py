@@ -134,8 +134,9 @@ class GpuClock(Clock):
     def __init__(self, graph: bool = True) -> None:
         import cupy
 
-        self.xp, self.graph = cupy, graph
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.xp: Any = cupy
+        self.graph: bool = graph
+        self.stream: Any = cupy.cuda.Stream(non_blocking=True)
         l2 = cupy.cuda.Device().attributes["L2CacheSize"]
         self._scratch = cupy.empty(max(4 * l2, 64 << 20), cupy.uint8)
 

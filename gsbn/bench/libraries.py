@@ -80,6 +80,7 @@ def as_dtype(name: str) -> np.dtype[Any]:
 class Native:
     """NumPy or CuPy arrays as they are."""
 
+    name: str
     torch: Any = None
 
     def __init__(self, xp: Any) -> None:
@@ -96,7 +97,9 @@ class Torch(Native):
     """Tensors over the memory of NumPy or CuPy arrays, and back. DLPack refuses their bfloat16, so it goes as int16."""
 
     def __init__(self, xp: Any) -> None:
-        self.name, self.xp, self.torch = "torch", xp, load(["pytorch"])["torch"]
+        self.name: str = "torch"
+        self.xp: Any = xp
+        self.torch: Any = load(["pytorch"])["torch"]
         if self.torch is None:
             raise Unavailable("torch is not installed")
         self.device = "cuda" if xp.__name__ == "cupy" else "cpu"
