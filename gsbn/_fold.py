@@ -7,6 +7,7 @@ from typing import Any
 from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
 from ._device import is_capturing, on_device
+from ._dynamo import outside_graphs
 from ._interop import Prepared, kinds_of
 
 __all__ = ["fold"]
@@ -14,6 +15,7 @@ __all__ = ["fold"]
 ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
 
 
+@outside_graphs
 def fold(
     weight: Any,
     scale: Any,

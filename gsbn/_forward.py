@@ -11,6 +11,7 @@ import numpy as np
 from . import _check, _plan, reference
 from ._call import remember
 from ._device import is_capturing, is_current, on_device
+from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
 
@@ -60,6 +61,7 @@ class Saved(NamedTuple):
         return Saved, self[:8]  # what is loaded or copied begins to count anew
 
 
+@outside_graphs
 def forward(
     x: Any,
     weight: Any,

@@ -6,12 +6,14 @@ from typing import Any
 
 from . import _capture, _check, _declared, _kernels, _plan
 from ._device import is_capturing, on_device
+from ._dynamo import outside_graphs
 from ._interop import Prepared, kinds_of
 from ._limbs import SPLIT_WORDS
 
 __all__ = ["prepare"]
 
 
+@outside_graphs
 def prepare(weight: Any, precision: str = "highest") -> Prepared:
     """Make a weight ready for `forward`, which takes the result in the weight's place and then has less to do.
 
