@@ -22,11 +22,15 @@ EPS, MOMENTUM = 1e-5, 0.1
 
 def ours(array):
     """A JAX array's memory as a CuPy array, on the CPU as a NumPy array. Only to be read: JAX may share it."""
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError("gsbn cannot be traced: call it outside jax.jit and jax.vmap")
     array = jnp.asarray(array)
     if array.device.platform == "cpu":
         return np.asarray(array)
     import cupy
 
+    if array.dtype == jnp.bfloat16:  # which CuPy's DLPack does not know
+        return cupy.from_dlpack(jax.lax.bitcast_convert_type(array, jnp.int16)).view(array.dtype)
     return cupy.from_dlpack(array)
 
 
@@ -37,6 +41,8 @@ def theirs(array):
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()
+    if array.dtype == jnp.bfloat16:
+        return jax.lax.bitcast_convert_type(jax.dlpack.from_dlpack(array.view(np.int16)), jnp.bfloat16)
     return jax.dlpack.from_dlpack(array)
 
 

@@ -149,12 +149,15 @@ def forward(
     Raises
     ------
     TypeError
-        An argument that is no array, of another kind than x, or of a dtype that is not allowed.
+        An argument that is no array, of another kind than x, or of a dtype that is not allowed; a tensor that is no
+        plain memory: nested, sparse, traced, of a subclass that wraps others; a DLPack producer that does not produce.
     ValueError
         A shape, device, stride or value that is not allowed, one element per feature in training, a `gemm` that
         cannot serve; an argument that is written and read-only, self-overlapping or overlapped by another.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd.
+        A torch tensor that requires grad while grad mode is on, or has a tangent: gsbn is outside autograd.
+    ImportError
+        A bfloat16 tensor on the CPU where ml_dtypes is not installed, an array on a GPU where CuPy is not.
 
     Notes
     -----

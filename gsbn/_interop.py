@@ -375,8 +375,7 @@ def kinds_of(
 
     `own` names those that may be of a known kind where the others are foreign: they came from gsbn. Foreign DLPack
     producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no array or of
-    another kind than the first of `required`, ValueError for one on another device, RuntimeError for a torch tensor
-    that requires grad while grad mode is on.
+    another kind than the first of `required`, ValueError for one on another device, and what `Kind.admit` raises.
     """
     like = required[0]
     owner = arrays[like]
