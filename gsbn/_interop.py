@@ -413,7 +413,7 @@ def _import_dlpack(
                 f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {type_name(array)}"
             )
         if not known and kind_of(array) is not None:
-            raise TypeError(f"{name}: expected a DLPack producer like {like}, got {type_name(array)}")
+            raise TypeError(f"{name}: expected a {type_name(arrays[like])} like {like}, got {type_name(array)}")
         producer = Producer(name, array)
         imported[name] = array if known else producer.take()
         if not known and producer.read_only:

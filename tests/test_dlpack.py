@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from test_errors import B, I, O, about
+from test_imports import BLOCKER
 
 import gsbn
 
@@ -45,6 +49,28 @@ def test_a_producer_that_fails(producer: Any) -> None:
     with pytest.raises(TypeError, match=message) as caught:
         gsbn.forward(producer, np.ones((O, I)), np.ones(O), training=True)
     assert "\n" not in str(caught.value)
+
+
+def test_an_array_on_a_gpu_without_cupy() -> None:
+    script = """
+import numpy as np
+import gsbn
+from gsbn import _device
+
+class Producer:
+    def __dlpack__(self, **options): raise AssertionError("nobody could take it")
+    def __dlpack_device__(self): return 2, 0
+
+for call in (lambda: gsbn.forward(Producer(), np.ones((4, 3)), np.ones(4)), _device.cuda):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", BLOCKER + script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line, name in zip(done.stdout.splitlines(), ("x", "gsbn"), strict=True):
+        assert re.match(rf"{name}: expected CuPy for .+, got .+: pip install 'cupy-cuda12x", line), line
 
 
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap", "eval_shape"])
