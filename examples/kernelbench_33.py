@@ -6,7 +6,11 @@ As a script, the file makes the evaluator's check against the three operators, a
 """
 
 import copy
+import importlib.util
+import sys
 
+if importlib.util.find_spec("torch") is None:
+    sys.exit("kernelbench_33: needs PyTorch: pip install torch")
 import torch
 import torch.nn as nn
 
@@ -67,6 +71,8 @@ def get_init_inputs():
 
 if __name__ == "__main__":
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and importlib.util.find_spec("cupy") is None:
+        sys.exit("kernelbench_33: needs CuPy on a GPU: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
     if device == "cpu":
         batch_size = 64  # of whole rows: a CPU takes too long over 1024
     torch.manual_seed(42)

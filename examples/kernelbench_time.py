@@ -7,12 +7,16 @@ Errors are those of y against float64, over the first features.
 
 import argparse
 import copy
+import importlib.util
 import statistics
 import sys
 
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("kernelbench_time: needs PyTorch: pip install torch")
 import kernelbench_33
 import kernelbench_39
-import torch
 
 FEATURES = 256  # that are compared with float64
 
@@ -39,7 +43,10 @@ def main():
     parser.add_argument("--trials", type=int, default=100)
     trials = parser.parse_args().trials
     if not torch.cuda.is_available():
-        sys.exit("kernelbench_time: needs a CUDA GPU and a PyTorch that sees it")
+        print("kernelbench_time: nothing to time: it needs a CUDA GPU and a PyTorch that sees it")
+        return
+    if importlib.util.find_spec("cupy") is None:
+        sys.exit("kernelbench_time: needs CuPy: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, mean of {trials} trials")
     for number, problem in ((33, kernelbench_33), (39, kernelbench_39)):
         torch.manual_seed(42)

@@ -151,7 +151,10 @@ def main():
 
     print(f"gsbn {gsbn.__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}")
     if cupy is not None and cupy.is_available():
-        import ml_dtypes  # noqa: F401  # teaches NumPy and CuPy "bfloat16"
+        try:
+            import ml_dtypes  # noqa: F401  # teaches NumPy and CuPy "bfloat16"
+        except ModuleNotFoundError:
+            sys.exit("quickstart: needs ml_dtypes for bfloat16: pip install ml_dtypes")
 
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
         print(f"{name}, CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}")

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
+import sys
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError:
+    sys.exit("torch_autograd: needs PyTorch: pip install torch")
 
 import gsbn
 
@@ -196,9 +201,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        sys.exit("torch_autograd: needs scikit-learn for the data: pip install scikit-learn")
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and importlib.util.find_spec("cupy") is None:
+        sys.exit("torch_autograd: needs CuPy on a GPU: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
+    if device == "cpu" and importlib.util.find_spec("ml_dtypes") is None:
+        sys.exit("torch_autograd: needs ml_dtypes for bfloat16 on the CPU: pip install ml_dtypes")
     data = load_digits()
     x = torch.tensor(data.data, dtype=torch.float32, device=device) / 16
     labels = torch.tensor(data.target, device=device)

@@ -5,13 +5,20 @@ launches on torch's current stream, so that no synchronisation stands between it
 """
 
 import copy
+import importlib.util
+import sys
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import nn
+except ModuleNotFoundError:
+    sys.exit("torch_handoff: needs PyTorch: pip install torch")
 
 import gsbn
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda" and importlib.util.find_spec("cupy") is None:
+    sys.exit("torch_handoff: needs CuPy on a GPU: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
 torch.manual_seed(0)
 linear = nn.Linear(512, 256, device=device)
 scale = nn.Parameter(torch.randn(256, device=device))

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
-import matplotlib
 import numpy as np
-from rich.progress import track
-from sklearn.datasets import load_digits
+
+try:
+    import matplotlib
+    from rich.progress import track
+    from sklearn.datasets import load_digits
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+except ModuleNotFoundError as error:
+    sys.exit(f"train_digits: needs {error.name}: pip install scikit-learn rich matplotlib")
 
 import gsbn
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 
 def arrays_module(device: str) -> Any:
@@ -29,9 +34,12 @@ def arrays_module(device: str) -> Any:
 
             if cupy.cuda.runtime.getDeviceCount():
                 return cupy
+        except ModuleNotFoundError:
+            if device == "gpu":
+                sys.exit("train_digits: needs CuPy on a GPU: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'")
         except Exception as error:
             if device == "gpu":
-                raise SystemExit(f"no GPU to train on: {error}") from None
+                sys.exit(f"train_digits: no GPU to train on: {error}")
     return np
 
 

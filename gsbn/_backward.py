@@ -11,6 +11,7 @@ import numpy as np
 from . import _check, _declared, _kernels, _plan, reference
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._device import gemm_arguments, is_capturing, is_current, on_device
+from ._dynamo import outside_graphs
 from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
@@ -32,6 +33,7 @@ def backward(
 def backward(
     dy: AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]: ...
+@outside_graphs
 def backward(
     dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]:
@@ -109,7 +111,9 @@ def backward_within(
         kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
         dy = imported["dy"]
     if not isinstance(saved, Saved):
-        raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {saved!r:.80}")
+        raise TypeError(
+            f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {_check.shown(saved)}"
+        )
     _check.sm_count(sms)
     if not kind.on_gpu:
         _views(kind, dy, saved)

@@ -20,6 +20,7 @@ __all__ = [
     "needs",
     "overlaps",
     "prepare_arguments",
+    "shown",
     "sm_count",
     "span",
 ]
@@ -131,13 +132,21 @@ def backward_arguments(dy: View, x: View, features: int) -> None:
 def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """The names among `allowed` that are asked for, in that order; raises for what is no collection of them."""
     if isinstance(names, str) or not isinstance(names, Collection):
-        raise TypeError(f"needs: expected a collection of names among {allowed}, got {names!r}")
+        raise TypeError(f"needs: expected a collection of names among {allowed}, got {shown(names)}")
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"needs: expected names among {allowed}, got {name!r}")
+            raise TypeError(f"needs: expected names among {allowed}, got {shown(name)}")
         if name not in allowed:
-            raise ValueError(f"needs: expected names among {allowed}, got {name!r}")
+            raise ValueError(f"needs: expected names among {allowed}, got {shown(name)}")
     return tuple(name for name in allowed if name in names)
+
+
+def shown(value: Any) -> str:
+    """A value as an error prints it: not at length, and never an error of its own."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of thousands of digits refuses to be printed
+        return f"a value of type {type(value).__name__} that cannot be printed"
 
 
 def sm_count(value: Any) -> None:
@@ -145,9 +154,9 @@ def sm_count(value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"sms: expected a number of SMs or None, got {value!r:.80}")
+        raise TypeError(f"sms: expected a number of SMs or None, got {shown(value)}")
     if value < 1:
-        raise ValueError(f"sms: expected at least 1, got {value!r:.80}")
+        raise ValueError(f"sms: expected at least 1, got {shown(value)}")
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
@@ -268,30 +277,30 @@ def _writable(name: str, view: View) -> None:
 
 def _bool(name: str, value: Any) -> None:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected a bool, got {value!r}")
+        raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
 def _number(name: str, value: Any, expected: str) -> float:
     """The value in float64, in which it must be finite."""
     if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected {expected}, got {value!r:.80}")
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
     try:
         in_float64 = float(value)
     except OverflowError:
         in_float64 = math.inf
     if not math.isfinite(in_float64):
-        raise ValueError(f"{name}: expected {expected}, got {value!r:.80}")
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
     return in_float64
 
 
 def _eps(eps: Any, *, positive: bool) -> None:
     in_float64 = _number("eps", eps, "a finite number")
     if in_float64 < 0 or (positive and in_float64 == 0):
-        raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {eps!r}")
+        raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {shown(eps)}")
 
 
 def _name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {allowed}, got {value!r}")
+        raise TypeError(f"{name}: expected one of {allowed}, got {shown(value)}")
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+        raise ValueError(f"{name}: expected one of {allowed}, got {shown(value)}")

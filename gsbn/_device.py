@@ -35,7 +35,13 @@ def gpu_obstacle() -> str:
 @cache
 def cuda() -> Any:
     """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
-    import cupy
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "gsbn: expected CuPy for arrays on a GPU, got an environment without it: "
+            "pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]', whichever CUDA the driver has"
+        ) from error
     from cupy.cuda import driver, runtime
     from cupy_backends.cuda.libs import cublas
 

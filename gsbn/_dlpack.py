@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ._admit import type_name
+
 __all__ = ["Producer"]
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
@@ -39,16 +41,49 @@ class Producer:
         return capsule
 
     def take(self) -> Any:
-        kind = int(self.__dlpack_device__()[0])
-        if kind == _DLPACK_CPU:
-            try:
-                return np.from_dlpack(self)
-            except (BufferError, RuntimeError, TypeError) as error:
-                if hasattr(self.array, "__array__"):  # NumPy's DLPack has no bfloat16; __array__ gives ml_dtypes' one
-                    return np.asarray(self.array)
-                raise TypeError(f"{self.name}: expected an array that NumPy can take: {error}") from error
-        if kind in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
-            import cupy
+        """A CuPy or NumPy array of the same memory."""
+        jax = sys.modules.get("jax")
+        if jax is not None and isinstance(self.array, jax.core.Tracer):
+            raise TypeError(
+                f"{self.name}: expected an array that holds values, got JAX's {type(self.array).__name__}: "
+                "call gsbn outside jit, grad and vmap, or as examples/jax_handoff.py does"
+            )
+        try:
+            kind = int(self.__dlpack_device__()[0])
+        except Exception as error:  # whatever a library that is not known may raise
+            raise self._refused(error) from error
+        if kind not in (_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            raise ValueError(
+                f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {kind}"
+            )
+        try:
+            return self._on_cpu() if kind == _DLPACK_CPU else _cupy(self.name).from_dlpack(self)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise self._refused(error) from error
 
-            return cupy.from_dlpack(self)
-        raise ValueError(f"{self.name}: expected an array on the CPU or a CUDA device, got DLPack device type {kind}")
+    def _on_cpu(self) -> Any:
+        try:
+            return np.from_dlpack(self)
+        except (BufferError, RuntimeError, TypeError):
+            if not hasattr(self.array, "__array__"):
+                raise
+            return np.asarray(self.array)  # NumPy's DLPack has no bfloat16; __array__ gives ml_dtypes' one
+
+    def _refused(self, error: Exception) -> TypeError:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return TypeError(
+            f"{self.name}: expected an array that hands over its memory by DLPack, got {type_name(self.array)}: {why}"
+        )
+
+
+def _cupy(name: str) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"{name}: expected CuPy for an array on a GPU, got an environment without it: "
+            "pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]', whichever CUDA the driver has"
+        ) from error
+    return cupy

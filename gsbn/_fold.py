@@ -7,6 +7,7 @@ from typing import Any, overload
 from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
 from ._device import is_capturing, on_device
+from ._dynamo import outside_graphs
 from ._interop import Prepared, kinds_of
 from ._typing import A, AnyArray, Array
 
@@ -25,6 +26,7 @@ def fold(
     weight: AnyArray, scale: AnyArray, running_mean: AnyArray, running_var: AnyArray, *, bias: AnyArray | None = None,
     gamma: AnyArray | None = None, beta: AnyArray | None = None, eps: float = 1e-5,
 ) -> tuple[Any, Any]: ...  # fmt: skip
+@outside_graphs
 def fold(
     weight: Any,
     scale: Any,

@@ -11,6 +11,7 @@ import numpy as np
 from . import _check, _plan, reference
 from ._call import Description, log, remember
 from ._device import is_capturing, is_current, on_device
+from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
 from ._typing import A, AnyArray, Array, Gemm, Precision
@@ -86,6 +87,7 @@ def forward(
     momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
     sms: int | None = None, out: AnyArray | None = None, return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
+@outside_graphs
 def forward(
     x: Any,
     weight: Any,
@@ -173,12 +175,15 @@ def forward(
     Raises
     ------
     TypeError
-        An argument that is no array, of another kind than x, or of a dtype that is not allowed.
+        An argument that is no array, of another kind than x, or of a dtype that is not allowed; a tensor that is no
+        plain memory: nested, sparse, traced, of a subclass that wraps others; a DLPack producer that does not produce.
     ValueError
         A shape, device, stride or value that is not allowed, one element per feature in training, a `gemm` that
         cannot serve; an argument that is written and read-only, self-overlapping or overlapped by another.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd.
+        A torch tensor that requires grad while grad mode is on, or has a tangent: gsbn is outside autograd.
+    ImportError
+        A bfloat16 tensor on the CPU where ml_dtypes is not installed, an array on a GPU where CuPy is not.
 
     Notes
     -----

@@ -8,12 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from . import _admit
+from ._admit import type_name
 from ._check import View
 from ._dlpack import Producer
+from ._dynamo import skip_frames
 from ._typing import Precision
 
 __all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
@@ -126,7 +130,7 @@ class _Numpy(Kind):
 
     def admit(self, name: str, array: Any) -> None:
         if isinstance(array, np.ma.MaskedArray):
-            raise TypeError(f"{name}: expected an array without a mask, got {_type_name(array)}")
+            raise TypeError(f"{name}: expected an array without a mask, got {type_name(array)}")
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         return np.empty(shape, like.dtype if dtype is None else dtype)
@@ -219,15 +223,9 @@ class _Torch(Kind):
         return self._names[array.dtype]
 
     def admit(self, name: str, array: Any) -> None:
-        if array.requires_grad and self._torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
-                f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
-            )
-        if array.layout is not self._torch.strided:
-            raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}")
-        if array.is_neg():
-            raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+        _admit.tensor(self._torch, name, array)
+        if array.dtype is self._torch.bfloat16 and not self.on_gpu:
+            _bfloat16(name)
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
         if dtype is None:
@@ -237,7 +235,7 @@ class _Torch(Kind):
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         array = array.detach()
         if array.dtype is self._torch.bfloat16:
-            return array.view(self._torch.int16).numpy().view(_bfloat16())  # type: ignore[no-any-return]
+            return array.view(self._torch.int16).numpy().view(_bfloat16("array"))  # type: ignore[no-any-return]
         return array.numpy()  # type: ignore[no-any-return]
 
     def from_numpy(self, array: np.ndarray[Any, Any]) -> Any:
@@ -274,12 +272,16 @@ class _TorchCuda(_Torch):
         super().__init__(torch)
         self._bytes: dict[Any, Any] = {}  # an empty tensor of bytes for every device
         self._asked = (0, False)  # the last capture that graph_keeps was asked of, and the answer
+        dual = torch.autograd.forward_ad  # whose _current_level is -1 where nothing is differentiated forward
+        self._forward_ad = dual if hasattr(dual, "_current_level") else SimpleNamespace(_current_level=-1)
         # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        if self._forward_ad._current_level >= 0:
+            raise RuntimeError("a tensor may have a tangent")
         grad = self._torch.is_grad_enabled()
         key: list[Any] = [grad]
         pointers = []
@@ -289,7 +291,7 @@ class _TorchCuda(_Torch):
                 pointers.append(0)
             else:
                 key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
-                pointers.append(a.data_ptr())
+                pointers.append(a.data_ptr() or _nowhere(a))
         return tuple(key), pointers
 
     def pointer(self, array: Any) -> int:
@@ -335,6 +337,13 @@ class _TorchCuda(_Torch):
         return False
 
 
+def _nowhere(array: Any) -> int:
+    """The address of a tensor that has none: 0 if it has no elements either."""
+    if array.numel():
+        raise RuntimeError("a tensor without memory")
+    return 0
+
+
 _kinds: dict[type, Kind] = {np.ndarray: _Numpy()}
 
 
@@ -353,6 +362,7 @@ def _learn(type_: type) -> Kind | None:
         _kinds[cupy.ndarray] = _kinds[type_]
     elif torch is not None and issubclass(type_, torch.Tensor):
         if torch.Tensor not in _kinds:
+            skip_frames(torch)
             kind = _Torch(torch)
             kind.cuda = _TorchCuda(torch)
             _kinds[torch.Tensor] = kind
@@ -367,8 +377,7 @@ def kinds_of(
 
     `own` names those that may be of a known kind where the others are foreign: they came from gsbn. Foreign DLPack
     producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no array or of
-    another kind than the first of `required`, ValueError for one on another device, RuntimeError for a torch tensor
-    that requires grad while grad mode is on.
+    another kind than the first of `required`, ValueError for one on another device, and what `Kind.admit` raises.
     """
     like = required[0]
     owner = arrays[like]
@@ -385,7 +394,7 @@ def kinds_of(
         if other is None:
             _reject_device(name, array)
         if other is None or other.name != kind.name:
-            raise TypeError(f"{name}: expected a {kind.name} array like {like}, got {_type_name(array)}")
+            raise TypeError(f"{name}: expected a {kind.name} array like {like}, got {type_name(array)}")
         other.admit(name, array)
     for name, array in arrays.items():  # one library, two devices
         if array is not None and kind_of(array) is not kind:
@@ -403,10 +412,10 @@ def _import_dlpack(
         known = array is None or (name in own and kind_of(array) is not None)
         if not known and (not hasattr(array, "__dlpack__") or isinstance(array, type)):
             raise TypeError(
-                f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {_type_name(array)}"
+                f"{name}: expected a NumPy, CuPy or torch array or a DLPack producer, got {type_name(array)}"
             )
         if not known and kind_of(array) is not None:
-            raise TypeError(f"{name}: expected a DLPack producer like {like}, got {_type_name(array)}")
+            raise TypeError(f"{name}: expected a {type_name(arrays[like])} like {like}, got {type_name(array)}")
         producer = Producer(name, array)
         imported[name] = array if known else producer.take()
         if not known and producer.read_only:
@@ -415,7 +424,7 @@ def _import_dlpack(
     assert kind is not None
     for name, array in imported.items():
         if array is not None and kind_of(array) is not kind:
-            raise ValueError(f"{name}: expected {like}'s device, got {_type_name(arrays[name])} on another")
+            raise ValueError(f"{name}: expected {like}'s device, got {type_name(arrays[name])} on another")
     return kind, imported, frozenset(read_only)
 
 
@@ -425,13 +434,12 @@ def _reject_device(name: str, array: Any) -> None:
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got one on {array.device}")
 
 
-def _type_name(array: Any) -> str:
-    return f"{type(array).__module__}.{type(array).__qualname__}"
-
-
-def _bfloat16() -> Any:
+def _bfloat16(name: str) -> Any:
+    """NumPy's bfloat16, in which the CPU computes."""
     try:
         import ml_dtypes
     except ImportError as error:
-        raise ImportError("bfloat16 on the CPU needs ml_dtypes: pip install ml_dtypes") from error
+        raise ImportError(
+            f"{name}: expected ml_dtypes for bfloat16 on the CPU, got an environment without it: pip install ml_dtypes"
+        ) from error
     return ml_dtypes.bfloat16

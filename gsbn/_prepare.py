@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import _capture, _check, _declared, _kernels, _plan
 from ._device import is_capturing, on_device
+from ._dynamo import outside_graphs
 from ._interop import Prepared, kinds_of
 from ._limbs import SPLIT_WORDS
 from ._typing import AnyArray, Precision
@@ -11,6 +12,7 @@ from ._typing import AnyArray, Precision
 __all__ = ["prepare"]
 
 
+@outside_graphs
 def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     """Make a weight ready for `forward`, which takes the result in the weight's place and then has less to do.
 

@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their Python runs as printed, their links lead to files, the site builds without a warning."""
+"""README and docs/: their Python runs as printed, their links lead to files, the site builds without a warning."""
 
 from __future__ import annotations
 

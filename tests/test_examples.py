@@ -61,6 +61,95 @@ def test_torch_handoff(gpu: bool) -> None:
     assert f"gsbn and torch.nn agree on {'cuda' if gpu else 'cpu'}" in run(EXAMPLES / "torch_handoff.py", gpu=gpu)
 
 
+@pytest.mark.parametrize("gpu", devices())
+def test_jax_handoff(gpu: bool) -> None:
+    jax = pytest.importorskip("jax")
+    if gpu and jax.default_backend() != "gpu":
+        pytest.skip("this JAX has no GPU")
+    assert f"gsbn and JAX agree on {'gpu' if gpu else 'cpu'}" in run(EXAMPLES / "jax_handoff.py", gpu=gpu)
+
+
+# ---- a library that is missing
+
+HIDE = """
+import runpy, sys
+hidden, sys.argv = sys.argv[1], sys.argv[2:]
+sys.modules[hidden] = None
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PACKAGES = {"sklearn": "scikit-learn", "cupy": "cupy-cuda12x"}  # by other names than their modules'
+NEEDS = {
+    "kernelbench_33": ("torch",),
+    "kernelbench_39": ("torch",),
+    "kernelbench_time": ("torch",),
+    "torch_handoff": ("torch",),
+    "torch_autograd": ("torch", "sklearn", "ml_dtypes"),
+    "train_digits": ("sklearn", "rich", "matplotlib"),
+    "jax_handoff": ("jax",),
+}
+NEEDS_ON_A_GPU = {
+    **{name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed},
+    "quickstart": "ml_dtypes",
+}
+
+
+def hide(library: str, example: str, *arguments: object, gpu: bool = False) -> Any:
+    """How an example ends that cannot import a library."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])}
+    if not gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", HIDE, library, EXAMPLES / f"{example}.py", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "gpu"),
+    [(name, library, False) for name, needed in NEEDS.items() for library in needed]
+    + [pytest.param(*row, True, marks=pytest.mark.gpu) for row in NEEDS_ON_A_GPU.items()],
+)
+def test_an_example_says_what_it_lacks(name: str, library: str, gpu: bool) -> None:
+    """In one line, with the way to get it."""
+    for other in NEEDS.get(name, ()):
+        if other != library:
+            pytest.importorskip(other)
+    if gpu and "torch" in NEEDS.get(name, ()):
+        need_torch_cuda()
+    done = hide(library, name, gpu=gpu)
+    assert done.returncode == 1
+    package = PACKAGES.get(library, library)
+    assert re.fullmatch(rf"{name}: needs .*: pip install .*{package}.*\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("quickstart", "cupy"), ("quickstart", "torch"), ("torch_handoff", "cupy")]
+)
+def test_an_example_does_without(name: str, library: str) -> None:
+    if name == "torch_handoff":
+        pytest.importorskip("torch")
+    done = hide(library, name, *(("--rounds", 1) if name == "quickstart" else ()))
+    assert done.returncode == 0, done.stderr
+
+
+def test_digits_on_a_gpu_without_cupy() -> None:
+    for package in ("sklearn", "matplotlib", "rich"):
+        pytest.importorskip(package)
+    done = hide("cupy", "train_digits", "--device", "gpu")
+    assert done.returncode == 1
+    assert re.fullmatch(r"train_digits: needs CuPy on a GPU: pip install .*\n", done.stderr), done.stderr
+
+
+def test_kernelbench_time_without_a_gpu() -> None:
+    pytest.importorskip("torch")
+    assert "nothing to time: it needs a CUDA GPU" in run(EXAMPLES / "kernelbench_time.py")
+
+
+def test_examples_use_public_names() -> None:
+    for file in EXAMPLES.glob("*.py"):
+        if file.stem != "quickstart":
+            assert not re.findall(r"\bgsbn\._|from gsbn import .*\b_\w|from gsbn\._", file.read_text()), file
+
+
 # ---- training
 
 LAYER = (7, 5)  # inputs, features

@@ -12,8 +12,16 @@ import gsbn
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
     {"gsbn._typing"},
-    {"gsbn._check", "gsbn._dlpack", "gsbn._driver", "gsbn._plan.problem", "gsbn._plan.rates", "gsbn.reference"},
-    {"gsbn._plan.h200", "gsbn._plan.variants"},
+    {
+        "gsbn._admit",
+        "gsbn._check",
+        "gsbn._driver",
+        "gsbn._dynamo",
+        "gsbn._plan.problem",
+        "gsbn._plan.rates",
+        "gsbn.reference",
+    },
+    {"gsbn._dlpack", "gsbn._plan.h200", "gsbn._plan.variants"},
     {"gsbn._plan.cost"},
     {"gsbn._plan.gemm"},
     {"gsbn._plan.backward", "gsbn._plan.forward"},

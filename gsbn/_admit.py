@@ -1,0 +1,64 @@
+"""Which torch tensors gsbn can take: those that are memory with shape and strides. Of all others, what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["tensor", "type_name"]
+
+_COMPILED = "make the call a custom operator, as examples/torch_autograd.py does"
+_ADVICE = {  # for subclasses that hold no memory themselves
+    "FakeTensor": f"gsbn cannot be traced: {_COMPILED}",
+    "FunctionalTensor": f"gsbn cannot be traced: {_COMPILED}",
+    "DTensor": "pass the local shard, {name}.to_local()",
+    "MaskedTensor": "pass {name}.get_data(), which has no mask",
+}
+_TRANSFORMS = {
+    "is_batchedtensor": "torch.func.vmap",
+    "is_gradtrackingtensor": "torch.func.grad or jvp",
+    "is_functionaltensor": "torch.func.functionalize",
+}
+
+
+def tensor(torch: Any, name: str, array: Any) -> None:
+    """Raise RuntimeError for a tensor that autograd follows, TypeError or ValueError for one without plain memory."""
+    type_ = type(array)
+    if torch.nn.parameter.is_lazy(array):
+        raise ValueError(f"{name}: expected a tensor with a shape, got {type_name(array)}: run the lazy module once")
+    if array.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
+            f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
+        )
+    if array.is_nested:
+        raise TypeError(
+            f"{name}: expected one rectangular tensor, got a nested one: pass torch.cat({name}.unbind()) for all rows"
+        )
+    if type_.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        advice = _ADVICE.get(type_.__name__, "pass the tensor that it wraps").format(name=name)
+        raise TypeError(f"{name}: expected a plain tensor, got {type_name(array)}: {advice}")
+    if array.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got layout {array.layout}: pass {name}.to_dense()")
+    if transform := _transform(torch, array):
+        raise TypeError(
+            f"{name}: expected a tensor with memory of its own, got one that {transform} made: call gsbn outside it"
+        )
+    if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
+        raise RuntimeError(f"{name}: has a tangent, and gsbn is outside autograd: pass {name} without it")
+    if array.is_neg():
+        raise ValueError(f"{name}: expected plain memory, got a lazily negated tensor: pass {name}.resolve_neg()")
+    if array.data_ptr() == 0 and array.numel():
+        raise ValueError(
+            f"{name}: expected a tensor with memory, got an empty storage: bring its values back first (FSDP frees the "
+            f"storage of a parameter that is not in use)"
+        )
+
+
+def _transform(torch: Any, array: Any) -> str | None:
+    """The transform that put this tensor in the place of the caller's, if one did; there is no public way to ask."""
+    ask = torch._C._functorch
+    return next((transform for question, transform in _TRANSFORMS.items() if getattr(ask, question)(array)), None)
+
+
+def type_name(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__qualname__}"

@@ -1,0 +1,38 @@
+"""torch.compile goes around gsbn's functions: their work is launches and NumPy, of which no graph can be made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, TypeVar, cast
+
+__all__ = ["outside_graphs", "skip_frames"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_codes: list[CodeType] = []
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """A decorator that adds no call: a traced graph breaks here, once; where it may not break, torch prints why."""
+    plain = cast(FunctionType, function)
+    vars(plain).update(
+        _torchdynamo_disable=True,
+        _torchdynamo_disable_msg=f"gsbn.{plain.__name__}: expected to be called outside a traced graph; "
+        "make the call a custom operator, as examples/torch_autograd.py does",
+    )
+    _codes.append(plain.__code__)
+    if (torch := sys.modules.get("torch")) is not None:
+        skip_frames(torch)
+    return function
+
+
+def skip_frames(torch: Any) -> None:
+    """Else torch.compile would try its hand at whatever the functions call, frame by frame."""
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    except (AttributeError, TypeError):  # another version's names; it then compiles what it can
+        return
+    for code in _codes:
+        frames.set_code_exec_strategy(code, skip)
