@@ -61,7 +61,7 @@ def changed_since(results: Path) -> list[str]:
 
 
 def markdown(report: Report) -> str:
-    """The results table, medians of device time in ms, with one line on where it was measured."""
+    """The results table, medians in ms, with one line on what was measured, and where."""
     has_host = any(r.host for r in report.results)
     columns = ["B, I, O", "dtype", "bare GEMM", "PyTorch eager", "torch.compile", "JAX", "**gsbn**"]
     columns += ["× PyTorch", "of the floor", *(["host µs, PyTorch", "host µs, gsbn"] if has_host else [])]
@@ -90,10 +90,12 @@ def _caption(report: Report) -> str:
     )
     driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
     matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
+    third = " (float32: at least a third of float16)" if e["gpus"] else ""
+    what = "device time in ms, one run, back to back in a CUDA graph where possible"
     return (
-        f"Medians of device time in ms, one run, back to back in a CUDA graph where possible; {report.date[:10]}, "
+        f"Medians of {what if e['gpus'] else 'wall-clock time in ms, one run'}; {report.date[:10]}, "
         f"{gpu}{driver}, gsbn {e['gsbn']}, {versions}. Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in "
-        f"TFLOP/s {matrix} (float32: at least a third of float16). "
+        f"TFLOP/s {matrix}{third}. "
         f"Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
     )
 
