@@ -90,10 +90,10 @@ def _print_errors(
     rows: list[Row] = []
     kinds: set[str] = set()
     for (kind, family), group in groups.items():
-        cells: list[str | Text] = [
-            *(_error(group, *which) for which in columns.values()),
-            *([_worst(group)] if worst else []),
-        ]
+        errors = [_error(group, *which) for which in columns.values()]
+        if set(errors) == {NOTHING} and not worst:
+            continue
+        cells = [*errors, *([_worst(group)] if worst else [])]
         rows += [] if kind in kinds else [Row([kind, *[""] * len(cells)], "bold")]
         rows.append(Row([family, *cells]))
         kinds.add(kind)
