@@ -93,7 +93,7 @@ def _print_errors(
         errors = [_error(group, *which) for which in columns.values()]
         if set(errors) == {NOTHING} and not worst:
             continue
-        cells = [*errors, *([_worst(group)] if worst else [])]
+        cells: list[str | Text] = [*errors, *([_worst(group)] if worst else [])]
         rows += [] if kind in kinds else [Row([kind, *[""] * len(cells)], "bold")]
         rows.append(Row([family, *cells]))
         kinds.add(kind)
