@@ -4,7 +4,7 @@
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
-# make lint    ruff, mypy, clang-format; changes nothing
+# make lint    ruff, mypy, pyright, clang-format; changes nothing
 # make format  let ruff and clang-format rewrite the sources
 # make clean   remove what the targets above made
 #
@@ -70,6 +70,8 @@ lint: $(ready_lint)
 	$(bin)ruff check .
 	$(bin)ruff format --check .
 	$(bin)mypy
+	$(bin)pyright --pythonpath $(bin)python
+	PYTHONPATH=$(CURDIR) $(bin)pyright --pythonpath $(bin)python --verifytypes gsbn --ignoreexternal
 	$(bin)clang-format --dry-run --Werror kernels/*
 
 format: $(ready_lint)

@@ -8,12 +8,15 @@ import sys
 def main() -> None:
     """Run the command line; without its packages, say in one line how to get them."""
     try:
-        from gsbn.bench.cli import app
+        from gsbn.bench.cli import main as run
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich", "click"):
             raise
-        sys.exit(f'gsbn: the command line needs {error.name}: pip install "gsbn[cli]"')
-    app()
+        from gsbn.bench.machine import pip_install
+
+        sys.exit(f"gsbn: the command line needs {package}: {pip_install('cli')}")
+    run()
 
 
 if __name__ == "__main__":

@@ -139,8 +139,8 @@ def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPat
     assert {r.device.samples for r in report.results if r.device} == {40}, "settling does not count"
     assert len(clock.order) > 3 * 60
     rows = {row["candidate"]: row for row in report.rows()}
-    assert rows["gsbn"]["device_us"] == pytest.approx(2000, rel=0.01)
-    assert rows["gsbn"]["device_low_us"] <= rows["gsbn"]["device_us"] <= rows["gsbn"]["device_high_us"]
+    assert rows["gsbn"]["time_us"] == pytest.approx(2000, rel=0.01)
+    assert rows["gsbn"]["time_low_us"] <= rows["gsbn"]["time_us"] <= rows["gsbn"]["time_high_us"]
     assert rows["gsbn"]["host_us"] == pytest.approx(40)
     assert rows["gsbn"]["times pytorch"] == pytest.approx(2, rel=0.02)
     assert rows["gsbn"]["times bare gemm"] == pytest.approx(0.5, rel=0.02)
@@ -274,6 +274,19 @@ def test_one_wrong_gradient_is_seen(field: str) -> None:
     assert not truth.judge(gradient, np).passed
 
 
+def test_an_error_stands_beside_its_bound_and_beside_zero_it_is_absolute() -> None:
+    value, bound, error = np.array([[3.0, 4.0]]), np.array([[0.3, 0.4]]), np.array([[0.03, -0.2]])
+    judged = bounds.Expected(value, bound).judge(value + error, np)
+    assert judged.relative
+    assert (judged.max_error, judged.max_bound, judged.share) == pytest.approx((0.2, 0.4, 0.5))
+    assert (judged.norm_error, judged.norm_bound) == pytest.approx((np.hypot(0.03, 0.2) / 5, 0.1))
+    judged = bounds.Expected(value / 100, bound).judge(value / 100 + error, np)  # 0.05 is zero within 0.5
+    assert not judged.relative
+    assert (judged.norm_error, judged.norm_bound, judged.share) == pytest.approx((np.hypot(0.03, 0.2), 0.5, 0.5))
+    beyond = bounds.Expected(value * 1e5, bound).judge(np.array([[np.inf, np.inf]], np.float16), np)
+    assert (beyond.max_bound, beyond.norm_bound, beyond.share) == (0, 0, 0), "what float16 cannot hold is not judged"
+
+
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +306,7 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     assert {"gsbn"} <= {row["candidate"] for row in timed}
     assert [row["training"] for row in timed if row["candidate"] == "addmm"] in ([False], [])  # no torch, no addmm
     for row in timed:
-        assert row["device_low_us"] <= row["device_us"] <= row["device_high_us"]
+        assert row["time_low_us"] <= row["time_us"] <= row["time_high_us"]
         assert row["error"] < 0.05
     with (tmp_path / "r.csv").open() as stream:
         rows = list(csv.DictReader(stream))
@@ -410,6 +423,14 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
     assert publish.changed_since(tmp_path / "docs/results/rows.json") == []
     for name in ("rows.json", "rows.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
+
+
+def test_a_cpu_has_no_device_time_and_no_graph() -> None:
+    report = report_of_a_gpu()
+    assert "Medians of device time" in publish.markdown(report)
+    on_cpu = dataclasses.replace(report, environment=report.environment | {"gpus": [], "driver": None})
+    assert "Medians of wall-clock time" in publish.markdown(on_cpu)
+    assert not {"device", "graph"} & set(publish.markdown(on_cpu).replace(",", " ").split())
 
 
 def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from gsbn import _device, bench
 from gsbn.bench import bounds, cli, machine, selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--calls", "1"]
+QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--settle", "0", "--calls", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
     assert "float64 reference" in output
     assert "→" in output
     assert max(map(len, output.splitlines())) <= 80
-    told = json.loads(run("info", "--json").stdout)
+    told = json.loads(run("info", "--json", "-").stdout)
     assert set(told["paths"]) == set(bench.DTYPES)
     assert told["paths"]["float32"]["gemm"] == "numpy"
     assert set(told["digest"]) == {"gsbn", "kernels"}
@@ -58,11 +60,23 @@ def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
     ("obstacle", "driver", "wheels", "what", "fix"),
     [
         ("no GPU", 0, [], "no NVIDIA driver", "install its driver"),
-        ("CuPy is not installed", 12080, [], "CuPy is not installed", 'pip install "gsbn[cuda12]"'),
-        ("CuPy is not installed", 13000, [], "CuPy is not installed", 'pip install "gsbn[cuda13]"'),
-        ("libnvrtc.so.12", 13000, ["cupy-cuda12x"], "libnvrtc.so.12", "pip uninstall -y cupy-cuda12x && pip install"),
+        ("CuPy is not installed", 12080, [], "CuPy is not installed", "pip install what cuda12 names"),
+        ("CuPy is not installed", 13000, [], "CuPy is not installed", "pip install what cuda13 names"),
+        (
+            "libnvrtc.so.12",
+            13000,
+            ["cupy-cuda12x"],
+            "libnvrtc.so.12",
+            "-y cupy-cuda12x && pip install what cuda13 names",
+        ),
         ("no GPU is visible", 13000, ["cupy-cuda13x"], "no GPU is visible", "nvidia-smi"),
-        ("broken", 12080, ["cupy-cuda12x", "cupy-cuda13x"], "two CuPy wheels", "-y cupy-cuda12x cupy-cuda13x"),
+        (
+            "broken",
+            12080,
+            ["cupy-cuda12x", "cupy-cuda13x"],
+            "two CuPy wheels",
+            "cupy-cuda13x && pip install what cuda12 names",
+        ),
     ],
 )
 def test_the_remedy_fits_the_trouble(
@@ -72,6 +86,7 @@ def test_the_remedy_fits_the_trouble(
     monkeypatch.setattr(machine, "cuda_driver", lambda: driver)
     monkeypatch.setattr(machine, "packages", lambda: {"cupy": wheels})
     monkeypatch.setattr(machine, "version", lambda package: "1")
+    monkeypatch.setattr(machine, "pip_install", lambda extra: f"pip install what {extra} names")
     ((told, remedy),) = machine.missing()
     assert what in told
     assert fix in remedy
@@ -84,10 +99,12 @@ def test_check_passes_here_and_shows_the_bound() -> None:
     for family in bounds.FAMILIES:
         assert family in output
     assert max(map(len, output.splitlines())) <= 80
-    told = json.loads(run("check", "--json", "--dtype", "float16", "--family", "mean 1e4").stdout)
+    told = json.loads(run("check", "--json", "-", "--dtype", "float16", "--family", "mean 1e4").stdout)
     assert told["passed"]
     assert {(c["kind"], c["family"]) for c in told["checks"]} == {("float16", "mean 1e4")}
-    assert {"max_error", "norm_error", "share"} == set(told["checks"][0]["y"])
+    assert told["skipped"].keys() <= {"pytorch"}
+    figures = {"max_error", "max_bound", "norm_error", "norm_bound", "relative", "share"}
+    assert figures == set(told["checks"][0]["y"])
     assert {"x", "weight", "bias", "scale", "gamma", "beta"} == set(told["checks"][0]["gradients"])
 
 
@@ -98,8 +115,121 @@ def test_check_fails_where_gsbn_is_out_of_its_bound(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gsbn, "forward", lambda x, *rest, **options: honest(x * x.dtype.type(1.001), *rest, **options))
     result = run("check", "--dtype", "float32", "--family", "normal", status=1)
     assert "out of bound: float32, normal" in result.output
-    told = json.loads(run("check", "--json", "--dtype", "float32", "--family", "normal", status=1).stdout)
+    told = json.loads(run("check", "--json", "-", "--dtype", "float32", "--family", "normal", status=1).stdout)
     assert not told["passed"]
+
+
+def test_without_ml_dtypes_its_checks_are_skipped_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    why = "bfloat16 needs ml_dtypes: pip install ml_dtypes"
+    quick = ["check", "--family", "normal", "--shape", "12,12,12"]
+    result = run(*quick)
+    assert f"bfloat16: skipped, because {why}" in result.stdout
+    assert "tf32: skipped, because a CPU" in result.stdout
+    assert "6 of 6 within the bound" in result.stdout
+    assert result.stderr == ""
+    told = json.loads(run(*quick, "--json", "-").stdout)
+    assert told["passed"]
+    assert told["skipped"]["bfloat16"] == why
+    assert {c["kind"] for c in told["checks"]} == {"float32", "float16", "float64"}
+    assert why in run("info").stdout
+    timed = run(*QUICK, "--dtype", "bfloat16", "--only", "gsbn,gemm-numpy")
+    assert f"(24, 20, 12) bfloat16 training: nothing was timed: {why}" in " ".join(timed.stdout.split())
+
+
+def test_a_check_of_nothing_is_no_success() -> None:
+    result = run("check", "--dtype", "tf32", status=1)
+    assert "tf32: skipped" in result.stdout
+    assert "Nothing was checked." in result.stdout
+    assert "──" not in result.stdout, "no empty table"
+    assert not json.loads(run("check", "--dtype", "tf32", "--json", "-", status=1).stdout)["passed"]
+
+
+def test_pytorch_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("check", "--dtype", "float16", "--family", "normal", "--shape", "12,12,12")
+    assert "PyTorch eager: skipped, because torch is not installed" in result.stdout
+    assert "not held to the bound" not in result.stdout, "a table without a value is not printed"
+
+
+def test_an_error_beside_a_truth_of_zero_is_absolute() -> None:
+    """Rows that are all the same have no gradient of the weight: its error over the truth's norm was 3e3."""
+    command = ["check", "--dtype", "float64", "--family", "constant", "--shape", "33,64,21"]
+    (row,) = [c for c in json.loads(run(*command, "--json", "-").stdout)["checks"]
+              if c["candidate"] == "gsbn" and c["training"]]  # fmt: skip
+    weight, beta = row["gradients"]["weight"], row["gradients"]["beta"]
+    assert (weight["relative"], beta["relative"]) == (False, True)
+    assert weight["norm_error"] <= weight["norm_bound"] < 1e-6
+    assert 0 < beta["norm_error"] < beta["norm_bound"] < 1e-12
+    (line,) = [line for line in run(*command).stdout.split("dweight")[1].splitlines() if "constant" in line][:1]
+    errors = [float(error) for error in re.findall(r"\d\.\de[+-]\d\d|(?<= )0(?= )", line)]
+    assert len(errors) == 5 and max(errors) < 1e-6
+    assert f"{weight['norm_error']:.1e}* " in line
+
+
+@pytest.mark.parametrize("command", [["info"], ["check", "--dtype", "float32", "--shape", "8,8,8"],
+                                     [*QUICK, "--only", "gsbn"]])  # fmt: skip
+def test_json_is_one_option_everywhere(command: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "r.json"
+    assert "float32" in run(*command, "--json", str(saved)).stdout, "tables beside the file"
+    direct = json.loads(run(*command, "--json", "-").stdout)
+    assert direct.keys() == json.loads(saved.read_text()).keys()
+
+
+def test_csv_goes_to_stdout_alone() -> None:
+    output = run(*QUICK, "--only", "gsbn", "--csv", "-").stdout
+    assert "device" not in output, "a CPU has no device time"
+    rows = list(csv.DictReader(output.splitlines()))
+    assert [row["candidate"] for row in rows] == ["gsbn"]
+    assert float(rows[0]["time_us"]) > 0
+
+
+def test_the_version() -> None:
+    import gsbn
+
+    assert run("--version").stdout == f"gsbn {gsbn.__version__}\n"
+
+
+def test_shapes_of_a_preset_and_shapes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measured(todo: Any, *rest: Any) -> bench.Report:
+        seen.append([case.shape for case in todo])
+        return bench.Report(machine.environment(), bench.Settings(), bench.Rates(1, {}), ())
+
+    monkeypatch.setattr(cli.measure, "run", measured)
+    small, kind = bench.PRESETS["small"], ["--dtype", "float32", "--dtype", "float32"]
+    run("bench", *kind, "--preset", "small", "--shape", "24,20,12", "--shape", ",".join(map(str, small[0])))
+    run("bench", *kind, "--shape", "24x20x12")
+    result = run("bench", *kind)
+    assert seen == [[*small, (24, 20, 12)], [(24, 20, 12)], small], "each once"
+    assert "Nothing was measured." in result.stdout
+
+
+def test_a_cpu_has_no_device_time() -> None:
+    result = run(*QUICK, "--only", "gsbn,gemm-numpy")
+    assert "wall-clock time" in result.stdout
+    for absent in ("device", "host µs", "MB", "GPU"):
+        assert absent not in result.stdout
+
+
+def test_where_nothing_was_timed_there_is_a_sentence_and_no_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gsbn
+
+    honest = gsbn.forward
+    monkeypatch.setattr(gsbn, "forward", lambda *args, **options: honest(*args, **options) * 1.01)
+    picture = tmp_path / "p.png"
+    result = run(*QUICK, "--only", "gsbn", "--plot", str(picture))
+    assert "(24, 20, 12) float32 training: nothing was timed: wrong result" in " ".join(result.stdout.split())
+    assert "──" not in result.stdout
+    assert "nothing was timed" in result.stderr
+    assert not picture.exists()
+    result = run(*QUICK, "--only", "gsbn,addmm")
+    assert "training: nothing was timed.\n" in result.stdout
+    assert "gsbn: wrong result" in result.stdout
+    assert "addmm, folded: folded weights" in result.stdout
 
 
 def test_bench_saves_what_it_shows(tmp_path: Path) -> None:
@@ -152,15 +282,46 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--preset", "huge"], "huge"),
         (["check", "--family", "unheard"], "unheard"),
         (["info", "--shape", "a,b,c"], "a,b,c"),
+        *((["check", "--seed", seed], "--seed") for seed in ("-1", str(2**32), "1.5", "9" * 400)),
+        *((["bench", "--seconds", s], "--seconds") for s in ("-1", "0", "nan", "inf", "1e300", "soon")),
+        *((["bench", "--settle", s], "--settle") for s in ("-1", "nan", "inf", "1e9")),
+        *((["bench", "--rounds", n], "--rounds") for n in ("-1", "0", "1e3", "9" * 40)),
+        *((["bench", "--calls", n], "--calls") for n in ("-1", "0", "9" * 40)),
+        *(
+            ([command, "--shape", shape], "--shape")
+            for command in ("info", "check", "bench")
+            for shape in ("", "8", "8,8,8,8", "-4,8,8", "4,0,8", "1e3,8,8", "nan,8,8", f"{2**31},8,8", "9" * 5000)
+        ),
+        (["check", "--shape", "2000000000,2000000000,8"], "GiB of memory"),
+        (["bench", "--shape", "2000000000,2000000000,8"], "GiB of memory"),
+        (["bench", "--only", "gsbn", "--skip", "gsbn"], "--skip"),
+        (["bench", "--skip", "nobody"], "--skip"),
+        (["bench", "--only", "nobody"], "--only"),
+        (["bench", "--json", "-", "--csv", "-"], "--csv"),
+        (["check", "--json"], "--json"),
+        (["--no-such-option"], "--no-such-option"),
     ],
 )
 def test_a_mistake_gets_a_sentence(arguments: list[str], said: str) -> None:
-    assert said in run(*arguments, status=2).stderr
+    result = run(*arguments, status=2)
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
 
 
-def test_what_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
-    assert "no such folder" in run(*QUICK, "--json", str(tmp_path / "none" / "r.json"), status=1).stderr
-    assert "ends in .png" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=1).stderr
+def test_the_largest_sizes_and_seeds_are_taken() -> None:
+    assert str(2**31 - 1) in run("info", "--shape", f"{2**31 - 1},8192,{2**31 - 1}").stdout
+    run("check", "--dtype", "float32", "--family", "normal", "--shape", "2,1,1", "--seed", str(2**32 - 1))
+
+
+@pytest.mark.parametrize("command", [["info"], ["check"], [*QUICK, "--only", "gsbn"]])
+def test_what_cannot_be_written_is_said_before_anything_runs(command: list[str], tmp_path: Path) -> None:
+    error = run(*command, "--json", str(tmp_path / "none" / "r.json"), status=2).stderr
+    assert "--json" in error and "no such folder" in error
+    assert "expected a file" in run(*command, "--json", str(tmp_path), status=2).stderr
+
+
+def test_what_cannot_be_drawn_or_published_is_said_before_anything_runs(tmp_path: Path) -> None:
+    assert "--plot" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=2).stderr
     assert "results:kernelbench" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
 
 
@@ -176,7 +337,25 @@ def test_a_missing_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     said = run(*QUICK, "--plot", str(tmp_path / "p.png"), status=1).stderr.strip().splitlines()
-    assert said[-1] == 'gsbn: plots need matplotlib: pip install "gsbn[cli]"'
+    assert said[-1] == f"gsbn: plots need matplotlib: {machine.pip_install('cli')}"
+
+
+def test_the_remedy_names_packages_that_an_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["numpy>=2.0", "ml-dtypes>=0.5; extra == 'cuda12'", 'cupy-cuda12x[ctk]>=14.2; extra == "cuda12"',
+                "rich>=13; extra == 'cli'", "rich>=13; extra == 'client'", "typer>=0.15 ; extra == 'cli'"]  # fmt: skip
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requires)
+    assert machine.pip_install("cuda12") == 'pip install "ml-dtypes>=0.5" "cupy-cuda12x[ctk]>=14.2"'
+    assert machine.pip_install("cli") == 'pip install "rich>=13" "typer>=0.15"'
+
+
+def test_sources_that_are_not_installed_are_to_be_installed_from_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def requires(name: str) -> list[str]:
+        raise machine.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "requires", requires)
+    assert machine.pip_install("cli") == f'pip install -e "{ROOT}[cli]"'
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
@@ -184,12 +363,12 @@ def test_a_missing_extra_is_one_line(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from gsbn.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.strip() == f'gsbn: the command line needs {package}: pip install "gsbn[cli]"'
+    assert done.stderr.strip() == f"gsbn: the command line needs {package}: {machine.pip_install('cli')}"
     assert done.stdout == ""
 
 
 def test_python_m_gsbn() -> None:
-    command = [sys.executable, "-m", "gsbn", "info", "--json"]
+    command = [sys.executable, "-m", "gsbn", "info", "--json", "-"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["gsbn"]
@@ -204,6 +383,6 @@ def test_check_passes_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_info_on_the_gpu_names_it_and_its_paths() -> None:
-    told = json.loads(run("info", "--json").stdout)
+    told = json.loads(run("info", "--json", "-").stdout)
     assert told["gpus"]
     assert all(told["paths"][kind]["gemm"] not in ("numpy", "–") for kind in told["paths"])

@@ -34,7 +34,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._forward"},
     {"gsbn._backward"},
     {"gsbn"},
-    {"gsbn.bench.candidate", "gsbn.bench.case"},
+    {"gsbn.bench.candidate", "gsbn.bench.case", "gsbn.bench.terminal"},
     {"gsbn.bench.machine"},
     {"gsbn.bench.libraries"},
     {"gsbn.bench.bounds", "gsbn.bench.clock"},
@@ -43,6 +43,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn.bench.report"},
     {"gsbn.bench.measure", "gsbn.bench.publish", "gsbn.bench.selfcheck"},
     {"gsbn.bench"},
+    {"gsbn.bench.tables"},
     {"gsbn.bench.cli"},
     {"gsbn.__main__"},
 )

@@ -94,6 +94,9 @@ def test_metadata(built: tuple[Path, Path]) -> None:
         metadata = wheel.read(f"gsbn-{gsbn.__version__}.dist-info/METADATA").decode()
     requires = re.findall(r"^Requires-Dist: (.*)$", metadata, re.M)
     assert [line for line in requires if "extra ==" not in line] == ["numpy>=2.0"], "numpy is the only hard dependency"
+    assert {"typer", "rich", "matplotlib", "ml-dtypes"} == {
+        re.split(r"[^\w-]", line)[0] for line in requires if "extra == 'cli'" in line
+    }
     for extra, cupy in (("cuda12", "cupy-cuda12x[ctk]"), ("cuda13", "cupy-cuda13x[ctk]")):
         mine = [line for line in requires if re.search(rf"extra == ['\"]{extra}['\"]", line)]
         assert any(line.startswith(cupy) for line in mine)

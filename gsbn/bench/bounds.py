@@ -110,20 +110,33 @@ class Expected:
         fits = xp.abs(self.value) + self.bound < LARGEST[got.dtype.name]  # beyond, infinity is right as well
         error = xp.abs(xp.where(fits, got.astype(xp.float64) - self.value, 0))
         share = xp.where(error == 0, 0.0, error / xp.maximum(self.bound, 1e-300))
-        norm = float(xp.linalg.norm(self.value.astype(float)))
+        value, bound = (xp.where(fits, a, 0).astype(float) for a in (self.value, self.bound))
+        norm, norm_bound = float(xp.linalg.norm(value)), float(xp.linalg.norm(bound))
+        relative = norm > norm_bound
+        unit = norm if relative else 1.0
         return Judgement(
             max_error=float(error.max()),
-            norm_error=float(xp.linalg.norm(error.astype(float))) / (norm or 1.0),
+            max_bound=float(bound.max()),
+            norm_error=float(xp.linalg.norm(error.astype(float))) / unit,
+            norm_bound=norm_bound / unit,
+            relative=relative,
             share=float(xp.nan_to_num(share, nan=xp.inf).max()),
         )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Largest absolute error, norm-wise relative error, and the largest share of its bound that any element uses."""
+    """A result's errors, each beside its bound, and the largest share of its own bound that any element uses.
 
-    max_error: float
+    The norms are those of the error and of the bound over that of the truth. A truth that is zero within its bound is
+    no measure of an error: the norms are then as they are, and ``relative`` is False.
+    """
+
+    max_error: float  # absolute, as max_bound
+    max_bound: float
     norm_error: float
+    norm_bound: float
+    relative: bool
     share: float
 
     @property

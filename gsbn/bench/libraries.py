@@ -70,8 +70,10 @@ def no_grad() -> Any:
 def as_dtype(name: str) -> np.dtype[Any]:
     """A dtype by name, bfloat16 included; ImportError without ``ml_dtypes``."""
     if name == "bfloat16":
-        import ml_dtypes
-
+        try:
+            import ml_dtypes
+        except ImportError as error:
+            raise ImportError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
         name = ml_dtypes.bfloat16
     dtype: np.dtype[Any] = np.dtype(name)
     return dtype

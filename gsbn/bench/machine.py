@@ -6,7 +6,9 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import subprocess
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -85,20 +87,39 @@ def missing() -> list[tuple[str, str]]:
     if len(wheels) > 1:
         both = " ".join(sorted(wheels))
         problems.append((f"two CuPy wheels that break each other: {both}",
-                         f'pip uninstall -y {both} && pip install "gsbn[{extra}]"'))  # fmt: skip
+                         f"pip uninstall -y {both} && {pip_install(extra)}"))  # fmt: skip
     elif obstacle and not cuda_driver():
         problems.append(("no NVIDIA driver: gsbn computes on the CPU",
                          "with an NVIDIA GPU, install its driver: https://www.nvidia.com/drivers"))  # fmt: skip
     elif obstacle and not wheels:
-        problems.append(("CuPy is not installed: gsbn computes on the CPU", f'pip install "gsbn[{extra}]"'))
+        problems.append(("CuPy is not installed: gsbn computes on the CPU", pip_install(extra)))
     elif obstacle:
-        fix = f'pip uninstall -y {wheels[0]} && pip install "gsbn[{extra}]"'
+        fix = f"pip uninstall -y {wheels[0]} && {pip_install(extra)}"
         problems.append((f"CuPy sees no usable GPU: {obstacle}", "nvidia-smi" if extra[4:] in wheels[0] else fix))
     if version("ml_dtypes") is None:
         problems.append(("no bfloat16 in NumPy and CuPy arrays", "pip install ml_dtypes"))
     if version("matplotlib") is None:
-        problems.append(("no plots", 'pip install "gsbn[cli]"'))
+        problems.append(("no plots", pip_install("cli")))
     return problems
+
+
+def pip_install(extra: str) -> str:
+    """The command that brings what an extra of gsbn asks for. It names the packages, as gsbn itself is in no index."""
+    lines: list[str] = []
+    with suppress(metadata.PackageNotFoundError):
+        lines = metadata.requires("gsbn") or []
+    wanted = [line.partition(";")[0].strip() for line in lines if re.search(rf"extra == .{extra}\b", line)]
+    if not wanted:  # the sources are on the path and not installed, or were when they had no such extra
+        return f'pip install -e "{Path(gsbn.__file__).parents[1]}[{extra}]"'
+    return "pip install " + " ".join(f'"{package}"' for package in wanted)
+
+
+def memory() -> int:
+    """Bytes of this machine's main memory; 0 if unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return 0
 
 
 @cache

@@ -98,10 +98,12 @@ def _caption(report: Report) -> str:
     )
     driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
     matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
+    third = " (float32: at least a third of float16)" if e["gpus"] else ""
+    what = "device time in ms, one run, back to back in a CUDA graph where possible"
     return (
-        f"Medians of device time in ms, one run, back to back in a CUDA graph where possible; {report.date[:10]}, "
+        f"Medians of {what if e['gpus'] else 'wall-clock time in ms, one run'}; {report.date[:10]}, "
         f"{gpu}{driver}, gsbn {e['gsbn']}, {versions}. Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in "
-        f"TFLOP/s {matrix} (float32: at least a third of float16). "
+        f"TFLOP/s {matrix}{third}. "
         f"Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
     )
 

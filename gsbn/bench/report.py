@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from .case import Case
 from .clock import Measurement
 from .rates import Rates
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class Result:
     path: str = ""  # which GEMM gsbn took
     method: str = ""  # graph, queue or wall: see gsbn.bench.clock
     calls: int = 0
-    device: Measurement | None = None
+    device: Measurement | None = None  # the GPU's time; on the CPU, the wall clock's
     host: Measurement | None = None
     extra_bytes: int | None = None  # peak beyond the operands and the result; None if unknown
-    error: float | None = None  # norm-wise, against float64
+    error: float | None = None  # norm-wise, against float64: gsbn.bench.bounds.Judgement
     failure: str = ""
 
     @property
     def seconds(self) -> float:
-        """The device time; infinite if there is none."""
+        """The median of the time; infinite if there is none."""
         return self.device.median if self.device else math.inf
 
 
@@ -76,8 +77,9 @@ class Report:
         return table
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary for each result. ``times <peer>`` is the peer's device time over this candidate's: where
-        it is above 1, this one is faster. ``bare gemm`` is the fastest of the bare GEMMs."""
+        """One flat dictionary for each result. ``time_us`` is the GPU's time, on the CPU the wall clock's.
+        ``times <peer>`` is the peer's time over this candidate's: where it is above 1, this one is faster. ``bare
+        gemm`` is the fastest of the bare GEMMs."""
         rows = []
         for case, results in self.by_case().items():
             others = {name: r.seconds for name, r in results.items() if r.device and not is_gemm(name)}
@@ -87,7 +89,7 @@ class Report:
             for r in results.values():
                 row = dataclasses.asdict(case) | {"candidate": r.candidate, "path": r.path, "method": r.method}
                 row |= {"calls": r.calls, "failure": r.failure, "error": r.error, "extra_bytes": r.extra_bytes}
-                row |= _columns("device", r.device) | _columns("host", r.host)
+                row |= _columns("time", r.device) | _columns("host", r.host)
                 seconds = r.seconds if r.device else None
                 row["tflops"] = case.flops / seconds / 1e12 if seconds else None
                 row["gbytes_per_s"] = case.least_bytes / seconds / 1e9 if seconds else None
@@ -97,21 +99,29 @@ class Report:
                 rows.append(row)
         return rows
 
-    def save_json(self, file: str | Path) -> None:
+    def to_json(self) -> str:
         """Environment, settings, rates and ``rows()``."""
         content = {name: getattr(self, name) for name in ("date", "interrupted", "environment")}
         content |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "rates")}
         content = {"schema": SCHEMA} | content | {"results": self.rows()}
-        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return json.dumps(content, indent=1) + "\n"
+
+    def to_csv(self) -> str:
+        """``rows()`` under one header line, which has the columns of all rows."""
+        rows, stream = self.rows(), io.StringIO()
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return stream.getvalue()
+
+    def save_json(self, file: str | Path) -> None:
+        """Write ``to_json()`` into a file."""
+        Path(file).write_text(self.to_json(), encoding="utf-8")
 
     def save_csv(self, file: str | Path) -> None:
-        """``rows()`` under one header line, which has the columns of all rows."""
-        rows = self.rows()
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        with Path(file).open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        """Write ``to_csv()`` into a file."""
+        Path(file).write_text(self.to_csv(), encoding="utf-8")
 
 
 def fastest(results: dict[str, Result], *prefixes: str) -> Result | None:
