@@ -198,7 +198,7 @@ def _overlaps(device: int) -> bool:
     return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
 
 
-_modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+_modules: dict[tuple[str, tuple[tuple[str, str], ...], tuple[int, int]], Any] = {}
 _launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
 
 
@@ -216,10 +216,11 @@ def launcher(
     if found is None:
         import cupy
 
-        key = (kernel.file, kernel.defines)
+        capability = _capability(device)
+        key = (kernel.file, kernel.defines, capability)
         with _locks[key]:
             if key not in _modules:
-                _modules[key] = cupy.RawModule(path=str(compiled(kernel, _capability(device))))
+                _modules[key] = cupy.RawModule(path=str(compiled(kernel, capability)))
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
