@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _check, _declared, _kernels, _plan, reference
 from ._call import ABSENT, Call, log, matrix_of, remember
-from ._device import gemm_arguments, is_capturing, is_current, on_device
+from ._device import gemm_arguments, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward import Saved
 from ._interop import Kind, kind_of, kinds_of
@@ -106,7 +106,7 @@ def backward_within(
 ) -> Gradients[Any]:
     """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
-    kind = kind_of(dy)
+    kind, given = kind_of(dy), dy
     if kind is None:  # a foreign DLPack producer, or no array at all
         kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
         dy = imported["dy"]
@@ -119,7 +119,10 @@ def backward_within(
         _views(kind, dy, saved)
         _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
-    return _backward(kind, dy, saved, wanted, sms, limits)
+    gradients = _backward(kind, dy, saved, wanted, sms, limits)
+    if dy is not given:
+        hold_until_done(dy, kind.device(dy))
+    return gradients
 
 
 def _backward(

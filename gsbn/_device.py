@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -14,7 +15,17 @@ import numpy as np
 
 from . import _plan
 
-__all__ = ["Gemm", "cuda", "gemm_arguments", "gemm_ex", "gpu_obstacle", "is_capturing", "is_current", "on_device"]
+__all__ = [
+    "Gemm",
+    "cuda",
+    "gemm_arguments",
+    "gemm_ex",
+    "gpu_obstacle",
+    "hold_until_done",
+    "is_capturing",
+    "is_current",
+    "on_device",
+]
 
 
 def gpu_obstacle() -> str:
@@ -101,6 +112,28 @@ def on_device(device: int) -> Iterator[None]:
 
 
 _NO_SHORT_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which CuPy does not name
+
+
+_lent: deque[tuple[Any, Any]] = deque()  # an event, and what must stay until it has happened
+
+
+def hold_until_done(arrays: Any, device: int) -> None:
+    """Hold what DLPack producers have lent until CuPy's current stream on the device has done what it has to do.
+
+    A producer may use the memory for something else as soon as nobody holds it any more; what holds it is let go by the
+    next call of this function. A captured call holds nothing: what a graph reads is the caller's to keep.
+    """
+    import cupy
+
+    with on_device(device):
+        stream = cupy.cuda.get_current_stream()
+        if is_capturing(stream.ptr):
+            return
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+    _lent.append((event, arrays))
+    while _lent and _lent[0][0].done:
+        _lent.popleft()
 
 
 class Gemm(NamedTuple):

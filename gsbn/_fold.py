@@ -6,9 +6,9 @@ from typing import Any, overload
 
 from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
-from ._device import is_capturing, on_device
+from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
-from ._interop import Prepared, kinds_of
+from ._interop import Prepared, kind_of, kinds_of
 from ._typing import A, AnyArray, Array
 
 __all__ = ["fold"]
@@ -94,4 +94,6 @@ def fold(
         stream = kind.stream(device)
         pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
         *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))
+    if kind_of(weight) is None:
+        hold_until_done(arrays, device)
     return folded, bias_folded

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _check, _plan, reference
 from ._call import Description, log, remember
-from ._device import is_capturing, is_current, on_device
+from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
@@ -282,7 +282,10 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
         own = ("out",) if prepared is None else ("out", "weight")
         kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
         arrays = tuple(imported.values())
-        return act(kind, arrays, options, prepared, limits, read_only)
+        result = act(kind, arrays, options, prepared, limits, read_only)
+        if kind.on_gpu:
+            hold_until_done(arrays, kind.device(arrays[0]))
+        return result
     return act(kind, arrays, options, prepared, limits)
 
 

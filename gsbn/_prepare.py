@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import _capture, _check, _declared, _kernels, _plan
-from ._device import is_capturing, on_device
+from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
-from ._interop import Prepared, kinds_of
+from ._interop import Prepared, kind_of, kinds_of
 from ._limbs import SPLIT_WORDS
 from ._typing import AnyArray, Precision
 
@@ -67,4 +67,6 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
             launch(limbs.grid, _plan.THREADS, (record.ctypes.data,), words, stream)
         if is_capturing(stream):
             _capture.keep_alive(kind, stream, (prepared.weight, prepared.limbs and prepared.limbs[0]))
+    if kind_of(weight) is None:
+        hold_until_done(arrays, device)
     return prepared

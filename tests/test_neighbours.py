@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from accuracy import family
 from gradients import backward, draw_dy, gradient_bounds, truth_of
 from harness import DTYPES, GPU_KINDS, Kind, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
-from test_forward_gpu import capture, new_stream, truth_and_bounds
+from test_forward_gpu import capture, new_stream, occupy, truth_and_bounds
 from tolerance import assert_outcome_within, assert_within, bounds
 
 import gsbn
@@ -272,6 +273,48 @@ def test_reduce_overhead(layers: ModuleType, dtype: str) -> None:
         close = 2e-5 if dtype == "float32" else 3e-2
         for got, want in zip(found[1], found[0], strict=True):
             assert torch.linalg.norm(got - want) <= close * torch.linalg.norm(want) + 1e-6
+
+
+# ---- memory that another library lends
+
+
+class Lender:
+    """Lends an array by DLPack, and holds it no more from then on."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return vars(self).pop("_array").__dlpack__(**options)
+
+
+@pytest.mark.gpu
+def test_what_is_lent_is_held_until_the_stream_is_done() -> None:
+    """Who lends memory may use it for something else as soon as nobody holds it."""
+    import cupy
+
+    kind = kind_of("cupy")
+    calls = {
+        "forward": lambda x, w, s: gsbn.forward(Lender(x), Lender(w), Lender(s), training=True),
+        "fold": lambda x, w, s: gsbn.fold(*map(Lender, (w, s, s.copy(), s.copy()))),
+        "prepare": lambda x, w, s: gsbn.prepare(Lender(w)),
+    }
+    with new_stream(kind) as stream:
+        for name, call in calls.items():
+            call(*(cupy.ones(shape, "f4") for shape in ((64, 32), (48, 32), 48)))  # compiles
+            x, w, s = (cupy.ones(shape, "f4") for shape in ((64, 32), (48, 32), 48))
+            stream.synchronize()
+            watched = weakref.ref(w)
+            occupy(kind, stream)
+            call(x, w, s)
+            del x, w, s
+            assert watched() is not None and not stream.done, name
+            stream.synchronize()
+            gsbn.prepare(Lender(cupy.ones((4, 4), "f4")))  # the next call lets go
+            assert watched() is None
 
 
 # ---- a kernel that waits for gsbn
