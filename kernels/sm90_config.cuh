@@ -8,12 +8,13 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
 #define ELEMENT 0
 #define MODE 2
-#define BLOCK_M 256  // rows of x in a tile: 32, 64, 128, 256
-#define STAGES 4     // of the ring in shared memory
-#define CLUSTER 2    // CTAs that share an x tile: 1, 2
-#define KEEP 0       // 1, in training: write g - mean, too
-#define W_ACROSS 0   // 1: w is (k, n) in memory, row-major
-#define X_ACROSS 0   // 1: x is (k, m)
+#define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256
+#define STAGES 4           // of the ring in shared memory
+#define SHARED 227 * 1024  // bytes of shared memory
+#define CLUSTER 2          // CTAs that share an x tile: 1, 2
+#define KEEP 0             // 1, in training: write g - mean, too
+#define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
+#define X_ACROSS 0         // 1: x is (k, m)
 #endif
 
 struct Problem {

@@ -3,7 +3,7 @@
 #include "sm90_formats.cuh"
 #include "sm90_statistics.cuh"
 
-struct alignas(1024) Shared {
+struct Shared {                       // on 1024 bytes, as swizzled stages must be
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
@@ -20,6 +20,8 @@ struct alignas(1024) Shared {
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
     Finish coef[BLOCK_N];        // of the tile that is being finished
 };
+
+static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
 
 struct Tile {
     int row, block;  // of BLOCK_M rows of x, of BLOCK_N features
