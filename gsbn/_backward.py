@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _check, _declared, _kernels, _plan, reference
+from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, matrix_of, remember
 from ._device import gemm_arguments, is_capturing, is_current, on_device
 from ._forward import Saved
@@ -270,17 +270,7 @@ def _multiply(
 
 
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
-    x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
-    vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
-    scale, bias, gamma, running_mean, running_var, eps, _ = vectors
-    found = reference.backward(
-        kind.numpy(dy), x, weight, scale, bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var,
-        training=saved.training, eps=float(eps[0]), needs=needs,
-    )  # fmt: skip
-    of = found._asdict()
-    for name, dtype in zip(Gradients._fields, (x.dtype.name, x.dtype.name, *saved.dtypes), strict=True):
-        if of[name] is not None:
-            # NumPy does not know bfloat16 by its name
-            target = x.dtype if dtype == x.dtype.name else np.dtype(dtype or "float64")
-            of[name] = None if dtype is None else kind.from_numpy(reference.round_to(of[name], target))
-    return Gradients(**of)
+    dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
+    wanted = {name: dtypes[name] for name in needs if dtypes[name] is not None}
+    found = _cpu.backward(*map(kind.numpy, (dy, *saved[:4])), training=saved.training, needs=wanted)
+    return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _check, _plan, reference
+from . import _check, _cpu, _plan
 from ._call import remember
 from ._device import is_capturing, is_current, on_device
-from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
+from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
 from ._interop import Kind, Prepared, kind_of, kinds_of
 
 __all__ = ["Saved", "forward", "forward_within"]
@@ -189,6 +189,7 @@ def _signature() -> inspect.Signature:
 
 _ANY = _plan.Limits()
 _calls: dict[Any, ForwardCall] = {}
+_checked: dict[Any, CheckedCall] = {}  # on the CPU
 
 
 def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
@@ -224,17 +225,8 @@ def _forward(
             return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    found = key = None
     limbs = prepared is not None and prepared.limbs is not None
-    try:
-        signature, pointers = kind.read(arrays)
-        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
-        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
-        key = (signature, options, types, aligned, capturing, limbs, read_only, limits)
-        found = _calls.get(key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # something is not what it should be: the checks say what
+    found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
     if found is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
@@ -250,6 +242,19 @@ def _forward(
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if found.y is None else made[found.y]
     return y if found.dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], found.dtypes))
+
+
+def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *more: Any) -> Any:
+    """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
+    try:
+        signature, pointers = kind.read(arrays)
+        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
+        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
+        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0) if kind.on_gpu else None
+        key = (signature, options, types, aligned, *more)
+        return calls.get(key), key, pointers
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None, None, []  # the checks say what
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -287,32 +292,23 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
 
 
 def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
-    views = _views(kind, arrays, options, read_only)
+    found, key, pointers = _find(_checked, kind, arrays, options, read_only)
+    if found is None:
+        views = _views(kind, arrays, options, read_only)
+        found = CheckedCall(views, bool(options[0]))
+        remember(_checked, key, found)
+    elif found.may_overlap(pointers):
+        _views(kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _ = options
-    given = dict(zip(ARRAYS, arrays, strict=True))
-    host = {name: None if array is None else kind.numpy(array) for name, array in given.items()}
-    shape = (views["x"].shape[0], views["weight"].shape[0])
-    if shape[0] == 0:
-        return _nothing(kind, arrays, options, shape[1])
-    operands = {name: host[name] for name in ARRAYS[:-1]}
-    momentum = None if momentum is None else float(momentum)
-    result = reference.forward(**operands, training=bool(training), momentum=momentum, eps=float(eps))  # type: ignore[arg-type]
-    y = reference.round_to(result.y, host["x"].dtype)  # type: ignore[union-attr]
-    if training:
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            target, value = host[name], getattr(result, name)
-            if target is not None:
-                target[...] = value if name == "num_batches_tracked" else reference.round_to(value, target.dtype)
-    if host["out"] is not None:
-        host["out"][...] = y
-    kind.written([given[name] for name in _check.written(views, training=bool(training))])
-    result_y = given["out"] if given["out"] is not None else kind.from_numpy(y)
-    if not return_saved:
-        return result_y
-    # What `reference.backward` takes; in training it takes no notice of the running statistics.
-    neutral = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "running_mean": 0.0, "running_var": 1.0}  # eps after them
-    vectors = np.full((_plan.SAVED_ROWS, shape[1]), eps, np.float64)
-    for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
-        row[...] = absent if host[name] is None else host[name]
-    deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(kind, arrays, options, deviations, kind.from_numpy(vectors), vector_dtypes(kind, arrays))
+    host = {name: None if a is None else kind.numpy(a) for name, a in zip(ARRAYS, arrays, strict=True)}
+    x, weight, out = host["x"], host["weight"], host["out"]
+    if len(x) == 0:
+        return _nothing(kind, arrays, options, len(weight))
+    y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
+    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved)
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    result = arrays[-1] if out is not None else kind.from_numpy(y)
+    if kept is None:
+        return result
+    return result, _saved(kind, arrays, options, *map(kind.from_numpy, kept), vector_dtypes(kind, arrays))

@@ -10,7 +10,7 @@ from ._device import gemm_arguments
 from ._interop import Kind, Prepared
 from ._limbs import Multiply
 
-__all__ = ["ARRAYS", "ForwardCall", "prepare_call", "vector_dtypes"]
+__all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
 ARRAYS = (
     "x",
@@ -28,20 +28,19 @@ PREPARED = ("limbs of weight", "exponents of weight")  # what a prepared weight 
 _MAX_APART = 64
 
 
-class ForwardCall:
-    """A forward call, ready but for its addresses, and what must hold of them."""
+class CheckedCall:
+    """Arguments that have been found right, but for their addresses, and what must hold of these."""
 
-    def __init__(self, call: Call, dtypes: Any) -> None:
-        self.call, self.dtypes = call, dtypes  # of the vectors' gradients; None where nothing is saved
-        self.y: int | None = None  # which of the arrays that it makes; None if it is given
-        self.spans: list[tuple[int, int, int]] = []
+    def __init__(self, views: dict[str, Any], training: bool) -> None:
+        self.written = [ARRAYS.index(name) for name in _check.written(views, training=training)]
+        given = [(i, views[name]) for i, name in enumerate(ARRAYS) if views[name] is not None]
+        self.spans = [(i, *_check.span(view)) for i, view in given if 0 not in view.shape]
         self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
-        self.written: list[int] = []
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
         where = tuple(pointers)
-        if not self.written or where in self.apart:
+        if not self.written or not where or where in self.apart:
             return False
         end = 0
         for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self.spans]):
@@ -52,6 +51,15 @@ class ForwardCall:
             self.apart.clear()
         self.apart.add(where)
         return False
+
+
+class ForwardCall(CheckedCall):
+    """A forward call, ready but for its addresses."""
+
+    def __init__(self, views: dict[str, Any], training: bool, call: Call, dtypes: Any) -> None:
+        super().__init__(views, training)
+        self.call, self.dtypes = call, dtypes  # of the vectors' gradients; None where nothing is saved
+        self.y: int | None = None  # which of the arrays that it makes; None if it is given
 
 
 def prepare_call(
@@ -174,14 +182,8 @@ def prepare_call(
         passed |= {"deviations": deviations, "saved": vectors}
         call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 
-    found = ForwardCall(call, None if plan.keep is None else vector_dtypes(kind, arrays))
+    found = ForwardCall(views, bool(training), call, None if plan.keep is None else vector_dtypes(kind, arrays))
     found.y = None if out is not None else plan.copy_x + plan.copy_w
-    found.written = [ARRAYS.index(name) for name in _check.written(views, training=bool(training))]
-    found.spans = [
-        (i, *_check.span(views[name]))
-        for i, name in enumerate(ARRAYS)
-        if views[name] is not None and 0 not in views[name].shape
-    ]
     return found
 
 

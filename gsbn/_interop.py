@@ -50,6 +50,7 @@ class Kind:
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
 
+        No addresses at all where it is plain that no two arrays share memory.
         The fast path of every call, so it checks nothing: an array of another kind raises or gives a key never seen.
         """
         raise NotImplementedError
@@ -116,6 +117,26 @@ class Kind:
 
 class _Numpy(Kind):
     name = "NumPy"
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        key: list[Any] = []
+        own, owners = 0, set()
+        for a in arrays:
+            if a is None:
+                key.append(None)
+            else:
+                flags = a.flags
+                key.append((type(a), a.shape, a.strides, a.dtype, flags.writeable))
+                if flags.owndata:
+                    owners.add(id(a))
+                own += 1
+        # An address takes a microsecond to ask for. Arrays that own their memory need none: they cannot meet.
+        if len(owners) == own:
+            return tuple(key), []
+        return tuple(key), [0 if a is None else self.pointer(a) for a in arrays]
+
+    def pointer(self, array: Any) -> int:
+        return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
     def view(self, array: Any) -> View:
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
@@ -207,6 +228,22 @@ class _Torch(Kind):
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
 
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        grad = self._torch.is_grad_enabled()
+        key: list[Any] = [grad]
+        pointers = []
+        for a in arrays:
+            if a is None:
+                key.append(None)
+                pointers.append(0)
+            else:
+                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
+                pointers.append(a.data_ptr())
+        return tuple(key), pointers
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()  # type: ignore[no-any-return]
+
     def view(self, array: Any) -> View:
         size = array.element_size()
         strides = tuple(stride * size for stride in array.stride())
@@ -276,22 +313,6 @@ class _TorchCuda(_Torch):
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
-
-    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        grad = self._torch.is_grad_enabled()
-        key: list[Any] = [grad]
-        pointers = []
-        for a in arrays:
-            if a is None:
-                key.append(None)
-                pointers.append(0)
-            else:
-                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
-                pointers.append(a.data_ptr())
-        return tuple(key), pointers
-
-    def pointer(self, array: Any) -> int:
-        return array.data_ptr()  # type: ignore[no-any-return]
 
     def device(self, array: Any) -> int:
         return array.device.index  # type: ignore[no-any-return]

@@ -162,7 +162,7 @@ def forward(
     d += beta
 
     if count is not None:
-        count = _next_count(count, momentum)
+        count = next_count(count, momentum)
         momentum = 1 / count if momentum is None else momentum
     if old_mean is None or old_var is None:
         return Forward(d, mean, var, None, None, count)
@@ -172,7 +172,7 @@ def forward(
     return Forward(d, mean, var, new_mean, new_var, count)
 
 
-def _next_count(count: int, momentum: float | None) -> int:
+def next_count(count: int, momentum: float | None) -> int:
     """The count of batches after this one, as an int64 that may be divided by."""
     if count >= 2**63 - 1:
         raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")

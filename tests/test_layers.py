@@ -17,7 +17,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._plan.gemm"},
     {"gsbn._plan.backward", "gsbn._plan.forward"},
     {"gsbn._plan"},
-    {"gsbn._declared", "gsbn._device", "gsbn._interop", "gsbn._tma"},
+    {"gsbn._cpu", "gsbn._declared", "gsbn._device", "gsbn._interop", "gsbn._tma"},
     {"gsbn._capture", "gsbn._kernels"},
     {"gsbn._call", "gsbn._sm90"},
     {"gsbn._limbs"},
