@@ -137,7 +137,7 @@ def run(xp, number, shape, dtype, clock, rounds):
     """Print one problem in one dtype; True if gsbn stays within KernelBench's tolerance of float64."""
     B, I, O = shape
     print(f"\nKernelBench {number}: x ({B}, {I}), weight ({O}, {I}), {dtype}")
-    print(f"  kernels: {'none; the reference computes in float64 on the CPU' if xp is np else kernels(*shape, dtype)}")
+    print(f"  kernels: {'none; NumPy computes on the CPU' if xp is np else kernels(*shape, dtype)}")
     host = {name: reference.round_to(array, dtype).astype("f4") for name, array in draw(*shape).items()}
     pick = slice(None, None, O // FEATURES)
     truth = reference.forward(**{k: a if k == "x" else a[pick] for k, a in host.items()}, **TRAINING).y

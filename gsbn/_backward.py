@@ -6,8 +6,6 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, matrix_of, remember
 from ._device import gemm_arguments, is_capturing, is_current, on_device
@@ -74,8 +72,8 @@ def backward(dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._field
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
     as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
     in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
-    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU all arithmetic is NumPy's in
-    float64, g included, and each gradient is rounded once.
+    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU arithmetic and memory are as the
+    forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each gradient rounded once.
     """
     return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
 
@@ -271,6 +269,6 @@ def _multiply(
 
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients:
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
-    wanted = {name: dtypes[name] for name in needs if dtypes[name] is not None}
+    wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
     found = _cpu.backward(*map(kind.numpy, (dy, *saved[:4])), training=saved.training, needs=wanted)
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

@@ -21,9 +21,11 @@ from .reference import next_count, round_to
 
 __all__ = ["backward", "forward"]
 
-Array = np.ndarray[Any, Any]
+Array = Any  # np.ndarray, of any dtype; a number for an absent vector
 
-CHAIN = 128  # terms that a call of BLAS adds up: its own chains of 384 err by 1.4 times what PyTorch's of 192 do
+CHAIN = (
+    192  # terms that a call of BLAS adds up, as PyTorch's does: OpenBLAS's own chains of 384 err by 1.4 times as much
+)
 ROWS = 32  # rows that are added up in float32
 BLOCK = 1 << 18  # elements of a block of rows, 1 MiB of float32: what an L2 holds
 LEAST = 512  # rows of a block at least, so that BLAS does not pack the weight all the time
@@ -35,7 +37,7 @@ NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean":
 def forward(
     arrays: dict[str, Any], y: Array, *, training: bool, momentum: float | None, eps: float, keep: bool
 ) -> tuple[Array, Array] | None:
-    """Write y and the running statistics; gives the deviations and vectors that `backward` takes, if they are to be kept.
+    """Write y and the running statistics; gives the deviations and vectors that `backward` takes, if to be kept.
 
     `arrays` are x, weight and the vectors of `gsbn.forward`, None for an absent one; all has been checked. In inference
     the deviations are from the first block's mean. The vectors are the rows SAVED_ of kernels/common.cuh.
@@ -45,7 +47,7 @@ def forward(
     )
     count = arrays["num_batches_tracked"] if training else None
     count = None if count is None else next_count(count.item(), momentum)  # before anything is written
-    walk = _Walk(*y.shape, arrays["x"].dtype)
+    walk = _Walk(len(y), y.shape[1], arrays["x"].dtype)
     x, w = arrays["x"], arrays["weight"].T
     kept = np.empty(y.shape, walk.dtype) if keep else None
     own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned  # y can be computed where it is
@@ -84,7 +86,7 @@ def forward(
         walk.product(x[block], w, d)
         pivots.append(walk.mean(d))
         walk.each(np.subtract, d, pivots[-1], d)
-        rest = walk.sums(d) / n  # what rounding has left of the mean
+        rest = walk.sums(d) / n if len(y) > FEW_ROWS else 0.0  # what rounding has left of the mean
         means.append(pivots[-1] + rest)
         squares.append(walk.sums(d, d) - n * rest * rest)
         if waits:
@@ -110,11 +112,12 @@ def forward(
         arrays["num_batches_tracked"][...] = count
         momentum = 1 / count if momentum is None else momentum
     if arrays["running_mean"] is not None:
+        assert momentum is not None  # for the type checker: checked before
         unbiased = s * s * var * (len(y) / (len(y) - 1))
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
-            arrays[name][...] = round_to((1 - momentum) * old + momentum * new, arrays[name].dtype)
+            new = (1 - momentum) * old + momentum * new
+            arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
     return None if kept is None else (kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0))
-
 
 
 @np.errstate(all="ignore")
@@ -129,7 +132,7 @@ def backward(
         return {name: np.zeros(shapes.get(name, len(weight)), dtype) for name, dtype in dtypes.items()}
     if not len(kept):
         kept, vectors = _kept_anew(x, weight, vectors, training=training)
-    walk = _Walk(*dy.shape, x.dtype)
+    walk = _Walk(len(dy), dy.shape[1], x.dtype)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
     for block in walk.blocks:
@@ -167,7 +170,8 @@ class _Walk:
 
     def __init__(self, rows: int, features: int, dtype: Any) -> None:
         self.of_products = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        self.dtype = np.dtype(np.float64) if rows <= FEW_ROWS else self.of_products
+        self.few = rows <= FEW_ROWS
+        self.dtype = np.dtype(np.float64) if self.few else self.of_products
         self.features, self.together = features, max(1, WIDTH // features)
         step = max(BLOCK // features, LEAST) // ROWS * ROWS
         self.blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -179,10 +183,14 @@ class _Walk:
         """out = a b, or out += a b, in chains of equal length."""
         terms, dtype = a.shape[1], self.of_products
         cuts = -(-terms // CHAIN)
+        if cuts == 1 and self.few and not add:  # nothing but the same in fewer calls, which count in a tiny batch
+            out[...] = _as(a, dtype) @ _as(b, dtype)
+            return
+        step = -(-terms // cuts // 16) * 16
         target = out if out.dtype == dtype else np.empty(out.shape, dtype)
         part = np.empty(out.shape, dtype) if cuts > 1 or add else target
         for i in range(cuts):
-            chain = slice(terms * i // cuts, terms * (i + 1) // cuts)
+            chain = slice(i * step, (i + 1) * step)
             first = i == 0 and not add
             np.matmul(_as(a[:, chain], dtype), _as(b[chain], dtype), out=target if first else part)
             if not first:
@@ -192,23 +200,31 @@ class _Walk:
 
     def each(self, ufunc: Any, block: Array, vector: Array, out: Array) -> None:
         """out = ufunc(block, vector) for every row of C-contiguous blocks."""
-        vector = vector.astype(self.dtype, copy=False)
+        if self.few:
+            ufunc(block, vector, out=out)
+            return
+        vector = vector.astype(self.dtype, copy=False) if isinstance(vector, np.ndarray) else vector
         whole = len(block) - len(block) % self.together if self.together > 1 else 0
         if whole:
             shape = whole // self.together, self.together * self.features
             repeated = np.empty((self.together, self.features), self.dtype)
             repeated[...] = vector
             ufunc(block[:whole].reshape(shape), repeated.reshape(-1), out=out[:whole].reshape(shape))
-        if whole < len(block):
-            ufunc(block[whole:], vector, out=out[whole:])
+            block, out = block[whole:], out[whole:]
+        if len(block):
+            ufunc(block, vector, out=out)
 
     def mean(self, block: Array) -> Array:
         """The means of the columns, as BLAS finds them: good enough to take out, not to trust."""
+        if self.few:
+            return np.add.reduce(block, axis=0) / len(block)
         return np.dot(np.full(len(block), 1 / len(block), self.dtype), block)
 
     def sums(self, *blocks: Array) -> Array:
         """The sums of the columns of a C-contiguous block, or of the product of two, in float64."""
         rows = len(blocks[0])
+        if self.few:
+            return np.einsum("ij->j" if len(blocks) == 1 else "ij,ij->j", *blocks)
         whole = rows - rows % (ROWS * self.together)
         found = np.float64(0)
         if whole:
@@ -233,8 +249,12 @@ class _Walk:
 def _as(a: Array, dtype: Any) -> Array:
     """a in a dtype and in a layout that BLAS takes; itself if it can be."""
     size, strides = a.itemsize, a.strides
-    blas = size in strides and min(strides) > 0 and a.flags.aligned and strides[0] % size == strides[1] % size == 0
-    return a if a.dtype == dtype and blas else np.ascontiguousarray(a, dtype)
+    if a.dtype == dtype and a.flags.aligned:
+        if a.flags.forc:
+            return a
+        if size in strides and min(strides) > 0 and strides[0] % size == strides[1] % size == 0:
+            return a
+    return np.ascontiguousarray(a, dtype)
 
 
 def _rounded(a: Array, dtype: Any) -> Array:

@@ -34,7 +34,8 @@ class Saved(NamedTuple):
         In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
         deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
         normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
-        are padded to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
+        are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
+        less a centre, P = O. One that an earlier version pickled has none there: the backward makes them anew.
     vectors : (7, O) array
         Per-feature constants in float64.
     training : bool
@@ -163,8 +164,11 @@ def forward(
     in it where it is wide enough.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
     prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
-    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer. On the CPU
-    all arithmetic is NumPy's in float64, and y is rounded once.
+    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer.
+
+    On the CPU the product is float32 BLAS (float64 for float64) whose threads are BLAS's, the rest is done in blocks of
+    rows, and y is rounded once; of up to 16 rows all but the product is float64. Beside y it allocates a few blocks,
+    1 MiB or 512 rows each; in training a 16-bit y holds deviations, in its dtype, until the batch's mean is known.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
@@ -300,7 +304,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _ = options
-    host = {name: None if a is None else kind.numpy(a) for name, a in zip(ARRAYS, arrays, strict=True)}
+    host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
@@ -311,4 +315,5 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     result = arrays[-1] if out is not None else kind.from_numpy(y)
     if kept is None:
         return result
-    return result, _saved(kind, arrays, options, *map(kind.from_numpy, kept), vector_dtypes(kind, arrays))
+    deviations, vectors = map(kind.from_numpy, kept)
+    return result, _saved(kind, arrays, options, deviations, vectors, vector_dtypes(kind, arrays))

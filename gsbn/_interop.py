@@ -119,21 +119,12 @@ class _Numpy(Kind):
     name = "NumPy"
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        key: list[Any] = []
-        own, owners = 0, set()
-        for a in arrays:
-            if a is None:
-                key.append(None)
-            else:
-                flags = a.flags
-                key.append((type(a), a.shape, a.strides, a.dtype, flags.writeable))
-                if flags.owndata:
-                    owners.add(id(a))
-                own += 1
-        # An address takes a microsecond to ask for. Arrays that own their memory need none: they cannot meet.
-        if len(owners) == own:
-            return tuple(key), []
-        return tuple(key), [0 if a is None else self.pointer(a) for a in arrays]
+        given = [a for a in arrays if a is not None]
+        key = tuple([None if a is None else (type(a), a.shape, a.strides, a.dtype, a.flags.writeable) for a in arrays])
+        # An address takes a microsecond to ask for. Different arrays that own their memory need none: they cannot meet.
+        if len({id(a) for a in given if a.flags.owndata}) == len(given):
+            return key, []
+        return key, [0 if a is None else self.pointer(a) for a in arrays]
 
     def pointer(self, array: Any) -> int:
         return array.__array_interface__["data"][0]  # type: ignore[no-any-return]

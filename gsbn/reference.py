@@ -1,8 +1,7 @@
 """The NumPy truth: Linear -> per-feature scale -> BatchNorm1d, as plain as the formulas.
 
-Every kernel of gsbn is judged against this module, and ``gsbn.forward`` on NumPy arrays and CPU tensors is this
-module, rounded once. It needs NumPy alone, computes in float64 (or in ``np.longdouble``, to judge float64) and writes
-to none of its arguments. Import it in your own tests::
+Every kernel of gsbn is judged against this module, and so is its path on the CPU. It needs NumPy alone, computes in
+float64 (or in ``np.longdouble``, to judge float64) and writes to none of its arguments. Import it in your own tests::
 
     from gsbn import reference
     truth = reference.forward(x, weight, scale, gamma=gamma, beta=beta, training=True)
