@@ -86,9 +86,12 @@ def forward(
         walk.product(x[block], w, d)
         pivots.append(walk.mean(d))
         walk.each(np.subtract, d, pivots[-1], d)
-        rest = walk.sums(d) / n if len(y) > FEW_ROWS else 0.0  # what rounding has left of the mean
-        means.append(pivots[-1] + rest)
-        squares.append(walk.sums(d, d) - n * rest * rest)
+        means.append(pivots[-1])
+        squares.append(walk.sums(d, d))
+        if not walk.few:
+            rest = walk.sums(d) / n  # what rounding has left of the mean
+            means[-1] = pivots[-1] + rest
+            squares[-1] -= n * rest * rest
         if waits:
             if y.dtype == np.float16:
                 unit = np.exp2(np.frexp(np.sqrt(squares[-1] / n))[1].astype(np.float64))
@@ -97,15 +100,16 @@ def forward(
             np.copyto(y[block], d, casting="unsafe")
 
     mean, var = walk.merge(means, squares)
-    r = 1 / np.sqrt(s * s * var + eps)
+    var *= s * s  # of z, as all that follows wants it
+    r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
     for i, block in enumerate(walk.blocks):
         d = of_y(block) if kept is None else kept[block]
         if waits:
             np.copyto(d, y[block])
-        apart = pivots[i] - mean
-        finish(d, block, a * units[i] if units else a, apart * a + beta)
-        if kept is not None:
+        apart = None if walk.few else pivots[i] - mean
+        finish(d, block, a * units[i] if units else a, beta if apart is None else apart * a + beta)
+        if kept is not None and apart is not None:
             walk.each(np.add, d, apart, d)
 
     if count is not None:
@@ -113,7 +117,7 @@ def forward(
         momentum = 1 / count if momentum is None else momentum
     if arrays["running_mean"] is not None:
         assert momentum is not None  # for the type checker: checked before
-        unbiased = s * s * var * (len(y) / (len(y) - 1))
+        unbiased = var * (len(y) / (len(y) - 1))
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
             new = (1 - momentum) * old + momentum * new
             arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
