@@ -274,7 +274,7 @@ def _rows(*rows: Any) -> Array:
 
 
 def _kept_anew(x: Array, weight: Array, vectors: Array, *, training: bool) -> tuple[Array, Array]:
-    """What `forward` keeps, from a Saved of version 0.1 and before, whose vectors are the forward's own arguments."""
+    """What `forward` keeps, from a Saved of before it did, whose vectors are the arguments of the forward."""
     scale, bias, gamma, mean, var, eps, _ = vectors
     arrays = dict.fromkeys(NEUTRAL | {"num_batches_tracked": None})
     arrays |= {"x": x, "weight": weight, "scale": scale, "bias": bias, "gamma": gamma}
