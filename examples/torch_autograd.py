@@ -64,12 +64,15 @@ def forward_op(
 def _(x, weight, scale, bias, gamma, beta, mean, var, count, training, momentum, eps, precision):  # type: ignore[no-untyped-def]
     """The shapes that `gsbn.Saved` documents."""
     (rows, _), features = x.shape, weight.shape[0]
-    kept = x.dtype
-    if x.dtype.itemsize == 2 and x.device.type != "cpu":
-        kept = torch.float32 if not training else x.dtype if rows > 16 else torch.float64
-    pad = 16 // x.dtype.itemsize
-    shape = (0, features) if x.device.type == "cpu" else (rows, (features + pad - 1) // pad * pad)
-    y, deviations = x.new_empty(rows, features), x.new_empty(shape, dtype=kept)
+    kept, pitch = x.dtype, features
+    if x.device.type == "cpu":
+        kept = torch.float64 if rows <= 16 or kept == torch.float64 else torch.float32
+    else:
+        pad = 16 // x.dtype.itemsize
+        pitch = (features + pad - 1) // pad * pad
+        if x.dtype.itemsize == 2:
+            kept = torch.float32 if not training else x.dtype if rows > 16 else torch.float64
+    y, deviations = x.new_empty(rows, features), x.new_empty(rows, pitch, dtype=kept)
     return y, deviations, x.new_empty(7, features, dtype=torch.float64)
 
 

@@ -6,8 +6,8 @@ from ._backward import Gradients, backward
 from ._call import Description
 from ._fold import fold
 from ._forward import Saved, describe, forward
-from ._interop import Prepared
 from ._prepare import prepare
+from ._prepared import Prepared
 from ._warm_up import warm_up
 
 __all__ = [

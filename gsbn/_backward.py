@@ -6,9 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple, overload
 
-import numpy as np
-
-from . import _check, _declared, _kernels, _plan, reference
+from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._device import gemm_arguments, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
@@ -87,8 +85,8 @@ def backward(
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
     as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
     in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
-    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU all arithmetic is NumPy's in
-    float64, g included, and each gradient is rounded once.
+    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU arithmetic and memory are as the
+    forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each gradient rounded once.
     """
     return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
 
@@ -290,17 +288,7 @@ def _multiply(
 
 
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients[Any]:
-    x, weight = kind.numpy(saved.x), kind.numpy(saved.weight)
-    vectors = kind.numpy(saved.vectors) if len(x) else np.ones((_plan.SAVED_ROWS, len(weight)))
-    scale, bias, gamma, running_mean, running_var, eps, _ = vectors
-    found = reference.backward(
-        kind.numpy(dy), x, weight, scale, bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var,
-        training=saved.training, eps=float(eps[0]), needs=needs,
-    )  # fmt: skip
-    of = found._asdict()
-    for name, dtype in zip(Gradients._fields, (x.dtype.name, x.dtype.name, *saved.dtypes), strict=True):
-        if of[name] is not None:
-            # NumPy does not know bfloat16 by its name
-            target = x.dtype if dtype == x.dtype.name else np.dtype(dtype or "float64")
-            of[name] = None if dtype is None else kind.from_numpy(reference.round_to(of[name], target))
-    return Gradients(**of)
+    dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
+    wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
+    found = _cpu.backward(*map(kind.numpy, (dy, *saved[:4])), training=saved.training, needs=wanted)
+    return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

@@ -8,7 +8,8 @@ from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
-from ._interop import Prepared, kind_of, kinds_of
+from ._interop import kind_of, kinds_of
+from ._prepared import Prepared
 from ._typing import A, AnyArray, Array
 
 __all__ = ["fold"]

@@ -8,12 +8,13 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from . import _check, _plan, reference
+from . import _check, _cpu, _plan
 from ._call import Description, log, remember
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
-from ._forward_call import ARRAYS, ForwardCall, prepare_call, vector_dtypes
-from ._interop import Kind, Prepared, kind_of, kinds_of
+from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
+from ._interop import Kind, kind_of, kinds_of
+from ._prepared import Prepared
 from ._typing import A, AnyArray, Array, Gemm, Precision
 
 __all__ = ["Saved", "describe", "forward", "forward_within"]
@@ -36,7 +37,8 @@ class Saved(NamedTuple):
         In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
         deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
         normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
-        are padded to 16 bytes: P >= O. On the CPU of no rows: there the backward computes g anew, in float64.
+        are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
+        less a centre, P = O. One that an earlier version pickled has none there: the backward makes them anew.
     vectors : (7, O) array
         Per-feature constants in float64.
     training : bool
@@ -194,8 +196,11 @@ def forward(
     in it where it is wide enough.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
     prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
-    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer. On the CPU
-    all arithmetic is NumPy's in float64, and y is rounded once.
+    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer.
+
+    On the CPU the product is float32 BLAS (float64 for float64) whose threads are BLAS's, the rest is done in blocks of
+    rows, and y is rounded once; of up to 16 rows all but the product is float64. Beside y it allocates a few blocks,
+    1 MiB or 512 rows each; in training a 16-bit y holds deviations, in its dtype, until the batch's mean is known.
 
     The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
     which is one stream at a time.
@@ -266,6 +271,7 @@ def _signature() -> inspect.Signature:
 
 _ANY = _plan.Limits()
 _calls: dict[Any, ForwardCall] = {}
+_checked: dict[Any, CheckedCall] = {}  # on the CPU
 
 
 def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits, act: Any = None) -> Any:
@@ -305,17 +311,8 @@ def _forward(
             return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    found = key = None
     limbs = prepared is not None and prepared.limbs is not None
-    try:
-        signature, pointers = kind.read(arrays)
-        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0)
-        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
-        key = (signature, options, types, aligned, capturing, limbs, read_only, limits)
-        found = _calls.get(key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # something is not what it should be: the checks say what
+    found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
     if found is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
@@ -334,6 +331,19 @@ def _forward(
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if found.y is None else made[found.y]
     return y if found.dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], found.dtypes))
+
+
+def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *more: Any) -> Any:
+    """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
+    try:
+        signature, pointers = kind.read(arrays)
+        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
+        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
+        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0) if kind.on_gpu else None
+        key = (signature, options, types, aligned, *more)
+        return calls.get(key), key, pointers
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None, None, []  # the checks say what
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -371,32 +381,24 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
 
 
 def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
-    views = _views(kind, arrays, options, read_only)
+    found, key, pointers = _find(_checked, kind, arrays, options, read_only)
+    if found is None:
+        views = _views(kind, arrays, options, read_only)
+        found = CheckedCall(views, bool(options[0]))
+        remember(_checked, key, found)
+    elif found.may_overlap(pointers):
+        _views(kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _ = options
-    given = dict(zip(ARRAYS, arrays, strict=True))
-    host = {name: None if array is None else kind.numpy(array) for name, array in given.items()}
-    shape = (views["x"].shape[0], views["weight"].shape[0])
-    if shape[0] == 0:
-        return _nothing(kind, arrays, options, shape[1])
-    operands = {name: host[name] for name in ARRAYS[:-1]}
-    momentum = None if momentum is None else float(momentum)
-    result = reference.forward(**operands, training=bool(training), momentum=momentum, eps=float(eps))  # type: ignore[arg-type]
-    y = reference.round_to(result.y, host["x"].dtype)  # type: ignore[union-attr]
-    if training:
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            target, value = host[name], getattr(result, name)
-            if target is not None:
-                target[...] = value if name == "num_batches_tracked" else reference.round_to(value, target.dtype)
-    if host["out"] is not None:
-        host["out"][...] = y
-    kind.written([given[name] for name in _check.written(views, training=bool(training))])
-    result_y = given["out"] if given["out"] is not None else kind.from_numpy(y)
-    if not return_saved:
-        return result_y
-    # What `reference.backward` takes; in training it takes no notice of the running statistics.
-    neutral = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "running_mean": 0.0, "running_var": 1.0}  # eps after them
-    vectors = np.full((_plan.SAVED_ROWS, shape[1]), eps, np.float64)
-    for row, (name, absent) in zip(vectors, neutral.items(), strict=False):
-        row[...] = absent if host[name] is None else host[name]
-    deviations = kind.empty((0, shape[1]), arrays[0])
-    return result_y, _saved(kind, arrays, options, deviations, kind.from_numpy(vectors), vector_dtypes(kind, arrays))
+    host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
+    x, weight, out = host["x"], host["weight"], host["out"]
+    if len(x) == 0:
+        return _nothing(kind, arrays, options, len(weight))
+    y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
+    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved)
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    result = arrays[-1] if out is not None else kind.from_numpy(y)
+    if kept is None:
+        return result
+    deviations, vectors = map(kind.from_numpy, kept)
+    return result, _saved(kind, arrays, options, deviations, vectors, vector_dtypes(kind, arrays))

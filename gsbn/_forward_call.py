@@ -7,10 +7,11 @@ from typing import Any
 from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
 from ._device import gemm_arguments
-from ._interop import Kind, Prepared
+from ._interop import Kind
 from ._limbs import Multiply
+from ._prepared import Prepared
 
-__all__ = ["ARRAYS", "ForwardCall", "prepare_call", "vector_dtypes"]
+__all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
 ARRAYS = (
     "x",
@@ -28,21 +29,19 @@ PREPARED = ("limbs of weight", "exponents of weight")  # what a prepared weight 
 _MAX_APART = 64
 
 
-class ForwardCall:
-    """A forward call, ready but for its addresses, and what must hold of them."""
+class CheckedCall:
+    """Arguments that have been found right, but for their addresses, and what must hold of these."""
 
-    def __init__(self, call: Call, description: Description, dtypes: Any) -> None:
-        self.call, self.description = call, description
-        self.dtypes = dtypes  # of the vectors' gradients; None where nothing is saved
-        self.y: int | None = None  # which of the arrays that it makes; None if it is given
-        self.spans: list[tuple[int, int, int]] = []
+    def __init__(self, views: dict[str, Any], training: bool) -> None:
+        self.written = [ARRAYS.index(name) for name in _check.written(views, training=training)]
+        given = [(i, views[name]) for i, name in enumerate(ARRAYS) if views[name] is not None]
+        self.spans = [(i, *_check.span(view)) for i, view in given if 0 not in view.shape]
         self.apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
-        self.written: list[int] = []
 
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether any two arrays' spans meet; what that means is for the full check to say."""
         where = tuple(pointers)
-        if not self.written or where in self.apart:
+        if not self.written or not where or where in self.apart:
             return False
         end = 0
         for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self.spans]):
@@ -53,6 +52,18 @@ class ForwardCall:
             self.apart.clear()
         self.apart.add(where)
         return False
+
+
+class ForwardCall(CheckedCall):
+    """A forward call, ready but for its addresses."""
+
+    def __init__(
+        self, views: dict[str, Any], training: bool, call: Call, description: Description, dtypes: Any
+    ) -> None:
+        super().__init__(views, training)
+        self.call, self.description = call, description
+        self.dtypes = dtypes  # of the vectors' gradients; None where nothing is saved
+        self.y: int | None = None  # which of the arrays that it makes; None if it is given
 
 
 def prepare_call(
@@ -175,16 +186,9 @@ def prepare_call(
         passed |= {"deviations": deviations, "saved": vectors}
         call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 
-    found = ForwardCall(
-        call, call.describe(plan.gemm, plan.why), None if plan.keep is None else vector_dtypes(kind, arrays)
-    )
+    dtypes = None if plan.keep is None else vector_dtypes(kind, arrays)
+    found = ForwardCall(views, bool(training), call, call.describe(plan.gemm, plan.why), dtypes)
     found.y = None if out is not None else plan.copy_x + plan.copy_w
-    found.written = [ARRAYS.index(name) for name in _check.written(views, training=bool(training))]
-    found.spans = [
-        (i, *_check.span(views[name]))
-        for i, name in enumerate(ARRAYS)
-        if views[name] is not None and 0 not in views[name].shape
-    ]
     return found
 
 

@@ -18,32 +18,8 @@ from ._admit import type_name
 from ._check import View
 from ._dlpack import Producer
 from ._dynamo import skip_frames
-from ._typing import Precision
 
-__all__ = ["Kind", "Prepared", "kind_of", "kinds_of"]
-
-
-class Prepared:
-    """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
-
-    `precision` is what it was made for; shape and dtype are the weight's.
-    """
-
-    def __init__(self, weight: Any, precision: Precision) -> None:
-        self.weight: Any = weight  # a copy that nobody else writes
-        self.precision: Precision = precision
-        self.limbs: tuple[Any, int, int] | None = None  # who owns them, address of the limbs, of the exponents
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return tuple(self.weight.shape)
-
-    @property
-    def dtype(self) -> Any:
-        return self.weight.dtype
-
-    def __repr__(self) -> str:
-        return f"gsbn.Prepared(shape={self.shape}, dtype={self.dtype}, precision={self.precision!r})"
+__all__ = ["Kind", "kind_of", "kinds_of"]
 
 
 class Kind:
@@ -56,6 +32,7 @@ class Kind:
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
 
+        No addresses at all where it is plain that no two arrays share memory.
         The fast path of every call, so it checks nothing: an array of another kind raises or gives a key never seen.
         """
         raise NotImplementedError
@@ -122,6 +99,17 @@ class Kind:
 
 class _Numpy(Kind):
     name = "NumPy"
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        given = [a for a in arrays if a is not None]
+        key = tuple([None if a is None else (type(a), a.shape, a.strides, a.dtype, a.flags.writeable) for a in arrays])
+        # An address takes a microsecond to ask for. Different arrays that own their memory need none: they cannot meet.
+        if len({id(a) for a in given if a.flags.owndata}) == len(given):
+            return key, []
+        return key, [0 if a is None else self.pointer(a) for a in arrays]
+
+    def pointer(self, array: Any) -> int:
+        return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
     def view(self, array: Any) -> View:
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
@@ -212,6 +200,26 @@ class _Torch(Kind):
             torch.int64: "int64",
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
+        dual = torch.autograd.forward_ad  # whose _current_level is -1 where nothing is differentiated forward
+        self._forward_ad = dual if hasattr(dual, "_current_level") else SimpleNamespace(_current_level=-1)
+
+    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        if self._forward_ad._current_level >= 0:
+            raise RuntimeError("a tensor may have a tangent")
+        grad = self._torch.is_grad_enabled()
+        key: list[Any] = [grad]
+        pointers = []
+        for a in arrays:
+            if a is None:
+                key.append(None)
+                pointers.append(0)
+            else:
+                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
+                pointers.append(a.data_ptr() or _nowhere(a))
+        return tuple(key), pointers
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()  # type: ignore[no-any-return]
 
     def view(self, array: Any) -> View:
         size = array.element_size()
@@ -272,30 +280,10 @@ class _TorchCuda(_Torch):
         super().__init__(torch)
         self._bytes: dict[Any, Any] = {}  # an empty tensor of bytes for every device
         self._asked = (0, False)  # the last capture that graph_keeps was asked of, and the answer
-        dual = torch.autograd.forward_ad  # whose _current_level is -1 where nothing is differentiated forward
-        self._forward_ad = dual if hasattr(dual, "_current_level") else SimpleNamespace(_current_level=-1)
         # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
         )
-
-    def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        if self._forward_ad._current_level >= 0:
-            raise RuntimeError("a tensor may have a tangent")
-        grad = self._torch.is_grad_enabled()
-        key: list[Any] = [grad]
-        pointers = []
-        for a in arrays:
-            if a is None:
-                key.append(None)
-                pointers.append(0)
-            else:
-                key.append((type(a), a.shape, a.stride(), a.dtype, a.device, grad and a.requires_grad, a.is_neg()))
-                pointers.append(a.data_ptr() or _nowhere(a))
-        return tuple(key), pointers
-
-    def pointer(self, array: Any) -> int:
-        return array.data_ptr()  # type: ignore[no-any-return]
 
     def device(self, array: Any) -> int:
         return array.device.index  # type: ignore[no-any-return]

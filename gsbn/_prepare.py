@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import _capture, _check, _declared, _kernels, _plan
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
-from ._interop import Prepared, kind_of, kinds_of
+from ._interop import kind_of, kinds_of
 from ._limbs import SPLIT_WORDS
+from ._prepared import Prepared
 from ._typing import AnyArray, Precision
 
 __all__ = ["prepare"]

@@ -1,8 +1,7 @@
 """The NumPy truth: Linear -> per-feature scale -> BatchNorm1d, as plain as the formulas.
 
-Every kernel of gsbn is judged against this module, and ``gsbn.forward`` on NumPy arrays and CPU tensors is this
-module, rounded once. It needs NumPy alone, computes in float64 (or in ``np.longdouble``, to judge float64) and writes
-to none of its arguments. Import it in your own tests::
+Every kernel of gsbn is judged against this module, and so is its path on the CPU. It needs NumPy alone, computes in
+float64 (or in ``np.longdouble``, to judge float64) and writes to none of its arguments. Import it in your own tests::
 
     from gsbn import reference
     truth = reference.forward(x, weight, scale, gamma=gamma, beta=beta, training=True)
@@ -164,7 +163,7 @@ def forward(
     d += beta
 
     if count is not None:
-        count = _next_count(count, momentum)
+        count = next_count(count, momentum)
         momentum = 1 / count if momentum is None else momentum
     if old_mean is None or old_var is None:
         return Forward(d, mean, var, None, None, count)
@@ -174,7 +173,7 @@ def forward(
     return Forward(d, mean, var, new_mean, new_var, count)
 
 
-def _next_count(count: int, momentum: float | None) -> int:
+def next_count(count: int, momentum: float | None) -> int:
     """The count of batches after this one, as an int64 that may be divided by."""
     if count >= 2**63 - 1:
         raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")

@@ -282,7 +282,7 @@ def forward_bounds(case: Good, arrays: Arrays, truth: reference.Forward) -> Boun
     """Those of the path, or the larger of those of the paths among which "auto" chooses."""
     of = partial(bounds, arrays, truth, **case.recipe.options)
     if case.kind in CPU_KINDS:
-        return of(u=2.0**-53)
+        return of(parked=DTYPES[case.recipe.dtype].itemsize == 2)
     if not may_take_limbs(case, case.gemm):
         parked = may_be_sm90(case, case.gemm) and DTYPES[case.recipe.dtype].itemsize == 2
         return of(operand=operand_error(case), parked=parked)

@@ -46,7 +46,7 @@ def run(*arguments: str, status: int = 0) -> Any:
 
 def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
     output = run("info").stdout
-    assert "float64 reference" in output
+    assert "float32 BLAS" in output
     assert "→" in output
     assert max(map(len, output.splitlines())) <= 80
     told = json.loads(run("info", "--json", "-").stdout)

@@ -166,7 +166,13 @@ def forward_sm90(
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
-    defines |= {"SHARED": shared, "CLUSTER": cluster, "KEEP": int(keeps), "X_ACROSS": int(x_across), "W_ACROSS": int(w_across)}
+    defines |= {
+        "SHARED": shared,
+        "CLUSTER": cluster,
+        "KEEP": int(keeps),
+        "X_ACROSS": int(x_across),
+        "W_ACROSS": int(w_across),
+    }
     return Kernel(
         "forward_sm90",
         "forward_sm90",

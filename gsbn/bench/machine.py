@@ -71,9 +71,9 @@ def matmul_of(case: Case, xp: Any) -> _plan.Matmul:
 
 
 def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
-    """Which GEMM serves a case outside of a capture, and why; on the CPU always the NumPy reference."""
+    """Which GEMM serves a case outside of a capture, and why; on the CPU always NumPy."""
     if xp.__name__ == "numpy":
-        return "numpy", "arrays on the CPU: the float64 reference, rounded once"
+        return "numpy", "arrays on the CPU: float32 BLAS in blocks of rows (float64 for float64)"
     options: dict[str, Any] = {"precision": case.precision, "gemm": gemm, "training": case.training}
     return _plan.gemm_for(matmul_of(case, xp), capturing=False, **options)
 

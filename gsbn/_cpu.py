@@ -1,0 +1,286 @@
+"""The CPU path: float32 BLAS, and passes over blocks of rows that stay in the cache; the formulas of `gsbn.reference`.
+
+The forward in training, for every block of rows: g = x wᵀ; the block's mean is taken out of it, which leaves deviations
+d; their sum and that of their squares, 32 rows at a time in float32 and from there on in float64, are the block's mean
+and M2. The blocks are merged in float64, in order. Then y = a d + (a (block's mean - mean) + β), block by block again.
+Meanwhile d waits in y's memory: for 16 bits in y's dtype, float16 in units of a power of two near the block's standard
+deviation, so that none overflows or vanishes. What a backward needs is kept in float32.
+
+float64 is computed in float64; so is, of up to 16 rows, all but the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ._plan import FEW_ROWS, SAVED_ROWS
+from .reference import next_count, round_to
+
+__all__ = ["backward", "forward"]
+
+Array = Any  # np.ndarray, of any dtype; a number for an absent vector
+
+CHAIN = (
+    192  # terms that a call of BLAS adds up, as PyTorch's does: OpenBLAS's own chains of 384 err by 1.4 times as much
+)
+ROWS = 32  # rows that are added up in float32
+BLOCK = 1 << 18  # elements of a block of rows, 1 MiB of float32: what an L2 holds
+LEAST = 512  # rows of a block at least, so that BLAS does not pack the weight all the time
+WIDTH = 512  # elements at least that a pass takes at a time: narrow rows are taken together
+NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean": 0.0, "running_var": 1.0}
+
+
+@np.errstate(all="ignore")
+def forward(
+    arrays: dict[str, Any], y: Array, *, training: bool, momentum: float | None, eps: float, keep: bool
+) -> tuple[Array, Array] | None:
+    """Write y and the running statistics; gives the deviations and vectors that `backward` takes, if to be kept.
+
+    `arrays` are x, weight and the vectors of `gsbn.forward`, None for an absent one; all has been checked. In inference
+    the deviations are from the first block's mean. The vectors are the rows SAVED_ of kernels/common.cuh.
+    """
+    s, b, gamma, beta, old_mean, old_var = (
+        neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
+    )
+    count = arrays["num_batches_tracked"] if training else None
+    count = None if count is None else next_count(count.item(), momentum)  # before anything is written
+    walk = _Walk(len(y), y.shape[1], arrays["x"].dtype)
+    x, w = arrays["x"], arrays["weight"].T
+    kept = np.empty(y.shape, walk.dtype) if keep else None
+    own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned  # y can be computed where it is
+    scratch = y if own else walk.scratch()
+
+    def of_y(block: slice) -> Array:
+        return y[block] if own else scratch[: block.stop - block.start]
+
+    def finish(d: Array, block: slice, a: Any, shift: Any) -> None:
+        """y = a d + shift."""
+        made = of_y(block)
+        walk.each(np.multiply, d, a, made)
+        walk.each(np.add, made, shift, made)
+        if not own:
+            np.copyto(y[block], made, casting="unsafe")
+
+    if not training:
+        r = 1 / np.sqrt(old_var + eps)
+        a, shift = gamma * r * s, gamma * r * (s * b - old_mean) + beta
+        centre = None
+        for block in walk.blocks:
+            g = of_y(block) if kept is None else kept[block]
+            walk.product(x[block], w, g)
+            finish(g, block, a, shift)
+            if kept is not None:
+                centre = walk.mean(g) if centre is None else centre
+                walk.each(np.subtract, g, centre, g)
+        if kept is None or centre is None:
+            return None
+        return kept, _rows(a, gamma * r, r, 0.0, centre + b, s * (centre + b) - old_mean, s)
+
+    waits = not own and kept is None and len(walk.blocks) > 1  # d does, in y's dtype
+    pivots, means, squares, units = [], [], [], []
+    for block in walk.blocks:
+        d, n = of_y(block) if kept is None else kept[block], block.stop - block.start
+        walk.product(x[block], w, d)
+        pivots.append(walk.mean(d))
+        walk.each(np.subtract, d, pivots[-1], d)
+        means.append(pivots[-1])
+        squares.append(walk.sums(d, d))
+        if not walk.few:
+            rest = walk.sums(d) / n  # what rounding has left of the mean
+            means[-1] = pivots[-1] + rest
+            squares[-1] -= n * rest * rest
+        if waits:
+            if y.dtype == np.float16:
+                unit = np.exp2(np.frexp(np.sqrt(squares[-1] / n))[1].astype(np.float64))
+                units.append(np.where(unit > 0, unit, 1.0))
+                walk.each(np.divide, d, units[-1], d)
+            np.copyto(y[block], d, casting="unsafe")
+
+    mean, var = walk.merge(means, squares)
+    var *= s * s  # of z, as all that follows wants it
+    r = 1 / np.sqrt(var + eps)
+    a = gamma * s * r
+    for i, block in enumerate(walk.blocks):
+        d = of_y(block) if kept is None else kept[block]
+        if waits:
+            np.copyto(d, y[block])
+        apart = None if walk.few else pivots[i] - mean
+        finish(d, block, a * units[i] if units else a, beta if apart is None else apart * a + beta)
+        if kept is not None and apart is not None:
+            walk.each(np.add, d, apart, d)
+
+    if count is not None:
+        arrays["num_batches_tracked"][...] = count
+        momentum = 1 / count if momentum is None else momentum
+    if arrays["running_mean"] is not None:
+        assert momentum is not None  # for the type checker: checked before
+        unbiased = var * (len(y) / (len(y) - 1))
+        for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
+            new = (1 - momentum) * old + momentum * new
+            arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
+    return None if kept is None else (kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0))
+
+
+@np.errstate(all="ignore")
+def backward(
+    dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, training: bool, needs: Mapping[str, str]
+) -> dict[str, Array]:
+    """The gradients that are needed, by name and in the dtypes of these names, from what `forward` kept."""
+    # NumPy does not know bfloat16 by its name
+    dtypes = {name: x.dtype if dtype == x.dtype.name else np.dtype(dtype) for name, dtype in needs.items()}
+    if not len(x):
+        shapes = {"x": x.shape, "weight": weight.shape}
+        return {name: np.zeros(shapes.get(name, len(weight)), dtype) for name, dtype in dtypes.items()}
+    if not len(kept):
+        kept, vectors = _kept_anew(x, weight, vectors, training=training)
+    walk = _Walk(len(dy), dy.shape[1], x.dtype)
+    a, of_scale, of_gamma, rate = vectors[:4]
+    total, dots = np.zeros((2, dy.shape[1]))
+    for block in walk.blocks:
+        of_dy = _as(dy[block], walk.dtype)
+        total += walk.sums(of_dy)
+        dots += walk.sums(of_dy, kept[block])
+    found = {"bias": np.zeros_like(a), "scale": of_scale * dots, "gamma": of_gamma * dots, "beta": total}
+    if not training:
+        biased, z, s = vectors[4:]
+        found |= {"bias": a * total, "scale": of_scale * (dots + biased * total)}
+        found["gamma"] = of_gamma * (s * dots + z * total)
+    products = {"x", "weight"}.intersection(needs)
+    if "x" in needs:
+        found["x"] = np.empty(x.shape, x.dtype)
+    if "weight" in needs:
+        found["weight"] = np.empty(weight.shape, walk.of_products)
+    scratch = walk.scratch()
+    for block in walk.blocks if products else ():
+        dg, of_dy = scratch[: block.stop - block.start], _as(dy[block], walk.dtype)
+        if training:  # a (dy - mean(dy) - rate D / B d)
+            walk.each(np.multiply, kept[block], -rate * dots / len(dy), dg)
+            np.add(dg, of_dy, out=dg)
+            walk.each(np.subtract, dg, total / len(dy), dg)
+            of_dy = dg
+        walk.each(np.multiply, of_dy, a, dg)
+        if "x" in needs:
+            walk.product(dg, weight, found["x"][block])
+        if "weight" in needs:
+            walk.product(dg.T, x[block], found["weight"], add=block.start > 0)
+    return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
+
+
+class _Walk:
+    """How a batch is walked through: its blocks of rows, and the arithmetic in them."""
+
+    def __init__(self, rows: int, features: int, dtype: Any) -> None:
+        self.of_products = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        self.few = rows <= FEW_ROWS
+        self.dtype = np.dtype(np.float64) if self.few else self.of_products
+        self.features, self.together = features, max(1, WIDTH // features)
+        step = max(BLOCK // features, LEAST) // ROWS * ROWS
+        self.blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def scratch(self) -> Array:
+        return np.empty((self.blocks[0].stop, self.features), self.dtype)
+
+    def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
+        """out = a b, or out += a b, in chains of equal length."""
+        terms, dtype = a.shape[1], self.of_products
+        cuts = -(-terms // CHAIN)
+        if cuts == 1 and self.few and not add:  # nothing but the same in fewer calls, which count in a tiny batch
+            out[...] = _as(a, dtype) @ _as(b, dtype)
+            return
+        step = -(-terms // cuts // 16) * 16
+        target = out if out.dtype == dtype else np.empty(out.shape, dtype)
+        part = np.empty(out.shape, dtype) if cuts > 1 or add else target
+        for i in range(cuts):
+            chain = slice(i * step, (i + 1) * step)
+            first = i == 0 and not add
+            np.matmul(_as(a[:, chain], dtype), _as(b[chain], dtype), out=target if first else part)
+            if not first:
+                np.add(target, part, out=target)
+        if target is not out:
+            np.copyto(out, target, casting="unsafe")
+
+    def each(self, ufunc: Any, block: Array, vector: Array, out: Array) -> None:
+        """out = ufunc(block, vector) for every row of C-contiguous blocks."""
+        if self.few:
+            ufunc(block, vector, out=out)
+            return
+        vector = vector.astype(self.dtype, copy=False) if isinstance(vector, np.ndarray) else vector
+        whole = len(block) - len(block) % self.together if self.together > 1 else 0
+        if whole:
+            shape = whole // self.together, self.together * self.features
+            repeated = np.empty((self.together, self.features), self.dtype)
+            repeated[...] = vector
+            ufunc(block[:whole].reshape(shape), repeated.reshape(-1), out=out[:whole].reshape(shape))
+            block, out = block[whole:], out[whole:]
+        if len(block):
+            ufunc(block, vector, out=out)
+
+    def mean(self, block: Array) -> Array:
+        """The means of the columns, as BLAS finds them: good enough to take out, not to trust."""
+        if self.few:
+            return np.add.reduce(block, axis=0) / len(block)
+        return np.dot(np.full(len(block), 1 / len(block), self.dtype), block)
+
+    def sums(self, *blocks: Array) -> Array:
+        """The sums of the columns of a C-contiguous block, or of the product of two, in float64."""
+        rows = len(blocks[0])
+        if self.few:
+            return np.einsum("ij->j" if len(blocks) == 1 else "ij,ij->j", *blocks)
+        whole = rows - rows % (ROWS * self.together)
+        found = np.float64(0)
+        if whole:
+            shape = -1, ROWS, self.together * self.features
+            chains = np.einsum(",".join(["bij"] * len(blocks)) + "->bj", *(a[:whole].reshape(shape) for a in blocks))
+            found = np.add.reduce(chains.reshape(-1, self.features), axis=0, dtype=np.float64)
+        if whole < rows:
+            rest = (a[whole:] for a in blocks)
+            found = found + np.einsum(",".join(["ij"] * len(blocks)) + "->j", *rest, dtype=np.float64)
+        return found
+
+    def merge(self, means: list[Array], squares: list[Array]) -> tuple[Array, Array]:
+        """Mean and biased variance of the batch from each block's mean and sum of squared deviations."""
+        if len(means) == 1:
+            return means[0], squares[0] / self.blocks[0].stop
+        counts = np.array([[block.stop - block.start] for block in self.blocks], np.float64)
+        rows = self.blocks[-1].stop
+        mean = (counts * means).sum(axis=0) / rows
+        return mean, (np.sum(squares, axis=0) + (counts * (means - mean) ** 2).sum(axis=0)) / rows
+
+
+def _as(a: Array, dtype: Any) -> Array:
+    """a in a dtype and in a layout that BLAS takes; itself if it can be."""
+    size, strides = a.itemsize, a.strides
+    if a.dtype == dtype and a.flags.aligned:
+        if a.flags.forc:
+            return a
+        if size in strides and min(strides) > 0 and strides[0] % size == strides[1] % size == 0:
+            return a
+    return np.ascontiguousarray(a, dtype)
+
+
+def _rounded(a: Array, dtype: Any) -> Array:
+    return a if a.dtype == dtype else round_to(a, dtype) if a.dtype == np.float64 else a.astype(dtype)
+
+
+def _rows(*rows: Any) -> Array:
+    """The vectors of a Saved."""
+    vectors = np.zeros((SAVED_ROWS, len(rows[0])))
+    for vector, row in zip(vectors, rows, strict=False):
+        vector[...] = row
+    return vectors
+
+
+def _kept_anew(x: Array, weight: Array, vectors: Array, *, training: bool) -> tuple[Array, Array]:
+    """What `forward` keeps, from a Saved of before it did, whose vectors are the arguments of the forward."""
+    scale, bias, gamma, mean, var, eps, _ = vectors
+    arrays = dict.fromkeys(NEUTRAL | {"num_batches_tracked": None})
+    arrays |= {"x": x, "weight": weight, "scale": scale, "bias": bias, "gamma": gamma}
+    if not training:
+        arrays |= {"running_mean": mean, "running_var": var}
+    y = np.empty((len(x), len(weight)), x.dtype)
+    found = forward(arrays, y, training=training, momentum=0.1, eps=eps[0], keep=True)
+    assert found is not None
+    return found
