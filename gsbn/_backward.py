@@ -143,6 +143,7 @@ def _backward(
         key = None  # something is not what it should be: the checks say what
     if found is None:
         views = _views(kind, dy, saved)
+        pointers = pointers or [kind.pointer(a) for a in (dy, *saved[:4])]  # none if `read` refused
         found = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
         remember(_calls, key, found)
     _check_versions(kind, saved)

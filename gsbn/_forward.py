@@ -317,6 +317,7 @@ def _forward(
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
+        pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
         remember(_calls, key, found)
         log.debug(

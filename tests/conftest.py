@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import pytest
 from harness import CPU_KINDS, GPU_KINDS, Kind, kind_of
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a GPU's memory
 
 settings.register_profile(
     "gsbn", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

@@ -88,10 +88,7 @@ NEEDS = {
     "train_digits": ("sklearn", "rich", "matplotlib"),
     "jax_handoff": ("jax",),
 }
-NEEDS_ON_A_GPU = {
-    **{name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed},
-    "quickstart": "ml_dtypes",
-}
+NEEDS_ON_A_GPU = {name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed}
 
 
 def hide(library: str, example: str, *arguments: object, gpu: bool = False) -> Any:
