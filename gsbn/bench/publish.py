@@ -50,7 +50,7 @@ def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]
     report.save_json(saved)
     plot(report, picture)
     tables = (
-        f"{markdown(report, brief=True)}\n\n![Speed beside the peers, and the roofline](docs/results/{name}.png)",
+        markdown(report, brief=True),
         f"{markdown(report)}\n\n![Speed beside the peers, and the roofline](results/{name}.png)\n\n"
         f"With intervals: [{name}.json](results/{name}.json).",
     )
@@ -87,10 +87,10 @@ def markdown(report: Report, *, brief: bool = False) -> str:
         cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
         of = dict(zip(columns, cells, strict=True))
         table.append("| " + " | ".join(of[column] for column in shown) + " |")
-    return "\n".join(table) + "\n\n" + _caption(report)
+    return "\n".join(table) + "\n\n" + _caption(report, brief)
 
 
-def _caption(report: Report) -> str:
+def _caption(report: Report, brief: bool) -> str:
     e, rates = report.environment, report.rates
     gpu = e["gpus"][0]["name"] if e["gpus"] else f"no GPU: {e['cpu']}"
     versions = ", ".join(
@@ -100,10 +100,12 @@ def _caption(report: Report) -> str:
     matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
     third = " (float32: at least a third of float16)" if e["gpus"] else ""
     what = "device time in ms, one run, back to back in a CUDA graph where possible"
+    where = f"{report.date[:10]}, {gpu}{driver}, gsbn {e['gsbn']}, {versions}."
+    if brief:
+        return where
     return (
-        f"Medians of {what if e['gpus'] else 'wall-clock time in ms, one run'}; {report.date[:10]}, "
-        f"{gpu}{driver}, gsbn {e['gsbn']}, {versions}. Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in "
-        f"TFLOP/s {matrix}{third}. "
+        f"Medians of {what if e['gpus'] else 'wall-clock time in ms, one run'}; {where} "
+        f"Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in TFLOP/s {matrix}{third}. "
         f"Sources: gsbn/ `{e['digest']['gsbn']}`, kernels/ `{e['digest']['kernels']}`."
     )
 
