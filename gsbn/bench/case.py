@@ -28,7 +28,7 @@ def _sweep() -> list[tuple[int, int, int]]:
 PRESETS: dict[str, list[tuple[int, int, int]]] = {
     "kernelbench": [(1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512)],
     "small": [(32, 256, 256), (128, 1024, 512), (256, 512, 1024), (1000, 300, 500)],
-    "rows": [(rows, 512, 512) for rows in (10**6, 262144, 32768, 4096, 512, 64)],
+    "rows": [(rows, 512, 512) for rows in (10**6, 65536, 4096, 512, 64)],
     "sweep": _sweep(),
 }
 
