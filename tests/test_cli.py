@@ -103,7 +103,7 @@ def test_check_passes_here_and_shows_the_bound() -> None:
     assert told["passed"]
     assert {(c["kind"], c["family"]) for c in told["checks"]} == {("float16", "mean 1e4")}
     assert told["skipped"].keys() <= {"pytorch"}
-    figures = {"max_error", "max_bound", "norm_error", "norm_bound", "relative", "share"}
+    figures = {"max_error", "max_bound", "norm_error", "norm_bound", "relative", "norm", "share"}
     assert figures == set(told["checks"][0]["y"])
     assert {"x", "weight", "bias", "scale", "gamma", "beta"} == set(told["checks"][0]["gradients"])
 

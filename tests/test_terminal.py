@@ -46,7 +46,7 @@ def checks() -> list[selfcheck.Check]:
     """As a run might give them: every family, errors relative and absolute, bounds kept and exceeded."""
     found = []
     for i, family in enumerate(bounds.FAMILIES):
-        good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 0.07 * (i + 1))
+        good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 1.0, 0.07 * (i + 1))
         absolute = dataclasses.replace(good, relative=False, share=1e-9)
         bad = dataclasses.replace(good, norm_error=4.3e2, relative=False, share=10.0 ** (i * 2))
         gradients = dict(zip(bounds.GRADIENTS, (good, absolute, good, absolute, good, good), strict=True))

@@ -120,6 +120,7 @@ class Expected:
             norm_error=float(xp.linalg.norm(error.astype(float))) / unit,
             norm_bound=norm_bound / unit,
             relative=relative,
+            norm=norm,
             share=float(xp.nan_to_num(share, nan=xp.inf).max()),
         )
 
@@ -137,11 +138,17 @@ class Judgement:
     norm_error: float
     norm_bound: float
     relative: bool
+    norm: float  # of the truth
     share: float
 
     @property
     def passed(self) -> bool:
         return self.share <= 1.0
+
+    @property
+    def relative_error(self) -> float:
+        """The norm of the error over that of the truth, however small that is; as it is where the truth is zero."""
+        return self.norm_error if self.relative else self.norm_error / (self.norm or 1.0)
 
 
 def make_operands(

@@ -171,7 +171,7 @@ class _CaseRun:
             got = dict(zip(keys, entry.candidate.outputs(), strict=True))
             judged = {key: truth[key].judge(value, xp) for key, value in got.items() if key in truth}
             # Autograd's gradient of the scale is noise in float32: the matrices tell whether a peer is right.
-            entry.error = max(judged[key].norm_error for key in keys[: 1 if is_forward else 2])
+            entry.error = max(judged[key].relative_error for key in keys[: 1 if is_forward else 2])
             if entry.name.startswith("gsbn") and (bad := [key for key, j in judged.items() if not j.passed]):
                 raise ValueError(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
             if not entry.error <= (limit := PEER_TOLERANCE[case.kind]):

@@ -73,8 +73,7 @@ def markdown(report: Report, *, brief: bool = False) -> str:
     left_out = {"bare GEMM", "JAX", "of the floor", "host µs, PyTorch", "host µs, gsbn"} if brief else set()
     if not any(r.host for r in report.results):
         left_out |= {"host µs, PyTorch", "host µs, gsbn"}
-    shown = [column for column in columns if column not in left_out]
-    table = ["| " + " | ".join(shown) + " |", "| --- | --- |" + " ---: |" * (len(shown) - 2)]
+    rows = []
     for case, results in report.by_case().items():
         gsbn, torch, compiled = results.get("gsbn"), results.get("pytorch"), fastest(results, "compile", "autotune")
         mode = "" if case.training else ", inference"
@@ -85,8 +84,10 @@ def markdown(report: Report, *, brief: bool = False) -> str:
             cells += [f"{other.seconds / timed.seconds:.2f}" if timed and other and other.device else "–"]
         cells += [f"{report.rates.floor(case) / timed.seconds:.0%}" if timed else "–"]
         cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
-        of = dict(zip(columns, cells, strict=True))
-        table.append("| " + " | ".join(of[column] for column in shown) + " |")
+        rows.append(dict(zip(columns, cells, strict=True)))
+    shown = [name for name in columns if name not in left_out and any(row[name] != "–" for row in rows)]
+    table = ["| " + " | ".join(shown) + " |", "| --- | --- |" + " ---: |" * (len(shown) - 2)]
+    table += ["| " + " | ".join(row[name] for name in shown) + " |" for row in rows]
     return "\n".join(table) + "\n\n" + _caption(report, brief)
 
 
