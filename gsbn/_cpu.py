@@ -23,9 +23,7 @@ __all__ = ["backward", "forward"]
 
 Array = Any  # np.ndarray, of any dtype; a number for an absent vector
 
-CHAIN = (
-    192  # terms that a call of BLAS adds up, as PyTorch's does: OpenBLAS's own chains of 384 err by 1.4 times as much
-)
+CHAIN = 192  # terms that a call of BLAS adds up, as PyTorch's: OpenBLAS's own chains of 384 err by 1.4 times as much
 ROWS = 32  # rows that are added up in float32
 BLOCK = 1 << 18  # elements of a block of rows, 1 MiB of float32: what an L2 holds
 LEAST = 512  # rows of a block at least, so that BLAS does not pack the weight all the time
