@@ -35,10 +35,11 @@ NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean":
 def forward(
     arrays: dict[str, Any], y: Array, *, training: bool, momentum: float | None, eps: float, keep: bool
 ) -> tuple[Array, Array] | None:
-    """Write y and the running statistics; gives the deviations and vectors that `backward` takes, if to be kept.
+    """Write y (B, O) and the running statistics; gives what `backward` takes, if it is to be kept.
 
-    `arrays` are x, weight and the vectors of `gsbn.forward`, None for an absent one; all has been checked. In inference
-    the deviations are from the first block's mean. The vectors are the rows SAVED_ of kernels/common.cuh.
+    `arrays` are x (B, I), weight (O, I) and the vectors (O) of `gsbn.forward`, None for an absent one; all has been
+    checked. Kept are the deviations (B, O), float64 for float64 and for few rows and else float32, in inference those
+    from the first block's mean, and vectors in float64, the rows SAVED_ of kernels/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
@@ -126,7 +127,7 @@ def forward(
 def backward(
     dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, training: bool, needs: Mapping[str, str]
 ) -> dict[str, Array]:
-    """The gradients that are needed, by name and in the dtypes of these names, from what `forward` kept."""
+    """The needed gradients by name, in the dtypes of these names, from dy (B, O) and what `forward` kept."""
     # NumPy does not know bfloat16 by its name
     dtypes = {name: x.dtype if dtype == x.dtype.name else np.dtype(dtype) for name, dtype in needs.items()}
     if not len(x):

@@ -113,8 +113,9 @@ class _Numpy(Kind):
 
     def view(self, array: Any) -> View:
         native = array.dtype.name if array.dtype.isnative else str(array.dtype)
-        pointer = array.__array_interface__["data"][0]
-        return View(pointer, array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable)
+        return View(
+            self.pointer(array), array.shape, array.strides, native, array.itemsize, "cpu", array.flags.writeable
+        )
 
     def admit(self, name: str, array: Any) -> None:
         if isinstance(array, np.ma.MaskedArray):

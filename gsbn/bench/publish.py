@@ -145,7 +145,8 @@ def _figure(report: Report) -> Figure:
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(handles) or 1, frameon=False)
     e = report.environment
     where = e["gpus"][0]["name"] if e["gpus"] else "CPU, NumPy path"
-    figure.suptitle(f"gsbn {e['gsbn']} forward on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
+    what = " and ".join(dict.fromkeys(case.direction for case in table))
+    figure.suptitle(f"gsbn {e['gsbn']}, {what}, on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
     return figure
 
 
