@@ -137,7 +137,7 @@ def _backward(
     try:
         signature, pointers = kind.read((dy, *saved[:4]))
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, saved[4:8], wanted, sms, aligned, capturing, limits)
+        key = (signature, saved[4:8], saved[9:], wanted, sms, aligned, capturing, limits)
         found = _calls.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
@@ -204,6 +204,9 @@ def _prepare_call(
     places = [made.index(name) if name in made else None for name in Gradients._fields]
     call = Call(kind, device, ARGUMENTS)
     shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
+    one_scale = saved.scale_shape is not None and "scale" in made
+    if one_scale:
+        shapes[Gradients._fields.index("scale")] = saved.scale_shape
     of = dict.fromkeys(Gradients._fields, ABSENT)
     nbytes = {}
     for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
@@ -224,6 +227,7 @@ def _prepare_call(
         precision=saved.precision,
         gemm=saved.gemm,
         capturing=capturing,
+        activation=saved.activation,
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -243,9 +247,12 @@ def _prepare_call(
     of_dy = call.copy("dy", dy, saved.x, gpu) if plan.copy_dy else "dy"
     of_x = call.copy("x", x, saved.x, gpu) if plan.weight is not None and plan.weight.copy else "x"
     of_w = call.copy("weight", weight, saved.x, gpu) if plan.x is not None and plan.x.copy else "weight"
-    call.workspace(plan.workspace)
+    call.workspace(plan.workspace + (8 * n if one_scale else 0))
     dg = call.at(plan.dg_at) if plan.dg else ABSENT
     to_vectors = {f"to_{name}": of[name] for name in VECTORS}
+    if one_scale:  # those of the features first, in float64
+        to_vectors["to_scale"] = call.at(plan.workspace)
+        fields["to_scale"] = 8 + _declared.kind_code("float64")
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
     if plan.fused:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors})
@@ -256,6 +263,9 @@ def _prepare_call(
     if (plan.sums or plan.dg) and not plan.fused:
         reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": call.at(plan.across_at)}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
+    if one_scale:
+        of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
+        call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     across = call.at(plan.across_at) if plan.across else dg
     for product, operands in ((plan.x, (dg, of_w, of["x"])), (plan.weight, (across, of_x, of["weight"]))):
         if product is not None:

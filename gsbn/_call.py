@@ -194,9 +194,10 @@ def matrix_of(view: Any) -> _plan.Matrix:
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """What a kernel is told of each per-feature vector: 8 times its stride plus its KIND_; 0 of an absent one."""
+    """What a kernel is told of each per-feature vector: 8 times its stride, 0 of one element, plus its KIND_; 0 of none."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
-    codes = {name: v.strides[0] // v.itemsize * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
+    strides = {name: v.strides[0] // v.itemsize if math.prod(v.shape) > 1 else 0 for name, v in given.items()}
+    codes = {name: strides[name] * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
     return dict.fromkeys(VECTORS, 0) | codes
 
 

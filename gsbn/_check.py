@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ._typing import Gemm, Precision
+from ._typing import Activation, Gemm, Precision
 
 __all__ = [
     "View",
@@ -28,6 +28,7 @@ __all__ = [
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 GEMMS: tuple[str, ...] = get_args(Gemm)
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 
@@ -53,8 +54,13 @@ def forward_arguments(
     gemm: Any,
     return_saved: Any,
     sms: Any,
+    activation: Any,
+    number: Any,
 ) -> None:
-    """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None."""
+    """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None.
+
+    `number` is the scale, where it is no array.
+    """
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)
@@ -62,6 +68,9 @@ def forward_arguments(
     _bool("training", training)
     _bool("return_saved", return_saved)
     _eps(eps, positive=bool(training))
+    _number("scale", number, "an array, a finite number or None")
+    if activation is not None:
+        _name("activation", activation, ACTIVATIONS)
     if momentum is not None:
         _number("momentum", momentum, "a finite number or None")
     _name("precision", precision, PRECISIONS)
@@ -103,13 +112,14 @@ def forward_arguments(
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
 
-def fold_arguments(views: Mapping[str, View | None], *, eps: Any) -> None:
+def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -> None:
     """Raise what `gsbn.fold` promises to raise."""
     weight = views["weight"]
     assert weight is not None
     _floating("weight", weight)
     _matrix("weight", weight)
     _vectors(views, weight.shape[0], weight.dtype, like="weight")
+    _number("scale", number, "an array, a finite number or None")
     _eps(eps, positive=False)
 
 
@@ -240,8 +250,9 @@ def _vectors(views: Mapping[str, View | None], features: int, dtype: str, like: 
             continue
         if view.dtype not in allowed:
             raise TypeError(f"{name}: expected dtype {' or '.join(allowed)}, got {view.dtype}")
-        if view.shape != (features,):
-            raise ValueError(f"{name}: expected shape ({features},), got {view.shape}")
+        if view.shape != (features,) and (name != "scale" or math.prod(view.shape) != 1):
+            one = " or one element" if name == "scale" else ""
+            raise ValueError(f"{name}: expected shape ({features},){one}, got {view.shape}")
         _device(name, view, owner, like)
     mean, var = views["running_mean"], views["running_var"]
     if (mean is None) != (var is None):

@@ -13,13 +13,13 @@ from ._call import Description, log, remember
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
-from ._interop import Kind, kind_of, kinds_of
+from ._interop import NUMBERS, Kind, kind_of, kinds_of
 from ._prepared import Prepared
-from ._typing import A, AnyArray, Array, Gemm, Precision
+from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
 __all__ = ["Saved", "describe", "forward", "forward_within"]
 
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms")
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation")
 
 
 class Saved(NamedTuple):
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
         normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
         are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
         less a centre, P = O. One that an earlier version pickled has none there: the backward makes them anew.
-    vectors : (7, O) array
+    vectors : (9, O) array
         Per-feature constants in float64.
     training : bool
     precision, gemm : str
@@ -48,6 +48,11 @@ class Saved(NamedTuple):
         The dtypes of bias, scale, gamma and beta by name; None for an absent one.
     versions : tuple
         Torch's counts of changes of x and of weight; None for what has none.
+    activation : str or None
+        As it was given. The backward tells from `deviations` where it was flat: where rounding would carry one to the
+        other side, its nearest neighbour on the right side is kept, so that this agrees with y in every element.
+    scale_shape : tuple or None
+        The shape of a scale of one element that serves all features, and so of its gradient.
     """
 
     x: Any
@@ -59,41 +64,46 @@ class Saved(NamedTuple):
     gemm: Gemm
     dtypes: tuple[str | None, str | None, str | None, str | None]
     versions: tuple[int | None, int | None] = (None, None)
+    activation: Activation | None = None
+    scale_shape: tuple[int, ...] | None = None
 
     def __reduce__(self) -> Any:
-        return Saved, self[:8]  # what is loaded or copied begins to count anew
+        return Saved, (*self[:8], (None, None), *self[9:])  # what is loaded or copied begins to count anew
 
 
 # For a type checker: without `return_saved`, with it, and where it is not known or x is another library's array.
 @overload
 def forward(
-    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray | float | None = None, *, bias: AnyArray | None = None,
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
-    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
-    sms: int | None = None, out: AnyArray | None = None, return_saved: Literal[False] = False,
+    momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
+    return_saved: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
 def forward(
-    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    x: Array[A], weight: AnyArray | Prepared, scale: AnyArray | float | None = None, *, bias: AnyArray | None = None,
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
-    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
-    sms: int | None = None, out: AnyArray | None = None, return_saved: Literal[True],
+    momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
+    return_saved: Literal[True],
 ) -> tuple[A, Saved]: ...  # fmt: skip
 @overload
 def forward(
-    x: AnyArray, weight: AnyArray | Prepared, scale: AnyArray, *, bias: AnyArray | None = None,
+    x: AnyArray, weight: AnyArray | Prepared, scale: AnyArray | float | None = None, *, bias: AnyArray | None = None,
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
-    momentum: float | None = 0.1, eps: float = 1e-5, precision: Precision = "highest", gemm: Gemm = "auto",
-    sms: int | None = None, out: AnyArray | None = None, return_saved: bool = False,
+    momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
+    return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
 @outside_graphs
 def forward(
     x: Any,
     weight: Any,
-    scale: Any,
+    scale: Any = None,
     *,
     bias: Any = None,
     gamma: Any = None,
@@ -104,6 +114,7 @@ def forward(
     training: bool = False,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
+    activation: str | None = None,
     precision: str = "highest",
     gemm: str = "auto",
     sms: int | None = None,
@@ -131,8 +142,9 @@ def forward(
         array arguments are of one kind and on one device.
     weight : (O, I) array or Prepared
         x's dtype; or what `prepare` made of such an array.
-    scale : (O,) array
-        x's dtype or float32 (float64 with float64), as every per-feature vector, each independently.
+    scale : (O,) array, array of one element, or float, optional
+        x's dtype or float32 (float64 with float64), as every per-feature vector, each independently. One element or
+        one number serves all features; 1 if absent.
     bias, gamma, beta : (O,) array, optional
         Taken as 0, 1 and 0 if absent.
     running_mean, running_var : (O,) array, optional
@@ -145,6 +157,8 @@ def forward(
         Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
     eps : float
         Added to the variance; > 0 in training, >= 0 in inference.
+    activation : {"relu"}, optional
+        What y is put through before it is written: "relu" is max(y, 0), NaN passes. None is nothing.
     precision : {"highest", "high"}
         For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
         GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
@@ -206,7 +220,7 @@ def forward(
     which is one stream at a time.
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm, return_saved, sms)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation)
     return _read(arrays, options, _ANY)
 
 
@@ -270,6 +284,7 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
+_NUMERIC = (0, 1, 2, 5, 6, 8)  # of the options
 _calls: dict[Any, ForwardCall] = {}
 _checked: dict[Any, CheckedCall] = {}  # on the CPU
 
@@ -278,7 +293,11 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
     """What kind of arrays these are, and the rest by it: the forward, or `act` in its place."""
     act = act or _forward
     prepared = None
-    x, weight, precision = arrays[0], arrays[1], options[3]
+    x, weight, scale, precision = arrays[0], arrays[1], arrays[2], options[3]
+    if isinstance(scale, NUMBERS):  # which then stands among the options
+        arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
+    else:
+        options = (*options, 1.0)
     if isinstance(weight, Prepared):
         if weight.precision != precision:
             raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
@@ -286,7 +305,7 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
     kind = kind_of(x)
     if kind is None:  # a foreign DLPack producer, or no array at all
         own = ("out",) if prepared is None else ("out", "weight")
-        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight", "scale"), own)
+        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight"), own)
         arrays = tuple(imported.values())
         result = act(kind, arrays, options, prepared, limits, read_only)
         if kind.on_gpu:
@@ -339,7 +358,7 @@ def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: t
     try:
         signature, pointers = kind.read(arrays)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        types = (type(options[0]), type(options[1]), type(options[2]), type(options[5]), type(options[6]))
+        types = tuple([type(options[i]) for i in _NUMERIC])
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0) if kind.on_gpu else None
         key = (signature, options, types, aligned, *more)
         return calls.get(key), key, pointers
@@ -360,9 +379,14 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
 def _saved(
     kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
 ) -> Saved:
-    training, _, _, precision, gemm, *_ = options
-    versions = kind.version(arrays[0]), kind.version(arrays[1])
-    return Saved(arrays[0], arrays[1], deviations, vectors, bool(training), precision, gemm, dtypes, versions)
+    training, _, _, precision, gemm, _, _, activation, _ = options
+    x, weight, scale, *_ = arrays
+    versions = kind.version(x), kind.version(weight)
+    one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
+    return Saved(
+        x, weight, deviations, vectors, bool(training), precision, gemm, dtypes, versions, activation,
+        tuple(scale.shape) if one else None,
+    )  # fmt: skip
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -370,11 +394,11 @@ def _saved(
 
 def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> dict[str, Any]:
     named = dict(zip(ARRAYS, arrays, strict=True))
-    kinds_of(named, ("x", "weight", "scale"))
+    kinds_of(named, ("x", "weight"))
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
     for name in read_only:
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
-    _check.forward_arguments(views, **dict(zip(OPTIONS, options, strict=True)))
+    _check.forward_arguments(views, **dict(zip((*OPTIONS, "number"), options, strict=True)))
     return views
 
 
@@ -389,13 +413,14 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         remember(_checked, key, found)
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    training, momentum, eps, _, _, return_saved, _ = options
+    training, momentum, eps, _, _, return_saved, _, activation, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
-    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved)
+    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved,
+                        activation=activation, number=float(number))
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     result = arrays[-1] if out is not None else kind.from_numpy(y)

@@ -77,7 +77,7 @@ def prepare_call(
     limits: _plan.Limits,
 ) -> ForwardCall:
     """Plan a forward of arrays like these, and lay out what it allocates and launches; nothing is launched yet."""
-    training, momentum, eps, precision, gemm, return_saved, sms = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
@@ -93,6 +93,7 @@ def prepare_call(
         prepared=limbs,
         saved=bool(return_saved),
         cumulative=momentum is None,
+        activation=activation,
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
@@ -125,6 +126,7 @@ def prepare_call(
         **vector_codes(views),
         "momentum": 0.0 if momentum is None else momentum,
         "eps": eps,
+        "number": number,
     }
 
     call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ())))

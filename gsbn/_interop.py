@@ -19,7 +19,9 @@ from ._check import View
 from ._dlpack import Producer
 from ._dynamo import skip_frames
 
-__all__ = ["Kind", "kind_of", "kinds_of"]
+__all__ = ["NUMBERS", "Kind", "kind_of", "kinds_of"]
+
+NUMBERS = (float, int, np.floating, np.integer)  # which are no arrays, whatever attributes they have
 
 
 class Kind:
@@ -294,7 +296,7 @@ class _TorchCuda(_Torch):
 
     def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
         # The quickest way that torch has: no dtype or device to parse, no tuple to unpack.
-        return partial(self.empty((0,), like, dtype).new_empty, *shape)
+        return partial(self.empty((0,), like, dtype).new_empty, *(shape or ((),)))
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         like_it = self._bytes.get(like.device)

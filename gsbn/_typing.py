@@ -12,10 +12,11 @@ if TYPE_CHECKING or sys.version_info >= (3, 11):
 else:  # the class behind 3.10's NamedTuple takes Generic as a second base, NamedTuple itself does not
     from typing import _NamedTuple as NamedTuple
 
-__all__ = ["A", "A_co", "AnyArray", "Array", "DLPack", "Gemm", "NamedTuple", "Precision"]
+__all__ = ["A", "A_co", "Activation", "AnyArray", "Array", "DLPack", "Gemm", "NamedTuple", "Precision"]
 
 Precision = Literal["highest", "high"]
 Gemm = Literal["auto", "cublas", "tiled", "sm90"]
+Activation = Literal["relu"]
 
 A = TypeVar("A")  # a library's array, as that library calls it
 A_co = TypeVar("A_co", covariant=True)

@@ -4,6 +4,9 @@
 //   training:   d = (g - mean(g)) / unit, unit a power of two of each feature (1 but for float16)
 //   inference:  d = g
 //
+// Where the forward put y through an activation, dy is at once made the gradient with respect to what went in (BeforeY,
+// activation.cuh), in both passes, and is what follows calls dy.
+//
 // backward_sums takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients and,
 // in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
 //   training:   dbeta = S    dgamma = s r D    dscale = gamma eps r^3 D    dbias = 0    rate = s^2 r^2 D / B    D = unit E
@@ -55,11 +58,41 @@ struct Sum {
     }
 };
 
+// The gradient with respect to u, y = f(u), of VEC columns from col on.
+struct BeforeY {
+    Vector<G, VEC> slope = {}, offset = {}, m = {}, m_low = {};
+
+    __device__ BeforeY(const Problem& p, const double* saved, long long col, int inside) {
+        if constexpr (ACTIVE) {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) {
+                    const double* at = saved + col + j;
+                    slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * p.n]);
+                    offset.at[j] = static_cast<G>(at[SAVED_OFFSET * p.n]);
+                    if (!TRAINING) {
+                        const Parts<G> parts(at[SAVED_M * p.n]);
+                        m.at[j] = parts.high;
+                        m_low.at[j] = parts.low;
+                    }
+                }
+        }
+    }
+
+    __device__ G gradient(int j, G dy, G d) const {
+        if constexpr (!ACTIVE) return dy;
+        const G u = fma(slope.at[j], TRAINING ? d : (d - m.at[j]) - m_low.at[j], offset.at[j]);
+        // of few rows G is wider than what y was made of
+        return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
+    }
+};
+
 // A thread's sums in shared memory, [j][lane]: the lanes' words are adjacent.
 __device__ inline int slot(int column) { return column % VEC * LANES + column / VEC; }
 
 // All rows are added to sum[j] and dot[j], j < VEC.
-__device__ inline void add_rows(Rows& rows, const G* centre, double (&sum)[VEC], double (&dot)[VEC]) {
+__device__ inline void add_rows(Rows& rows, const G* centre, const BeforeY& before, double (&sum)[VEC],
+                                double (&dot)[VEC]) {
     while (rows.left > 0) {
         Sum sum_of[VEC], dot_of[VEC];
 #pragma unroll 1
@@ -71,9 +104,8 @@ __device__ inline void add_rows(Rows& rows, const G* centre, double (&sum)[VEC],
                 rows.take(i, dy_at, d_at);
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
-                    const G u = to_float(dy_at.at[j]);
+                    const G d_of = to_float(d_at.at[j]), u = before.gradient(j, to_float(dy_at.at[j]), d_of);
                     sum_of[j].add(u);
-                    const G d_of = to_float(d_at.at[j]);
                     dot_of[j].add_product(u, TRAINING ? d_of : d_of - centre[j]);
                 }
             }
@@ -121,9 +153,11 @@ __device__ inline void store_feature(const Problem& p, const double* saved, long
 // dg of the VEC columns from col on: in training of what store_feature left at `coefficients`, of which col is `at`.
 struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
+    const BeforeY before;
 
     __device__ Coefficients(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
-                            long long col, int inside) {
+                            long long col, int inside)
+        : before(p, saved, col, inside) {
         if (TRAINING) {
             a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
             mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
@@ -140,8 +174,8 @@ struct Coefficients {
         Vector<T, VEC> out;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const G u = to_float(dy.at[j]);
-            const G centred = TRAINING ? fma(-rate.at[j], to_float(d.at[j]), (u - mean.at[j]) - mean_low.at[j]) : u;
+            const G d_of = to_float(d.at[j]), u = before.gradient(j, to_float(dy.at[j]), d_of);
+            const G centred = TRAINING ? fma(-rate.at[j], d_of, (u - mean.at[j]) - mean_low.at[j]) : u;
             from_float(a.at[j] * centred, out.at[j]);
         }
         return out;
@@ -188,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
-        add_rows(rows, centre, sum, dot);
+        add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
         __syncthreads();  // all rows were read: the ring is free
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
@@ -231,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long end = p.m - item / blocks * p.dg_rows, height = min(p.dg_rows, end);
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        Rows rows(p, dy, TRAINING ? d : nullptr, end - 1 - warp, -WARPS,
+        Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - warp, -WARPS,
                   dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
         const long long c = col0 + threadIdx.x;
         if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
@@ -299,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
-        add_rows(rows, centre, sum, dot);
-        Rows again(p, dy, TRAINING ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
+        add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
+        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
 #pragma unroll
@@ -331,4 +365,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         T* to = dg + down * p.lddg + col;
         while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.lddg, [](const Vector<T, VEC>&, int) {});
     });
+}
+
+// The gradient of one scale that served all features, in float64: the sum of theirs, in a fixed order, by one CTA.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sum_features(const __grid_constant__ Problem p, const double* of_features, void* to_scale) {
+    await_kernel_ahead();
+    __shared__ double sums[WARPS];
+    double sum = 0.0;
+    for (long long c = threadIdx.x; c < p.n; c += THREADS) sum += of_features[c];
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
+    if (threadIdx.x % LANES == 0) sums[threadIdx.x / LANES] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int i = 1; i < WARPS; ++i) sum += sums[i];
+    store_vector(to_scale, p.to_scale, 0, sum);
 }

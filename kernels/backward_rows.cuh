@@ -1,7 +1,7 @@
 // What the kernels of backward.cu are compiled for and told, and how their threads come by rows of dy and d: through rings
 // in shared memory. No kernels.
 #pragma once
-#include "common.cuh"
+#include "activation.cuh"
 
 #ifndef T_TYPE
 #define T_TYPE float
@@ -26,6 +26,9 @@ struct Problem {
     long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 };
+
+constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put through something
+
 
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;

@@ -94,10 +94,10 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
     }
 }
 
-// What normalize applies to a feature: y = a ((slope g - m) - m_low) + beta, five arrays of n in G's type, pitch ldg.
+// What normalize applies to a feature: y = f(a ((g - m) - m_low) + beta), four arrays of n in G's type, pitch ldg.
 // The mean is subtracted before anything is multiplied, and m_low carries what float32 drops of it: with |m| >> sigma
 // the rounding of m alone would be the largest error in y.
-enum : int { AFFINE_SLOPE = 0, AFFINE_M = 1, AFFINE_M_LOW = 2, AFFINE_A = 3, AFFINE_BETA = 4, AFFINE_ROWS = 5 };
+enum : int { AFFINE_M = 0, AFFINE_M_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3, AFFINE_ROWS = 4 };
 
 // What a forward keeps for its backward, O-vectors in float64; SAVED_RATE on are of one mode. See backward.cu.
 enum : int {
@@ -110,26 +110,38 @@ enum : int {
     SAVED_BIASED = 4,  // inference: centre + b
     SAVED_Z = 5,       // inference: s (centre + b) - running_mean
     SAVED_S = 6,       // inference: s
+    SAVED_SLOPE = 7,   // training: a unit, as y was made with it: y = f(slope d + offset)
+    SAVED_M = 7,       // inference: m of y = f(a (g - m) + offset)
+    SAVED_OFFSET = 8,  // of either
 };
 
-// The SAVED_ rows of feature i in training, from its scale, gamma and variance, its deviations being in units of `unit`.
+// The SAVED_ rows of feature i in training, from its scale, gamma and variance, its deviations being in units of `unit`;
+// y = a d + offset with this `a`, which may be a rounding.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
-                                   double eps, double unit) {
+                                   double eps, double unit, double a, double offset) {
     const double r = 1.0 / sqrt(s * s * var + eps), in_units = s * r * unit;
     saved[SAVED_A * n + i] = gamma * s * r;
     saved[SAVED_SCALE * n + i] = gamma * eps * r * r * r * unit;
     saved[SAVED_GAMMA * n + i] = in_units;
     saved[SAVED_RATE * n + i] = in_units * in_units;
     saved[SAVED_UNIT * n + i] = unit;
+    saved[SAVED_SLOPE * n + i] = a * unit;
+    saved[SAVED_OFFSET * n + i] = offset;
 }
 
+// v in two parts of G; what is not finite has no second one.
 template <typename G>
-__device__ inline void store_affine(G* affine, long long pitch, long long i, double slope, double m, double a,
-                                    double beta) {
-    const G m_high = static_cast<G>(m);
-    affine[AFFINE_SLOPE * pitch + i] = static_cast<G>(slope);
-    affine[AFFINE_M * pitch + i] = m_high;
-    affine[AFFINE_M_LOW * pitch + i] = static_cast<G>(isfinite(m_high) ? m - m_high : 0.0);
+struct Parts {
+    G high, low;
+    __device__ explicit Parts(double v)
+        : high(static_cast<G>(v)), low(static_cast<G>(isfinite(high) ? v - high : 0.0)) {}
+};
+
+template <typename G>
+__device__ inline void store_affine(G* affine, long long pitch, long long i, double m, double a, double beta) {
+    const Parts<G> parts(m);
+    affine[AFFINE_M * pitch + i] = parts.high;
+    affine[AFFINE_M_LOW * pitch + i] = parts.low;
     affine[AFFINE_A * pitch + i] = static_cast<G>(a);
     affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
 }

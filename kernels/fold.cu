@@ -14,7 +14,7 @@ using T = X_TYPE;
 struct Problem {
     long long k, ldw;                                               // features of x; row pitch of w, in elements
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double eps;
+    double eps, number;  // number: the scale of all features, where there is no vector
 };
 
 constexpr int THREADS = 256;
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          const void* gamma, const void* beta, const void* running_mean, const void* running_var) {
     await_kernel_ahead();
     const long long row = blockIdx.x;
-    const double s = fetch(scale, p.scale, row).or_else(1.0);
+    const double s = fetch(scale, p.scale, row).or_else(p.number);
     const double r = 1.0 / sqrt(fetch(running_var, p.running_var, row).or_else(1.0) + p.eps);
     const double a = fetch(gamma, p.gamma, row).or_else(1.0) * r;
     if (threadIdx.x == 0) {

@@ -2,8 +2,9 @@
 //
 //   g = x w^T                                   x (m, k), w (n, k), y (m, n), row-major
 //   MODE GEMM:       y = g
-//   MODE INFERENCE:  y = a g + c             a = gamma r s, c = gamma r (s bias - running_mean) + beta
-//   MODE TRAINING:   y = a (g - mean) + beta a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
+//   MODE INFERENCE:  y = f(a g + c)             a = gamma r s, c = gamma r (s bias - running_mean) + beta
+//   MODE TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
+//   f is the activation that the variant is compiled for (activation.cuh).
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const size_t features = (size_t)blocks * BLOCK_N;
     const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
     const Features f = {bias,   p.bias,       scale,          p.scale,     gamma,         p.gamma,     beta,
-                        p.beta, running_mean, p.running_mean, running_var, p.running_var, (float)p.eps};
+                        p.beta, running_mean, p.running_mean, running_var, p.running_var, (float)p.eps, (float)p.number};
 #if KEEP
     const Kept keeps = {&kept_map, kept, saved};
 #else

@@ -1,16 +1,16 @@
-// normalize: y = a ((slope g - m) - m_low) + beta, feature by feature; one pass over g, one write of y.
+// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: activation.cuh.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // An item of work is COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
-// in registers and walks down every WARPS-th row, UNROLL rows in flight. Training has slope = 1.
+// in registers and walks down every WARPS-th row, UNROLL rows in flight.
 // Items run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
-#include "common.cuh"
+#include "activation.cuh"
 
 #ifndef G_TYPE
 #define G_TYPE float
@@ -45,15 +45,16 @@ constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;
 constexpr int UNROLL = 4;
 
-// g - mean(g) as it is kept, d being its value in G. In a wider type it is all but exact: the mean comes in two parts.
+// g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
+// two parts. An activation then sees u as the backward will.
 template <typename K>
-__device__ __forceinline__ K deviation(G g, G m, G m_low, G d) {
+__device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset, G& u) {
     if constexpr (sizeof(K) > sizeof(G)) {
-        return (static_cast<K>(g) - m) - m_low;
+        const K exact = (static_cast<K>(g) - m) - m_low;
+        if (Activation<Y>::JUMPS) u = fma(static_cast<K>(slope), exact, static_cast<K>(offset));
+        return exact;
     } else {
-        K kept;
-        from_float(d, kept);
-        return kept;
+        return settle<Y, K>(d, slope, offset);
     }
 }
 
@@ -74,27 +75,31 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
 
         const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
         const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
-        const Vector<G, VEC> slope = load<G, VEC>(affine + AFFINE_SLOPE * p.ldg, inside);
         const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * p.ldg, inside);
         const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * p.ldg, inside);
         const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
         const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
 
-        Vector<G, VEC> inverse_unit = {};
+        Vector<G, VEC> inverse_unit = {}, slope = a;  // slope d / unit + beta, as the backward will have it
         if (KEEPS && in_units<D>) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
-                if (j < inside) inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
+                if (j < inside) {
+                    inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
+                    slope.at[j] = saved[SAVED_SLOPE * p.n + col + j];
+                }
         }
 
         const auto apply = [&](const Vector<G, VEC>& in, Vector<D, VEC>& kept) {
             Vector<Y, VEC> out;
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const G d = fma(slope.at[j], in.at[j], -m.at[j]) - m_low.at[j];
-                from_float(fma(a.at[j], d, beta.at[j]), out.at[j]);
+                const G d = (in.at[j] - m.at[j]) - m_low.at[j];
+                G u = fma(a.at[j], d, beta.at[j]);
                 if (KEEPS)
-                    kept.at[j] = deviation<D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d);
+                    kept.at[j] = deviation<D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d,
+                                              slope.at[j], beta.at[j], u);
+                from_float(Activation<Y>::of(u), out.at[j]);
             }
             return out;
         };

@@ -36,7 +36,7 @@ struct Problem {
     long long affine, partials, tickets;  // where they start in the workspace, in bytes
     long long flags;                      // FLAG_CUMULATIVE, FLAG_UNITS
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double momentum, eps;
+    double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };
 
 constexpr int VEC = 16 / sizeof(G);
@@ -163,11 +163,12 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
                 m2 += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]) + n_i * d * d;
             }
         }
-        const double rows = p.m, v = m2 / rows, s = s_at.or_else(1.0), r = 1.0 / sqrt(s * s * v + p.eps);
+        const double rows = p.m, v = m2 / rows, s = s_at.or_else(p.number), r = 1.0 / sqrt(s * s * v + p.eps);
         const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
-        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, 1.0, mean, a, beta_at.or_else(0.0));
+        const double beta_of = beta_at.or_else(0.0), unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, mean, a, beta_of);
         if (saved != nullptr)
-            store_saved(saved, p.n, c, s, gamma_of, v, p.eps, p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0);
+            store_saved(saved, p.n, c, s, gamma_of, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta_of));
         if (p.running_mean != 0) {
             // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
             const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
@@ -189,7 +190,8 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 }
 
 // running_affine: the same constants from the running statistics, for inference; a thread has one column.
-//   y = gamma r ((s g) - (running_mean - s b)) + beta,   r = 1 / sqrt(running_var + eps)
+//   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
+// Where s is 0, or so near that m is out of G's range, m is 0 and what it stands for moves into beta.
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     running_affine(const __grid_constant__ Problem p, char* workspace, const void* bias, const void* scale,
                    const void* gamma, const void* beta, const void* running_mean, const void* running_var, const G* g,
@@ -203,12 +205,15 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
                       beta_at = fetch(beta, p.beta, c);
         const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
         const Fetched var_at = fetch(running_var, p.running_var, c);
-        const double s = s_at.or_else(1.0), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
+        const double s = s_at.or_else(p.number), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
         const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
-        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, s, mean - s * b, gamma_r,
-                     beta_at.or_else(0.0));
+        const double middle = (s == 0.0 ? 0.0 : mean / s) - b;
+        const bool within = s != 0.0 && isfinite(static_cast<G>(middle));
+        const double m = within ? middle : 0.0;
+        const double offset = (within ? 0.0 : gamma_r * fma(s, b, -mean)) + beta_at.or_else(0.0);
+        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, m, gamma_r * s, offset);
         if (saved != nullptr) {
-            const double centre = centre_near((s == 0.0 ? 0.0 : mean / s) - b, g + c, p);
+            const double centre = centre_near(middle, g + c, p);
             saved[SAVED_A * p.n + c] = gamma_r * s;
             saved[SAVED_SCALE * p.n + c] = gamma_r;
             saved[SAVED_GAMMA * p.n + c] = r;
@@ -216,6 +221,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
             saved[SAVED_BIASED * p.n + c] = centre + b;
             saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
             saved[SAVED_S * p.n + c] = s;
+            saved[SAVED_M * p.n + c] = m;
+            saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);
         }
     });
 }

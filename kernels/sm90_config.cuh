@@ -1,6 +1,6 @@
 // What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from them.
 #pragma once
-#include "common.cuh"
+#include "activation.cuh"
 
 enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
 enum Mode { GEMM, INFERENCE, TRAINING };
@@ -24,7 +24,7 @@ struct Problem {
     long long panel;    // column blocks that are taken row by row, see Order
     long long flags;    // FLAG_CUMULATIVE, FLAG_ALONE
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
-    double momentum, eps;
+    double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };
 
 typedef unsigned int u32;

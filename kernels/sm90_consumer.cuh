@@ -81,8 +81,11 @@ struct Consumer : Cta {
         }
     }
 
-    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
-    __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block) const {
+    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
+    // pack_of(h, ...) makes one word of two rows of feature h.
+    template <typename Pack>
+    __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
+                                          const Pack& pack_of) const {
         const int lane = lane_id();  // anew, as in run
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
@@ -98,12 +101,13 @@ struct Consumer : Cta {
                               (lane / 4 & 3) * 4) = e[i];
                 }
             } else {
-                const u32 line = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
                                  (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
                 for (int j = 0; j < PASS_M / 8; j += 2)
-                    stmatrix_trans(line + j * (8 * 128), pack(e[4 * j], e[4 * j + 1]), pack(e[4 * j + 2], e[4 * j + 3]),
-                                   pack(e[4 * j + 4], e[4 * j + 5]), pack(e[4 * j + 6], e[4 * j + 7]));
+                    stmatrix_trans(start + j * (8 * 128), pack_of(0, e[4 * j], e[4 * j + 1]),
+                                   pack_of(1, e[4 * j + 2], e[4 * j + 3]), pack_of(0, e[4 * j + 4], e[4 * j + 5]),
+                                   pack_of(1, e[4 * j + 6], e[4 * j + 7]));
             }
             fence_async();
             warpgroup_sync(half);
@@ -121,7 +125,7 @@ struct Consumer : Cta {
         }
     }
 
-    // Inference: y = a g + c, of the thread's features `within` and `within` + 8 of the tile.
+    // Inference: y = f(a g + c), of the thread's features `within` and `within` + 8 of the tile.
     __device__ __forceinline__ void apply_constants(float (&d)[ACC]) const {
         wait_count(&sh.ready, (nth + 1) * LAYING_WARPS, SHORT_NAP);
 #pragma unroll
@@ -130,7 +134,7 @@ struct Consumer : Cta {
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) d[4 * j + 2 * h + e] = fmaf(ac.x, d[4 * j + 2 * h + e], ac.y);
+                for (int e = 0; e < 2; e++) d[4 * j + 2 * h + e] = Activation<Y>::of(line(ac, d[4 * j + 2 * h + e]));
         }
     }
 
@@ -161,23 +165,21 @@ struct Consumer : Cta {
     __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                      u64 launch) const {
         mbar_wait(&sh.laid_out, 0);
-        auto map_features = [&](float2 xy) {  // d = xy.x d + xy.y
+        const auto of_both = [&](float2 xy, float2 (&both)[2]) {  // what the thread's two features have of it
             const float2 other =
                 make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
-            const float2 xy0 = h ? other : xy, xy1 = h ? xy : other;
-#pragma unroll
-            for (int j = 0; j < ACC / 4; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    d[4 * j + e] = fmaf(xy0.x, d[4 * j + e], xy0.y);
-                    d[4 * j + 2 + e] = fmaf(xy1.x, d[4 * j + 2 + e], xy1.y);
-                }
+            both[0] = h ? other : xy, both[1] = h ? xy : other;
         };
+        float2 to_y[2];
         if constexpr (KEEP) {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
-            map_features(make_float2(1.f / all.unit, (own - all.mean) / all.unit));
-            store(*kept.map, d, row, block);
-            map_features(make_float2(all.a * all.unit, sh.beta[within + 8 * h]));
+            float2 to_kept[2];
+            of_both(make_float2(1.f / all.unit, (own - all.mean) / all.unit), to_kept);
+#pragma unroll
+            for (int i = 0; i < ACC; i++) d[i] = line(to_kept[i / 2 % 2], d[i]);
+            of_both(make_float2(all.a * all.unit, sh.beta[within + 8 * h]), to_y);
+            store(*kept.map, d, row, block,
+                  [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             float2 all;                       // mean and a
@@ -189,8 +191,10 @@ struct Consumer : Cta {
             } else {
                 all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
             }
-            map_features(make_float2(all.y, all.y * (own - all.x) + u.beta));
+            of_both(make_float2(all.y, all.y * (own - all.x) + u.beta), to_y);
         }
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
     }
 
     __device__ __forceinline__ void run() {
@@ -211,7 +215,7 @@ struct Consumer : Cta {
                 if constexpr (MODE == INFERENCE) apply_constants(d);
                 if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
             }
-            store(y_map, d, row, block);
+            store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
             if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
         }
         if constexpr (MODE == TRAINING) finish_tiles(SHORT_NAP);

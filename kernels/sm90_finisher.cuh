@@ -9,7 +9,7 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
     const int lane = lane_id(), within = lane % ACROSS * CHUNK;  // first of this lane's columns in the block
     const auto [row, block] = order.at(tile(unit / UNITS), cluster_rank());
     const int feature = block * BLOCK_N + within;
-    // The first unit's warp lays out y = a (d + tile mean - mean) + beta = a d + b for all.
+    // The first unit's warp lays out y = f(a (d + tile mean - mean) + beta) for all.
     if (unit % UNITS == 0) {
         if (block < blocks) {
             // first in this CTA, then one word of all, then all: polling must not crowd the main loop out of L2
@@ -25,8 +25,11 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
                 const float unit_of = deviation_unit(own.y, min((int)m - row * BLOCK_M, BLOCK_M));
                 const float b = fetch(f.beta, f.beta_code, block * BLOCK_N + i).or_else(0.f);
                 const float shift = own.x - all.mean;
-                sh.coef[i].of[TO_Y] = make_float2(all.a * unit_of, fmaf(all.a, shift, b));
-                if constexpr (KEEP) sh.coef[i].of[TO_KEPT] = make_float2(unit_of / all.unit, shift / all.unit);
+#if KEEP
+                sh.coef[i] = {make_float2(unit_of / all.unit, shift / all.unit), make_float2(all.a * all.unit, b)};
+#else
+                sh.coef[i] = {make_float2(all.a * unit_of, fmaf(all.a, shift, b))};
+#endif
             }
         }
         __syncwarp();
@@ -45,9 +48,11 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
     const size_t step = STEP * y_pitch;
     const size_t kept_pitch = p.ld_kept * Y_BYTES;
     char* keep_at = kept.deviations + (size_t)first * kept_pitch + (size_t)feature * Y_BYTES;
-    auto finish = [&](int i, uint4 d) {  // i rows of the warp after the first
-        *(uint4*)(at + i * step) = apply(d, coef, TO_Y);
-        if constexpr (KEEP) *(uint4*)(keep_at + i * (STEP * kept_pitch)) = apply(d, coef, TO_KEPT);
+    auto finish_row = [&](int i, uint4 d) {  // i rows of the warp after the first
+        uint4 of_y, of_kept;
+        finish(d, coef, of_y, of_kept);
+        *(uint4*)(at + i * step) = of_y;
+        if constexpr (KEEP) *(uint4*)(keep_at + i * (STEP * kept_pitch)) = of_kept;
     };
     if (end >= UNIT) {
 #pragma unroll 1
@@ -56,11 +61,11 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
 #pragma unroll
             for (int i = 0; i < BATCH; i++) d[i] = __ldcg((const uint4*)(at + (r + i) * step));
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) finish(r + i, d[i]);
+            for (int i = 0; i < BATCH; i++) finish_row(r + i, d[i]);
         }
     } else {
 #pragma unroll 1
-        for (int r = 0; r * STEP < min(end, UNIT); r++) finish(r, __ldcg((const uint4*)(at + r * step)));
+        for (int r = 0; r * STEP < min(end, UNIT); r++) finish_row(r, __ldcg((const uint4*)(at + r * step)));
     }
     __syncwarp();
     if (lane == 0) count_up(&sh.finished);

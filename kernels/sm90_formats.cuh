@@ -61,23 +61,62 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
 }
 
-// What becomes of a parked deviation d of a feature: of[TO_Y].x d + of[TO_Y].y is y, and of[TO_KEPT] makes what is kept.
-constexpr int TO_Y = 0, TO_KEPT = KEEP;
+// y's 16-bit type, or float
+#if ELEMENT == 0
+using Y = __nv_bfloat16;
+#elif ELEMENT == 1
+using Y = __half;
+#else
+using Y = float;
+#endif
+
+__device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
+
+// Two deviations as they are kept (settle), y being f(line(to_y, d)) of each.
+__device__ __forceinline__ u32 pack_kept(float low, float high, float2 low_to_y, float2 high_to_y) {
+    u32 word = pack(low, high);
+    if constexpr (Activation<Y>::JUMPS) {
+        const float2 kept = unpack(word);
+        const auto crosses = [](float2 to_y, float d, float of_kept) {
+            return Activation<Y>::side(line(to_y, of_kept)) != Activation<Y>::side(line(to_y, d));
+        };
+        if (crosses(low_to_y, low, kept.x)) word += fabsf(kept.x) < fabsf(low) ? 1u : ~0u;
+        if (crosses(high_to_y, high, kept.y)) word += fabsf(kept.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
+    }
+    return word;
+}
+
+// What becomes of a parked deviation d of a feature: y = f(line(to_y, d)). With KEEP line(to_kept, d) is kept, and what
+// to_y takes.
 struct Finish {
-    float2 of[1 + KEEP];
+#if KEEP
+    float2 to_kept;
+#endif
+    float2 to_y;
 };
 
-// x d + y on the 16 bytes of one access, (x, y) being coef[...].of[which]
-__device__ __forceinline__ uint4 apply(uint4 d, const Finish (&coef)[CHUNK], int which) {
-    u32 word[4] = {d.x, d.y, d.z, d.w};
+// The 16 bytes of one access to y and, with KEEP, to what is kept.
+__device__ __forceinline__ void finish(uint4 parked, const Finish (&coef)[CHUNK], uint4& y, uint4& kept) {
+    u32 word[4] = {parked.x, parked.y, parked.z, parked.w}, keep[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if constexpr (FLOAT32) {
-            word[i] = __float_as_uint(fmaf(coef[i].of[which].x, __uint_as_float(word[i]), coef[i].of[which].y));
+            float d = __uint_as_float(word[i]);
+#if KEEP
+            d = line(coef[i].to_kept, d);
+            keep[i] = __float_as_uint(d);
+#endif
+            word[i] = __float_as_uint(Activation<Y>::of(line(coef[i].to_y, d)));
         } else {
-            const float2 v = unpack(word[i]), even = coef[2 * i].of[which], odd = coef[2 * i + 1].of[which];
-            word[i] = pack(fmaf(even.x, v.x, even.y), fmaf(odd.x, v.y, odd.y));
+            const Finish &even = coef[2 * i], &odd = coef[2 * i + 1];
+            float2 d = unpack(word[i]);
+#if KEEP
+            d = make_float2(line(even.to_kept, d.x), line(odd.to_kept, d.y));
+            keep[i] = pack_kept(d.x, d.y, even.to_y, odd.to_y);
+#endif
+            word[i] = pack(Activation<Y>::of(line(even.to_y, d.x)), Activation<Y>::of(line(odd.to_y, d.y)));
         }
     }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    y = make_uint4(word[0], word[1], word[2], word[3]);
+    if constexpr (KEEP) kept = make_uint4(keep[0], keep[1], keep[2], keep[3]);
 }

@@ -68,7 +68,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
             if (KEEP && mine)
-                store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1));
+                store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
+                            u.slope(var, f.eps), u.beta);
         }
     }
 }

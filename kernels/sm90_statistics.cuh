@@ -22,10 +22,10 @@ struct Features {  // the caller's per-feature arguments
     long long running_mean_code;
     void* running_var;
     long long running_var_code;
-    float eps;
+    float eps, number;
 
     __device__ Affine affine(int i) const {
-        return {fetch(scale, scale_code, i).or_else(1.f), fetch(gamma, gamma_code, i).or_else(1.f),
+        return {fetch(scale, scale_code, i).or_else(number), fetch(gamma, gamma_code, i).or_else(1.f),
                 fetch(beta, beta_code, i).or_else(0.f)};
     }
 

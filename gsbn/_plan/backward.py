@@ -19,7 +19,7 @@ from .gemm import (
 )
 from .h200 import H200
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
-from .variants import BLOCKS_M, CLUSTERS, RING_STEP, SM90_BLOCK_N, Kernel, backward_kernels
+from .variants import BLOCKS_M, CLUSTERS, RING_STEP, SM90_BLOCK_N, Kernel, backward_kernels, with_activation
 
 __all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan"]
 
@@ -64,6 +64,7 @@ class BackwardPlan(NamedTuple):
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
+    total_kernel: Kernel
     x: Product | None  # dx = dg w
     weight: Product | None  # dw = dgᵀ x
 
@@ -76,6 +77,7 @@ def backward_plan(
     precision: str = "highest",
     gemm: str = "auto",
     capturing: bool = False,
+    activation: str | None = None,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
@@ -119,12 +121,13 @@ def backward_plan(
         (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
     )
     kept = kept_dtype(dtype, m, training=training)
-    sums_kernel, dg_kernel, fused_kernel = backward_kernels(dtype, kept, training=training, across=across > 0)
+    kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
+    sums_kernel, dg_kernel, fused_kernel, total_kernel = (with_activation(kernel, activation) for kernel in kernels)
     return BackwardPlan(
         sums=sums,
         dg=dg,
         fused=fused,
-        reads_d=(dg and training) or "scale" in needs or "gamma" in needs,
+        reads_d=(dg and training) or "scale" in needs or "gamma" in needs or activation is not None,
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
@@ -141,6 +144,7 @@ def backward_plan(
         workspace=limbs_at + limbs_bytes,
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
+        total_kernel=total_kernel,
         x=dx,
         weight=dw,
     )

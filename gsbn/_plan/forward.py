@@ -19,11 +19,11 @@ from .gemm import (
     tiled,
 )
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
-from .variants import THREADS, WARPS, Kernel, element_for, normalize, running_affine, scale_stats
+from .variants import THREADS, WARPS, Kernel, element_for, normalize, running_affine, scale_stats, with_activation
 
 __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 
-SAVED_ROWS = 7  # O-vectors that a forward keeps for its backward
+SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
 NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
 
@@ -80,9 +80,10 @@ def plan(
     prepared: bool = False,
     saved: bool = False,
     cumulative: bool = False,
+    activation: str | None = None,
 ) -> Plan:
     """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
-    running statistics are averages over all batches.
+    running statistics are averages over all batches; `activation`: what y is put through.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
@@ -109,7 +110,7 @@ def plan(
     row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_STEP)
 
     affine = 0
-    partials = round_up(affine + 5 * ldg * g_size, 256)
+    partials = round_up(affine + 4 * ldg * g_size, 256)
     tickets = round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
     tickets_bytes = blocks * 4 if training and splits > 1 else 0
     g = round_up(tickets + tickets_bytes, 256)
@@ -125,6 +126,7 @@ def plan(
         workspace = limbs_at + through.workspace
     elif fused:
         one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved, cumulative=cumulative)
+        one = one._replace(kernel=with_activation(one.kernel, activation))
     limbs = one is not None and one.limbs is not None
     return Plan(
         gemm=chosen,
@@ -151,7 +153,9 @@ def plan(
         gemm_block=block,
         stats_kernel=scale_stats(dtype),
         affine_kernel=running_affine(dtype),
-        normalize_kernel=normalize(dtype, keep.dtype if keep is not None and training else None),
+        normalize_kernel=with_activation(
+            normalize(dtype, keep.dtype if keep is not None and training else None), activation
+        ),
         one=one,
         through=through,
         limbs_at=limbs_at,

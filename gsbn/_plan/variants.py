@@ -35,6 +35,7 @@ __all__ = [
     "running_affine",
     "scale_stats",
     "split_limbs",
+    "with_activation",
 ]
 
 WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
@@ -47,6 +48,7 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
+ACTIVATIONS = ("relu",)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -65,6 +67,14 @@ class Kernel(NamedTuple):
 
 def every_kernel() -> Iterator[Kernel]:
     """All variants; what is compiled ahead of time."""
+    for kernel in _plain_kernels():
+        yield kernel
+        modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
+        if kernel.name == "normalize" or kernel.file == "backward" or dict(kernel.defines).get("MODE") in modes:
+            yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
+
+
+def _plain_kernels() -> Iterator[Kernel]:
     for dtype, product in itertools.product(C_TYPE, ("forward", "dx", "dw")):
         for tile in TILES["double" if dtype == "float64" else "float"]:
             yield gemm_tiled(dtype, tile, product)
@@ -113,6 +123,11 @@ def normalize(dtype: str, kept: str | None = None) -> Kernel:
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
 
 
+def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
+    """The variant of a kernel that knows this activation, a struct of kernels/activation.cuh; itself for None."""
+    return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel
+
+
 def copy_matrix(itemsize: int) -> Kernel:
     """The variant of copy_matrix for elements of so many bytes."""
     word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
@@ -130,16 +145,17 @@ def column_kernels() -> tuple[Kernel, Kernel]:
     return maxima, columns
 
 
-def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, Kernel, Kernel]:
-    """The variants of backward_sums, backward_dg and backward_fused for a dy of this dtype and what was kept."""
+def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
+    """The variants of backward_sums, backward_dg, backward_fused and sum_features for a dy of this dtype and what was kept."""
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    sums, dg, fused = (Kernel(f"backward_{name}", "backward", defines) for name in ("sums", "dg", "fused"))
+    names = ("backward_sums", "backward_dg", "backward_fused", "sum_features")
+    sums, dg, fused, total = (Kernel(name, "backward", defines) for name in names)
     if across:
         tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
-    return sums, dg, fused
+    return sums, dg, fused, total
 
 
 def split_limbs(k: int) -> Kernel:
