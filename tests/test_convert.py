@@ -289,6 +289,11 @@ def test_16_bits(device: str, dtype: str, autocast: bool) -> None:
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0.05, atol=0.05)
 
 
+def test_fx_traces_the_modules() -> None:
+    ours, plain = converted(row().double())
+    assert_same([torch.fx.symbolic_trace(ours)(batch())], [plain(batch())])
+
+
 def test_precision_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(modules, "fused", lambda x, *a: seen.append(a[4]) or x)

@@ -145,6 +145,26 @@ def test_who_watches_operators_sees_ours(mode: str) -> None:
             assert graph(batch() + 1).equal(layer(batch() + 1))
 
 
+def test_selective_checkpointing() -> None:
+    """Which operators it keeps is for a function of the user's to say; ours is one of them."""
+    from functools import partial
+
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> Any:
+        seen.append(str(operator))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    ours, theirs = pair(activation="relu")
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    found = step(ours, batch(), lambda x: checkpoint(ours, x, use_reentrant=False, context_fn=contexts))
+    step(theirs, batch())
+    assert_same(found[:-3], step(theirs, batch())[:-3])
+    assert "gsbn.train.default" in seen
+
+
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("rows", [9, 40])

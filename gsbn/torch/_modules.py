@@ -30,7 +30,8 @@ class Group(NamedTuple):
 def run(group: Group, x: Any, precision: Precision) -> Any:
     """What the modules give one after the other; they do it themselves where gsbn cannot, or would not win."""
     linear, scale, norm, relu = group
-    if x.dim() != 2 or not (are_plain(x, linear, norm) and (scale is None or is_plain(scale, scale.__class__))):
+    # Of three dimensions Linear and BatchNorm1d do not agree which one is the features
+    if not are_plain(x, linear, norm) or x.dim() != 2 or not (scale is None or is_plain(scale, scale.__class__)):
         for module in group:
             x = x if module is None else module(x)
         return x

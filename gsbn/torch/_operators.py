@@ -13,7 +13,7 @@ import torch
 
 from .._backward import backward_of
 from .._forward import Saved, forward_of
-from .._plan import FEW_ROWS, SAVED_ROWS
+from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
 from ..reference import Gradients
 
 __all__ = ["recorded"]
@@ -59,14 +59,13 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
 
     def fake(x: Any, weight: Any, *_: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
-        kept, pitch = x.dtype, features
         if x.device.type == "cpu":
-            kept = torch.float64 if rows <= FEW_ROWS or kept == torch.float64 else torch.float32
+            pitch, double = features, rows <= FEW_ROWS or x.dtype == torch.float64
+            kept = torch.float64 if double else torch.float32
         else:
             pad = 16 // x.dtype.itemsize
             pitch = (features + pad - 1) // pad * pad
-            if x.dtype.itemsize == 2:
-                kept = torch.float32 if not training else x.dtype if rows > FEW_ROWS else torch.float64
+            kept = getattr(torch, kept_dtype(str(x.dtype)[6:], rows, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
         return x.new_empty(rows, features), deviations, x.new_empty(SAVED_ROWS, features, dtype=torch.float64)
 
