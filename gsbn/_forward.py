@@ -419,8 +419,16 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     if len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
-    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved,
-                        activation=activation, number=float(number))
+    kept = _cpu.forward(
+        host,
+        y,
+        training=training,
+        momentum=momentum,
+        eps=float(eps),
+        keep=return_saved,
+        activation=activation,
+        number=float(number),
+    )
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     result = arrays[-1] if out is not None else kind.from_numpy(y)

@@ -39,6 +39,7 @@ class Product(NamedTuple):
     block: int
     through: LimbGemm | None = None
     one: OneLaunch | None = None
+    borrows: bool = False  # b's limbs lie in memory that has another use at another time: see `backward_plan`
 
 
 class BackwardPlan(NamedTuple):
@@ -60,7 +61,7 @@ class BackwardPlan(NamedTuple):
     dg_rows: int
     dg_at: int
     across_at: int
-    limbs_at: int  # one product's after the other's
+    limbs_at: int  # one product's after the other's: a's, then b's unless they are elsewhere, then the rest
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -78,8 +79,13 @@ def backward_plan(
     gemm: str = "auto",
     capturing: bool = False,
     activation: str | None = None,
+    norm: bool = True,
+    linear: bool = True,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
+
+    It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
+    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -87,21 +93,23 @@ def backward_plan(
     size = ITEMSIZE[dtype]
     dg = "x" in needs or "weight" in needs
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
-    copy_dy = dy.strides[1] not in (0, 1)
+    dg, sums = dg and norm, sums and norm
+    copy_dy = norm and dy.strides[1] not in (0, 1)
     if copy_dy:
         dy = Matrix((n, 1), True)
 
-    pitch = round_up(n, 16 // size)
+    pitch = round_up(n, 16 // size) if norm else dy.strides[0]
     # m, n, k of the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True), p.limits)
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True), p.limits)
-    dx = _product("dx", of_x, precision, gemm, capturing) if "x" in needs else None
-    dw = _product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None
+    dx = _product("dx", of_x, precision, gemm, capturing) if linear and "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing) if linear and "weight" in needs else None
     across = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
-        across = round_up(m, 16 // size)
+        across = round_up(m, 16 // size) if norm else m * (m % (16 // size) == 0)  # a copy has no wider rows
+    if across and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
     blocks = ceil_div(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
@@ -115,11 +123,18 @@ def backward_plan(
     if fused or not sums:
         splits = 0
     dg_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
-    across_at = round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    across_at = round_up(dg_at + (m * pitch * size if dg and linear else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
-    limbs_bytes = max(
-        (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
-    )
+    # dx is made first. The weight's limbs then lie where dw will: they take the same bytes; and x's where dg lay.
+    if dx is not None and dx.through is not None and "weight" in needs:
+        dx = dx._replace(borrows=dx.through.b_bytes <= n * k * size)
+    if dw is not None and dw.through is not None and dw.through.a_across:
+        dw = dw._replace(borrows=dw.through.b_bytes <= m * pitch * size)
+    ends = [
+        product.through.places(limbs_at, borrows=product.borrows)[-1]
+        for product in (dx, dw)
+        if product is not None and product.through is not None
+    ]
     kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel = (with_activation(kernel, activation) for kernel in kernels)
@@ -141,7 +156,7 @@ def backward_plan(
         dg_at=dg_at,
         across_at=across_at,
         limbs_at=limbs_at,
-        workspace=limbs_at + limbs_bytes,
+        workspace=max(ends, default=limbs_at),
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,

@@ -146,7 +146,7 @@ def column_kernels() -> tuple[Kernel, Kernel]:
 
 
 def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
-    """The variants of backward_sums, backward_dg, backward_fused and sum_features for a dy of this dtype and what was kept."""
+    """The variants of backward_sums, _dg and _fused, and of sum_features, for a dy of this dtype and what was kept."""
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
