@@ -138,6 +138,7 @@ class How(NamedTuple):
     limits: _plan.Limits
     norm: bool = True  # the halves: from dy to dg, and on from there
     linear: bool = True
+    wide: bool = False  # dweight in float32, of 16-bit operands
 
 
 def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:
@@ -211,7 +212,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
     assert dy is not None
     (m, n), k = dy.shape, 1 if weight is None else weight.shape[1]
-    given = (dy.dtype, dy.dtype, *how.dtypes)
+    given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     call = Call(kind, device, ARGUMENTS)
@@ -247,6 +248,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
         activation=how.activation,
         norm=how.norm,
         linear=how.linear,
+        wide=how.wide,
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -323,7 +325,7 @@ def _multiply(
         call.multiply(Sm90Gemm(p, product.one, device), *operands)
     elif product.kernel is None:
         shape, sms = (p.m, p.n, p.k), p.device.target
-        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=False, sms=sms), *operands)
+        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=product.wide, sms=sms), *operands)
     else:
         ldx, ldw = max(p.x.strides), p.w.strides[1]
         flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)

@@ -39,6 +39,7 @@ class Product(NamedTuple):
     block: int
     through: LimbGemm | None = None
     one: OneLaunch | None = None
+    wide: bool = False  # c is float32, of 16-bit operands
     borrows: bool = False  # b's limbs lie in memory that has another use at another time: see `backward_plan`
 
 
@@ -81,11 +82,13 @@ def backward_plan(
     activation: str | None = None,
     norm: bool = True,
     linear: bool = True,
+    wide: bool = False,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
-    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes.
+    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
+    float32 where the operands have 16 bits.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -104,7 +107,7 @@ def backward_plan(
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True), p.limits)
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True), p.limits)
     dx = _product("dx", of_x, precision, gemm, capturing) if linear and "x" in needs else None
-    dw = _product("dw", of_weight, precision, gemm, capturing) if linear and "weight" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing, wide) if linear and "weight" in needs else None
     across = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
@@ -165,8 +168,8 @@ def backward_plan(
     )
 
 
-def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
-    """Which GEMM makes dx or dw."""
+def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool, wide: bool = False) -> Product:
+    """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
     obstacle = cublas_obstacle(p, capturing)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -177,14 +180,14 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     if _wants_sm90(p, gemm, obstacle):
         copy = not _lies_across(p)
         p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision))
+        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision, wide=wide), wide=wide)
     if gemm != "tiled" and obstacle is None:
         copy = not takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
-        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
+        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0, wide=wide)
     copy = p.w.strides[0] != 1
     if copy:
         p = p._replace(w=Matrix((1, p.n), True))
-    return Product(p, "tiled", copy, *tiled(p, name))
+    return Product(p, "tiled", copy, *tiled(p, name, wide=wide), wide=wide)
 
 
 def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:

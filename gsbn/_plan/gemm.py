@@ -82,6 +82,7 @@ class OneLaunch(NamedTuple):
     merged: int
     roll: int
     workspace: int
+    wide: bool = False  # y is float32 though x has 16 bits
 
 
 class LimbGemm(NamedTuple):
@@ -147,9 +148,17 @@ def tile_of(
 
 
 def one_launch(
-    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False, cumulative: bool = False
+    p: Matmul,
+    mode: str,
+    precision: str,
+    *,
+    prepared: bool = False,
+    keeps: bool = False,
+    cumulative: bool = False,
+    wide: bool = False,
 ) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too.
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too; `wide`:
+    a product of 16-bit operands in float32.
 
     CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
     read the count of batches that one raises.
@@ -167,7 +176,7 @@ def one_launch(
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element)),
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide),
         cooperative=mode == "training" and (rows > 1 or cumulative),
         element=element,
         limbs=split,
@@ -178,6 +187,7 @@ def one_launch(
         merged=merged,
         roll=roll,
         workspace=workspace,
+        wide=wide,
     )
 
 
@@ -308,12 +318,16 @@ def takes(limbs: bool, gemm: str, operand: Matrix, rows: int, k: int, itemsize: 
     return (col == 1 and row >= k) or (row == 1 and col >= rows)
 
 
-def tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
-    """The largest tile that still gives every SM one; failing that, the smallest."""
+def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, int]:
+    """The largest tile that still gives every SM one; failing that, the smallest. `wide`: a float32 result."""
     choices = TILES["double" if p.dtype == "float64" else "float"]
     for tile in (p.limits.tiled,) if p.limits.tiled in choices else choices:
         block_m, block_n, thread_m, thread_n = tile
         grid = ceil_div(p.m, block_m) * ceil_div(p.n, block_n)
         if grid >= p.device.sms:
             break
-    return gemm_tiled(p.dtype, tile, product), p.device.grid(grid), (block_m // thread_m) * (block_n // thread_n)
+    return (
+        gemm_tiled(p.dtype, tile, product, wide=wide),
+        p.device.grid(grid),
+        (block_m // thread_m) * (block_n // thread_n),
+    )
