@@ -38,7 +38,8 @@ class Saved(NamedTuple):
         deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
         normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
         are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
-        less a centre, P = O. One that an earlier version pickled has none there: the backward makes them anew.
+        less a centre, with an activation g itself, P = O. One that an earlier version pickled has none there: the
+        backward makes them anew.
     vectors : (9, O) array
         Per-feature constants in float64.
     training : bool
