@@ -35,7 +35,7 @@ from gsbn._plan import (
     plan,
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
-from gsbn._plan.gemm import MAX_TERMS, candidates
+from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -90,7 +90,7 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     g_size = max(ITEMSIZE[p.dtype], 4)
     assert decided.ldg >= p.n
     assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.tickets, decided.g))
-    assert decided.affine + 5 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
+    assert decided.affine + 4 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
     if training and decided.splits > 1:  # (mean, M2) of every split, in float64
         assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
     assert decided.tickets + decided.tickets_bytes <= decided.g
@@ -253,7 +253,8 @@ def test_a_backward_fits(
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "capturing": capturing}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
-    if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
+    too_few_sms = p.device.limited and p.device.sms < CUBLAS_SMS
+    if gemm == "cublas" and (capturing or too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
             backward_plan(p, gemm=gemm, **options)
         return
