@@ -280,8 +280,6 @@ def test_y_that_is_exactly_zero(cpu_kind: Kind, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_saved_with_an_activation_travels(cpu_kind: Kind, training: bool, dtype: str) -> None:
-    if (cpu_kind.name, dtype) == ("numpy", "bfloat16"):
-        pytest.importorskip("ml_dtypes")
     arrays = without_out(replace(CASE, dtype=dtype, training=training, scale="()").arrays())
     native = {name: cpu_kind.put(a) for name, a in arrays.items()}
     _, saved = gsbn.forward(**native, training=training, activation="relu", return_saved=True)
