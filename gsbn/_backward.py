@@ -150,13 +150,14 @@ class How(NamedTuple):
     norm: bool = True  # the halves: from dy to dg, and on from there
     linear: bool = True
     wide: bool = False  # dweight in float32, of 16-bit operands
+    in_place: bool = False  # of the first half: dg where the deviations lie, which have its dtype
 
 
 def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:
     """Compute on the GPU, from the arrays named ARGUMENTS, what was prepared and the arrays that it made.
 
     With `saved` all is checked. Of half a backward `arrays` are those of that half alone, None for the others. The
-    first is dy; of the linear half it is dg, in rows on 16 bytes, which is lost.
+    first half makes dg last. It is the first array of the second half, in rows on 16 bytes, and is lost.
     """
     device = kind.device(arrays[0])
     if not is_current(device):
@@ -242,6 +243,8 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
             made.append(name)
     places = [made.index(name) if name in made else None for name in Gradients._fields]
     if m == 0:
+        if not how.linear:
+            call.make("dg", dy.shape, like, dy.dtype)
         for name in made:
             if nbytes[name]:
                 call.clear(of[name], nbytes[name])
@@ -286,7 +289,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     if plan.across and not how.norm:
         across = call.copy("dy", dy._replace(shape=(n, m), strides=dy.strides[::-1]), like, gpu)
     if plan.dg and not how.linear:
-        dg = call.make("dg", (m, plan.pitch), like, dy.dtype)  # the last of what is made
+        dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
     call.workspace(plan.workspace + (8 * n if one_scale else 0))
     if plan.dg and how.linear:
         dg = call.at(plan.dg_at)
