@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.text import Text
 import gsbn
 
 from .. import warm_up
+from .._typing import Activation
 from . import libraries, machine, measure, selfcheck, tables
 from . import publish as paper
 from .bounds import FAMILIES
@@ -86,7 +87,12 @@ _Kind = Enum("_Kind", {name: name for name in DTYPES}, type=str)  # type: ignore
 _Family = Enum("_Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
 _Preset = Enum("_Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
 _Direction = Enum("_Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
+_Activation = Enum("_Activation", {name: name for name in get_args(Activation)}, type=str)  # type: ignore[misc]
 _Mode = Enum("_Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
+OfActivation = Annotated[
+    _Activation | None, typer.Option("--activation", help="What y is put through; nothing by default.")
+]
+OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
 
 
 def main() -> None:
@@ -130,6 +136,8 @@ def check(
     family: Annotated[list[_Family] | None, typer.Option(help="Only these inputs.")] = None,
     shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
+    activation: OfActivation = None,
+    scale: OfScale = True,
 ) -> None:
     """Correctness and accuracy on this machine against float64.
 
@@ -139,13 +147,14 @@ def check(
     skipped = selfcheck.skipped(kinds)
     try:
         with _bar("input") as step:
-            checks = selfcheck.check(kinds, list(dict.fromkeys(f.value for f in family or _Family)), sizes, seed, step)
+            families = list(dict.fromkeys(f.value for f in family or _Family))
+            checks = selfcheck.check(kinds, families, sizes, seed, step, _value(activation), scale)
     except MemoryError:
         _fail(f"--shape: not enough memory to check {sizes}")
     failed = [c for c in checks if not c.passed]
     passed = bool(checks) and not failed
     show = _console(as_json)
-    tables.print_checks(show, checks, skipped)
+    tables.print_checks(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
     for c in failed:
         where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
         what = c.failure or f"{tables.share(c.share)} of the bound"
@@ -154,6 +163,7 @@ def check(
     said = f"{held - len(failed)} of {held} within the bound." if checks else "Nothing was checked."
     show.print(Text(said, style="green" if passed else "red"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
+    content |= {"activation": _value(activation), "scale": scale}
     _save(as_json, _dump(content | {"skipped": skipped, "checks": [c.row() for c in checks]}))
     raise typer.Exit(0 if passed else 1)
 
@@ -168,6 +178,8 @@ def bench_command(
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
+    activation: OfActivation = None,
+    scale: OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[
@@ -212,7 +224,8 @@ def bench_command(
     chosen = [name for name in _names("--only", only) or names(gpu) if name not in left_out]
     if not chosen:
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
-    todo = cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
+    directions = [d.value for d in direction or []] or ["forward"]
+    todo = cases(shapes, kinds, modes, directions, _value(activation), scale)
     settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
     if not gpu:
         err.print(Text("No GPU: the NumPy path beside PyTorch on the CPU.", style="yellow"))
@@ -261,6 +274,10 @@ def _bar(unit: str) -> Iterator[Callable[[float, float, str], None]]:
         yield lambda done, total, text: progress.update(
             task, completed=done, total=total, description=text, refresh=True
         )
+
+
+def _value(chosen: Enum | None) -> Any:
+    return chosen.value if chosen else None
 
 
 def _path(case: Case, xp: Any) -> tuple[str, str]:

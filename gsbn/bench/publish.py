@@ -76,7 +76,7 @@ def markdown(report: Report, *, brief: bool = False) -> str:
     rows = []
     for case, results in report.by_case().items():
         gsbn, torch, compiled = results.get("gsbn"), results.get("pytorch"), fastest(results, "compile", "autotune")
-        mode = "" if case.training else ", inference"
+        mode = ("" if case.training else ", inference") + case.variant
         timed = gsbn if gsbn and gsbn.device else None
         cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode, _ms(fastest(results, "gemm-")), _ms(torch)]
         cells += [_ms(compiled), _ms(results.get("jax")), f"**{_ms(gsbn)}**"]
@@ -145,7 +145,7 @@ def _figure(report: Report) -> Figure:
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(handles) or 1, frameon=False)
     e = report.environment
     where = e["gpus"][0]["name"] if e["gpus"] else "CPU, NumPy path"
-    what = " and ".join(dict.fromkeys(case.direction for case in table))
+    what = " and ".join(dict.fromkeys(case.direction + case.variant for case in table))
     figure.suptitle(f"gsbn {e['gsbn']}, {what}, on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
     return figure
 
