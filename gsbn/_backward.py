@@ -49,6 +49,9 @@ def backward(
     In training the textbook's sum for dscale cancels down to this; summed as it stands, in float32, little but noise is
     left. dbias is exactly zero.
 
+    With an activation, dy in these lines is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere, also
+    where y is NaN. A scale of one element has one gradient, the sum of all features'.
+
     Parameters
     ----------
     dy : (B, O) array
@@ -64,8 +67,8 @@ def backward(
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's kind, each in its argument's dtype.
-        None for what is not in `needs`, and for an argument that the forward was not given.
+        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's kind, each in its argument's dtype
+        and shape. None for what is not in `needs`, and for an argument that the forward was not given, or as a number.
 
     Raises
     ------
@@ -206,7 +209,7 @@ def _prepare_call(
     shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
     one_scale = saved.scale_shape is not None and "scale" in made
     if one_scale:
-        shapes[Gradients._fields.index("scale")] = saved.scale_shape
+        shapes[Gradients._fields.index("scale")] = saved.scale_shape or ()
     of = dict.fromkeys(Gradients._fields, ABSENT)
     nbytes = {}
     for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
@@ -301,5 +304,11 @@ def _multiply(
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients[Any]:
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
-    found = _cpu.backward(*map(kind.numpy, (dy, *saved[:4])), training=saved.training, needs=wanted)
+    found = _cpu.backward(
+        *map(kind.numpy, (dy, *saved[:4])),
+        training=saved.training,
+        needs=wanted,
+        activation=saved.activation,
+        scale_shape=saved.scale_shape,
+    )
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

@@ -6,18 +6,22 @@ and M2. The blocks are merged in float64, in order. Then y = a d + (a (block's m
 Meanwhile d waits in y's memory: for 16 bits in y's dtype, float16 in units of a power of two near the block's standard
 deviation, so that none overflows or vanishes. What a backward needs is kept in float32.
 
+With an activation f the last line is y = f(u), and the backward needs to know where f was flat. It computes u anew: the
+same operations in the same dtypes give the same bits, so that it agrees with y in every element.
+
 float64 is computed in float64; so is, of up to 16 rows, all but the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ._plan import FEW_ROWS, SAVED_ROWS
-from .reference import next_count, round_to
+from .reference import ACTIVATIONS, next_count, round_to
 
 __all__ = ["backward", "forward"]
 
@@ -33,17 +37,31 @@ NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean":
 
 @np.errstate(all="ignore")
 def forward(
-    arrays: dict[str, Any], y: Array, *, training: bool, momentum: float | None, eps: float, keep: bool
+    arrays: dict[str, Any],
+    y: Array,
+    *,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    keep: bool,
+    activation: str | None = None,
+    number: float = 1.0,
 ) -> tuple[Array, Array] | None:
     """Write y (B, O) and the running statistics; gives what `backward` takes, if it is to be kept.
 
     `arrays` are x (B, I), weight (O, I) and the vectors (O) of `gsbn.forward`, None for an absent one; all has been
-    checked. Kept are the deviations (B, O), float64 for float64 and for few rows and else float32, in inference those
-    from the first block's mean, and vectors in float64, the rows SAVED_ of kernels/common.cuh.
+    checked. `number` is the scale where there is no array of it. Kept are the deviations (B, O), float64 for float64
+    and for few rows and else float32, in inference those from the first block's mean, with an activation g itself, and
+    vectors in float64, the rows SAVED_ of kernels/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
     )
+    if arrays["scale"] is None:
+        s = float(number)
+    elif arrays["scale"].size == 1:  # for all features, in whatever shape
+        s = arrays["scale"].astype(np.float64).item()
+    f = None if activation is None else ACTIVATIONS[activation]
     count = arrays["num_batches_tracked"] if training else None
     count = None if count is None else next_count(count.item(), momentum)  # before anything is written
     walk = _Walk(len(y), y.shape[1], arrays["x"].dtype)
@@ -56,10 +74,12 @@ def forward(
         return y[block] if own else scratch[: block.stop - block.start]
 
     def finish(d: Array, block: slice, a: Any, shift: Any) -> None:
-        """y = a d + shift."""
+        """y = f(a d + shift)."""
         made = of_y(block)
         walk.each(np.multiply, d, a, made)
         walk.each(np.add, made, shift, made)
+        if f is not None:
+            f.of(made, made)
         if not own:
             np.copyto(y[block], made, casting="unsafe")
 
@@ -73,10 +93,12 @@ def forward(
             finish(g, block, a, shift)
             if kept is not None:
                 centre = walk.mean(g) if centre is None else centre
-                walk.each(np.subtract, g, centre, g)
+                if f is None:  # else the backward needs g, and takes the centre out of it
+                    walk.each(np.subtract, g, centre, g)
         if kept is None or centre is None:
             return None
-        return kept, _rows(a, gamma * r, r, 0.0, centre + b, s * (centre + b) - old_mean, s)
+        taken = 0.0 if f is None else centre
+        return kept, _rows(a, gamma * r, r, taken, centre + b, s * (centre + b) - old_mean, s, a, shift)
 
     waits = not own and kept is None and len(walk.blocks) > 1  # d does, in y's dtype
     pivots, means, squares, units = [], [], [], []
@@ -107,6 +129,9 @@ def forward(
         if waits:
             np.copyto(d, y[block])
         apart = None if walk.few else pivots[i] - mean
+        if f is not None and kept is not None and apart is not None:  # y of what the backward will find
+            walk.each(np.add, d, apart, d)
+            apart = None
         finish(d, block, a * units[i] if units else a, beta if apart is None else apart * a + beta)
         if kept is not None and apart is not None:
             walk.each(np.add, d, apart, d)
@@ -120,33 +145,73 @@ def forward(
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
             new = (1 - momentum) * old + momentum * new
             arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
-    return None if kept is None else (kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0))
+    return (
+        None
+        if kept is None
+        else (
+            kept,
+            _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0, 0.0, 0.0, a, beta),
+        )
+    )
 
 
 @np.errstate(all="ignore")
 def backward(
-    dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, training: bool, needs: Mapping[str, str]
+    dy: Array,
+    x: Array,
+    weight: Array,
+    kept: Array,
+    vectors: Array,
+    *,
+    training: bool,
+    needs: Mapping[str, str],
+    activation: str | None = None,
+    scale_shape: tuple[int, ...] | None = None,
 ) -> dict[str, Array]:
-    """The needed gradients by name, in the dtypes of these names, from dy (B, O) and what `forward` kept."""
+    """The needed gradients by name, in the dtypes of these names, from dy (B, O) and what `forward` kept.
+
+    `scale_shape` is the shape of a scale of one element that serves all features, and so of its gradient; else None.
+    """
     # NumPy does not know bfloat16 by its name
     dtypes = {name: x.dtype if dtype == x.dtype.name else np.dtype(dtype) for name, dtype in needs.items()}
     if not len(x):
-        shapes = {"x": x.shape, "weight": weight.shape}
-        return {name: np.zeros(shapes.get(name, len(weight)), dtype) for name, dtype in dtypes.items()}
+        shapes = dict.fromkeys(dtypes, (len(weight),)) | {"x": x.shape, "weight": weight.shape}
+        if scale_shape is not None:
+            shapes["scale"] = scale_shape
+        return {name: np.zeros(shapes[name], dtype) for name, dtype in dtypes.items()}
     if not len(kept):
         kept, vectors = _kept_anew(x, weight, vectors, training=training)
     walk = _Walk(len(dy), dy.shape[1], x.dtype)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
+    f = None if activation is None else ACTIVATIONS[activation]
+    zero = 0.0 if f is None else _largest_zero(walk.dtype, x.dtype)
+    u = None if f is None else walk.scratch()
+
+    def of_u(block: slice) -> Array:
+        """The gradient before the activation, in the dtype of the computation."""
+        found = _as(dy[block], walk.dtype)
+        if f is None or u is None:
+            return found
+        made = u[: block.stop - block.start]
+        walk.each(np.multiply, kept[block], vectors[7], made)  # as `finish` in the forward
+        walk.each(np.add, made, vectors[8], made)
+        return f.gradient(found, made, zero)
+
     for block in walk.blocks:
-        of_dy = _as(dy[block], walk.dtype)
-        total += walk.sums(of_dy)
-        dots += walk.sums(of_dy, kept[block])
+        du, d = of_u(block), kept[block]
+        total += walk.sums(du)
+        if u is not None and not training:
+            d = u[: block.stop - block.start]
+            walk.each(np.subtract, kept[block], vectors[3], d)
+        dots += walk.sums(du, d)
     found = {"bias": np.zeros_like(a), "scale": of_scale * dots, "gamma": of_gamma * dots, "beta": total}
     if not training:
-        biased, z, s = vectors[4:]
+        biased, z, s = vectors[4:7]
         found |= {"bias": a * total, "scale": of_scale * (dots + biased * total)}
         found["gamma"] = of_gamma * (s * dots + z * total)
+    if scale_shape is not None:
+        found["scale"] = found["scale"].sum().reshape(scale_shape)
     products = {"x", "weight"}.intersection(needs)
     if "x" in needs:
         found["x"] = np.empty(x.shape, x.dtype)
@@ -154,13 +219,14 @@ def backward(
         found["weight"] = np.empty(weight.shape, walk.of_products)
     scratch = walk.scratch()
     for block in walk.blocks if products else ():
-        dg, of_dy = scratch[: block.stop - block.start], _as(dy[block], walk.dtype)
-        if training:  # a (dy - mean(dy) - rate D / B d)
+        dg = scratch[: block.stop - block.start]
+        du = du if len(walk.blocks) == 1 else of_u(block)
+        if training:  # a (du - mean(du) - rate D / B d)
             walk.each(np.multiply, kept[block], -rate * dots / len(dy), dg)
-            np.add(dg, of_dy, out=dg)
+            np.add(dg, du, out=dg)
             walk.each(np.subtract, dg, total / len(dy), dg)
-            of_dy = dg
-        walk.each(np.multiply, of_dy, a, dg)
+            du = dg
+        walk.each(np.multiply, du, a, dg)
         if "x" in needs:
             walk.product(dg, weight, found["x"][block])
         if "weight" in needs:
@@ -262,6 +328,18 @@ def _as(a: Array, dtype: Any) -> Array:
 
 def _rounded(a: Array, dtype: Any) -> Array:
     return a if a.dtype == dtype else round_to(a, dtype) if a.dtype == np.float64 else a.astype(dtype)
+
+
+@cache
+def _largest_zero(wide: Any, narrow: Any) -> float:
+    """The largest number of the wide dtype of which rounding to the narrow one makes zero."""
+    word = f"i{wide.itemsize}"
+    zero, more = 0, int(np.ones((), wide).view(word))  # numbers above zero are in the order of their bits
+    while more - zero > 1:
+        middle = (zero + more) // 2
+        rounded = np.array(middle, word).view(wide).astype(narrow)
+        zero, more = (zero, middle) if rounded else (middle, more)
+    return float(np.array(zero, word).view(wide))
 
 
 def _rows(*rows: Any) -> Array:

@@ -38,7 +38,8 @@ class Saved(NamedTuple):
         deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
         normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
         are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
-        less a centre, P = O. One that an earlier version pickled has none there: the backward makes them anew.
+        less a centre, with an activation g itself, P = O. One that an earlier version pickled has none there: the
+        backward makes them anew.
     vectors : (9, O) array
         Per-feature constants in float64.
     training : bool
@@ -419,8 +420,16 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     if len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
-    kept = _cpu.forward(host, y, training=training, momentum=momentum, eps=float(eps), keep=return_saved,
-                        activation=activation, number=float(number))
+    kept = _cpu.forward(
+        host,
+        y,
+        training=training,
+        momentum=momentum,
+        eps=float(eps),
+        keep=return_saved,
+        activation=activation,
+        number=float(number),
+    )
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     result = arrays[-1] if out is not None else kind.from_numpy(y)
