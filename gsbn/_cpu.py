@@ -145,14 +145,9 @@ def forward(
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
             new = (1 - momentum) * old + momentum * new
             arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
-    return (
-        None
-        if kept is None
-        else (
-            kept,
-            _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0, 0.0, 0.0, a, beta),
-        )
-    )
+    if kept is None:
+        return None
+    return kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0, 0.0, 0.0, a, beta)
 
 
 @np.errstate(all="ignore")

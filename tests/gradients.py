@@ -16,6 +16,10 @@ deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
   |Δdγ| ≤ r (|s| ΔD + (|s (g₀ + b) − running_mean| + 4 |s| w) ΔS), |Δds| ≤ |γ r| (ΔD + (|g₀ + b| + 4 w) ΔS),
   |Δdb| ≤ |a| ΔS, |Δdg| ≤ (4 u + ū) |dg|. Both terms are added in float64: 8 · 2⁻⁵³ of their sizes.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
+- Where one element is the scale of all features, its gradient adds up theirs in float64, and so are its errors.
+
+**Activations.** The gradient before relu is dy where y > 0, or NaN, and else 0, with the y that the forward wrote:
+`before_relu` makes it of dy and y, and the truth and the bounds are those of it and of no activation.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from harness import ANY, DTYPES, Kind, place, poisoned_allocations, without_out
-from tolerance import FLUSHED, arithmetic, roundoff
+from tolerance import FLUSHED, arithmetic, roundoff, scale_of
 
 import gsbn
 from gsbn import Gradients, reference
@@ -42,7 +46,17 @@ def draw_dy(arrays: Mapping[str, np.ndarray], seed: int = 1) -> np.ndarray:
     return reference.round_to(np.random.default_rng(seed).standard_normal(shape) + 0.5, arrays["x"].dtype)
 
 
-def backward(
+def before_relu(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What torch's threshold_backward makes of dy."""
+    return np.where(np.asarray(y, np.float64) <= 0, np.zeros((), dy.dtype), dy)
+
+
+def backward(*arguments: Any, **options: Any) -> dict[str, np.ndarray | None]:
+    """The gradients that `step` finds."""
+    return step(*arguments, **options)[1]
+
+
+def step(
     kind: Kind,
     arrays: Mapping[str, np.ndarray],
     dy: np.ndarray,
@@ -51,8 +65,8 @@ def backward(
     products: str | None = None,
     limits: Limits = ANY,
     **options: Any,
-) -> dict[str, np.ndarray | None]:
-    """``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must hold of every call.
+) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
+    """y and the gradients by ``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must always hold.
 
     A gradient has its argument's shape and dtype and x's kind; one that nobody needs, or whose argument is absent, is
     None. The backward leaves every array as it was. `products` takes the place of the forward's `gemm`.
@@ -84,7 +98,7 @@ def backward(
             assert gradient.dtype == views[name].dtype
             assert tuple(gradient.shape) == arrays[name].shape
         found[name] = None if gradient is None else kind.get(gradient)
-    return found
+    return kind.get(y), found
 
 
 def truth_of(arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5) -> Gradients:
@@ -110,7 +124,8 @@ def gradient_bounds(
     u, short = arithmetic(dtype), roundoff(dtype)
     flushed = 0.0 if dtype == np.float64 else FLUSHED
     tiny = 2.0**-25 if dtype == np.float16 else flushed
-    x, w, s = (np.asarray(arrays[name], np.float64) for name in ("x", "weight", "scale"))
+    x, w = (np.asarray(arrays[name], np.float64) for name in ("x", "weight"))
+    s = scale_of(arrays)
     (n, K), O = x.shape, len(w)
 
     def vector(name: str, default: float) -> np.ndarray:
@@ -149,6 +164,7 @@ def gradient_bounds(
             "scale": abs_gamma * eps * (r_max**3 * dD + (r_max**3 - r_low**3) * np.abs(dots)),
             "gamma": abs_s * (r_max * dD + (r_max - r_low) * np.abs(dots)),
         }
+        of_scale = abs_gamma * eps * r**3 * np.abs(dots)
     else:
         mean, r = vector("running_mean", 0), 1 / np.sqrt(vector("running_var", 1) + eps)
         reach = 4 * np.abs(g[:8] - g[0]).max(0) + 8 * E[:8].max(0)
@@ -164,12 +180,16 @@ def gradient_bounds(
             "gamma": r * (abs_s * dD + (np.abs(s * (g[0] + b) - mean) + abs_s * (E[0] + reach)) * dS),
         }
         errors["gamma"] += r * (abs_s * first + np.abs(mean)) * merge
+        of_scale = abs_gamma * r * np.abs((dy * (g + b)).sum(0))
     of_dg = of_dg + (short if dtype.itemsize == 2 else u) * (np.abs(dg) + of_dg) + tiny
     for name, a, c, length in (("x", np.abs(dg), np.abs(w), O), ("weight", np.abs(dg).T, np.abs(x), n)):
         of_a = of_dg if name == "x" else of_dg.T
         gamma_n = length * u / (1 - length * u) + (1 + operand) ** 2 - 1
         errors[name] = of_a @ c + gamma_n * ((a + of_a) @ c) + length * flushed
     errors["beta"] = dS
+    if "scale" in arrays and arrays["scale"].shape != (O,):
+        total = errors["scale"].sum() + O * 2.0**-53 * (of_scale + errors["scale"]).sum()
+        errors["scale"] = np.full(arrays["scale"].shape, total)
     limits = {}
     for name, error in errors.items():
         target = arrays[name].dtype if name in arrays else np.dtype(np.float64)
@@ -184,16 +204,23 @@ def gradient_bounds(
 
 
 def torch_gradients(
-    kind: Kind, arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool = True, eps: float = 1e-5
+    kind: Kind,
+    arrays: Mapping[str, np.ndarray],
+    dy: np.ndarray,
+    *,
+    training: bool = True,
+    eps: float = 1e-5,
+    activation: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Autograd through ``batch_norm(linear(x) * scale)``, in the arrays' own dtypes."""
+    """Autograd through ``activation(batch_norm(linear(x) * scale))``, in the arrays' own dtypes."""
     import torch
 
     t = {name: kind.put(a) for name, a in without_out(arrays).items()}
     leaves = {name: t[name].requires_grad_() for name in NAMES if name in t}
-    z = torch.nn.functional.linear(t["x"], t["weight"], t.get("bias")) * t["scale"]
+    z = torch.nn.functional.linear(t["x"], t["weight"], t.get("bias")) * t.get("scale", 1.0)
     statistics = t.get("running_mean"), t.get("running_var")
     y = torch.nn.functional.batch_norm(z, *statistics, t.get("gamma"), t.get("beta"), training, 0.1, eps)
+    y = y if activation is None else getattr(torch, activation)(y)
     found = torch.autograd.grad(y, list(leaves.values()), kind.put(dy))
     return {name: kind.get(a) for name, a in zip(leaves, found, strict=True)}
 

@@ -13,6 +13,8 @@ from gsbn import reference
 
 OPTIONAL = ("bias", "gamma", "beta", "running", "num_batches_tracked", "out")
 VECTORS = ("scale", "bias", "gamma", "beta", "running")
+SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)}  # what may stand for it, and a shape
+ACTIVATIONS = (None, "relu")
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,13 @@ class Case:
     given: tuple[str, ...] = OPTIONAL
     narrow: tuple[str, ...] = ()  # vectors in x's dtype; the others are in float32
     layouts: tuple[tuple[str, str], ...] = ()
+    scale: str = "vector"  # of SCALES
+    activation: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"training": self.training, "momentum": self.momentum, "eps": self.eps}
+        options = {"training": self.training, "momentum": self.momentum, "eps": self.eps}
+        return options | ({} if self.activation is None else {"activation": self.activation})
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arguments as NumPy arrays; ``out`` is poisoned.
@@ -61,6 +66,11 @@ class Case:
             if base == "scale" or base in self.given:
                 wide = DTYPES["float64" if self.dtype == "float64" else "float32"]
                 arrays[name] = reference.round_to(vector, dtype if base in self.narrow else wide)
+        shape = SCALES[self.scale]
+        if self.scale == "none":
+            del arrays["scale"]
+        elif shape is not None:
+            arrays["scale"] = arrays["scale"][:1].reshape(shape)
         if "num_batches_tracked" in self.given:
             arrays["num_batches_tracked"] = np.array(rng.integers(0, 100), np.int64)
         if "out" in self.given:
@@ -83,6 +93,8 @@ def cases(
     limit: int = 64,
     max_bytes: int = 1 << 20,
     training: bool | None = None,
+    scales: tuple[str, ...] = ("vector",),
+    activations: tuple[str | None, ...] = (None,),
 ) -> Case:
     """Cases with sides up to ``limit``, whose largest matrix has at most ``max_bytes`` in float64."""
     dtype = draw(st.sampled_from(dtypes))
@@ -112,4 +124,6 @@ def cases(
         given=tuple(name for name in OPTIONAL if name in given_),
         narrow=tuple(sorted(draw(st.sets(st.sampled_from(VECTORS))))),
         layouts=tuple((name, layout) for name in names if (layout := draw(st.sampled_from(LAYOUTS))) != "C"),
+        scale=draw(st.sampled_from(scales)),
+        activation=draw(st.sampled_from(activations)),
     )

@@ -76,6 +76,12 @@ def arithmetic(dtype: Any) -> float:
     return {8: 2.0**-53, 4: 2.0**-24, 2: 2.0**-23}[dtype.itemsize]
 
 
+def scale_of(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The scale of every feature in float64, whatever stands for it."""
+    scale = np.asarray(arrays.get("scale", 1.0), np.float64)
+    return np.broadcast_to(scale.reshape(-1), (len(arrays["weight"]),)).copy()
+
+
 @np.errstate(all="ignore")
 def bounds(
     arrays: Mapping[str, np.ndarray],
@@ -88,15 +94,17 @@ def bounds(
     operand: float = 0.0,
     parked: bool = False,
     limbs: bool = False,
+    activation: str | None = None,
 ) -> Bounds:
-    """The bounds above, evaluated.
+    """The bounds above, evaluated. An activation changes none: it moves no two numbers further apart.
 
     ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
     ``parked`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
     """
     u = arithmetic(arrays["x"].dtype) if u is None else u
     flushed = 0.0 if u <= 2.0**-53 else FLUSHED
-    x, w, s = (np.asarray(arrays[name], np.float64) for name in ("x", "weight", "scale"))
+    x, w = (np.asarray(arrays[name], np.float64) for name in ("x", "weight"))
+    s = scale_of(arrays)
     (n, K), zeros = x.shape, np.zeros(len(w))
 
     def vector(name: str, default: np.ndarray) -> np.ndarray:
