@@ -26,12 +26,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import bench as bench
+    from . import torch as torch
 else:
 
     def __getattr__(name):
-        """``gsbn.bench`` is imported when it is first asked for: a program that only computes need not load it."""
-        if name != "bench":
+        """``gsbn.bench`` and ``gsbn.torch`` are imported when first asked for: not every program needs them."""
+        if name not in ("bench", "torch"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        return import_module("gsbn.bench")
+        return import_module(f"gsbn.{name}")

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["tensor", "type_name"]
 
-_COMPILED = "make the call a custom operator, as examples/torch_autograd.py does"
+_COMPILED = "call it through gsbn.torch"
 _ADVICE = {  # for subclasses that hold no memory themselves
     "FakeTensor": f"gsbn cannot be traced: {_COMPILED}",
     "FunctionalTensor": f"gsbn cannot be traced: {_COMPILED}",
@@ -28,7 +28,7 @@ def tensor(torch: Any, name: str, array: Any) -> None:
     if array.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: requires grad, and gsbn is outside autograd: call it under torch.no_grad(), "
-            f"pass {name}.detach(), or connect the two as examples/torch_autograd.py does"
+            f"pass {name}.detach(), or call it through gsbn.torch, which is part of autograd"
         )
     if array.is_nested:
         raise TypeError(

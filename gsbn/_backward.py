@@ -17,7 +17,7 @@ from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
 
-__all__ = ["Gradients", "backward", "backward_within"]
+__all__ = ["Gradients", "backward", "backward_of", "backward_within"]
 
 VECTORS = Gradients._fields[2:]
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
@@ -107,15 +107,23 @@ def backward_within(
 ) -> Gradients[Any]:
     """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
     wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
-    kind, given = kind_of(dy), dy
-    if kind is None:  # a foreign DLPack producer, or no array at all
-        kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
-        dy = imported["dy"]
     if not isinstance(saved, Saved):
         raise TypeError(
             f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {_check.shown(saved)}"
         )
     _check.sm_count(sms)
+    return backward_of(dy, saved, wanted, sms, limits)
+
+
+@outside_graphs
+def backward_of(
+    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = _ANY
+) -> Gradients[Any]:
+    """`backward`, all but dy being known to be right; the wanted names are in the order of `Gradients`."""
+    kind, given = kind_of(dy), dy
+    if kind is None:  # a foreign DLPack producer, or no array at all
+        kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
+        dy = imported["dy"]
     if not kind.on_gpu:
         _views(kind, dy, saved)
         _check_versions(kind, saved)

@@ -19,7 +19,7 @@ def outside_graphs(function: _Function) -> _Function:
     vars(plain).update(
         _torchdynamo_disable=True,
         _torchdynamo_disable_msg=f"gsbn.{plain.__name__}: expected to be called outside a traced graph; "
-        "make the call a custom operator, as examples/torch_autograd.py does",
+        "gsbn.torch can be traced",
     )
     _codes.append(plain.__code__)
     if (torch := sys.modules.get("torch")) is not None:

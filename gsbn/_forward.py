@@ -17,7 +17,7 @@ from ._interop import NUMBERS, Kind, kind_of, kinds_of
 from ._prepared import Prepared
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
-__all__ = ["Saved", "describe", "forward", "forward_within"]
+__all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
 
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation")
 
@@ -222,6 +222,12 @@ def forward(
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation)
+    return _read(arrays, options, _ANY)
+
+
+@outside_graphs
+def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """`forward` of arrays and options in the order of ARRAYS and OPTIONS: what a caller of a hot loop has at hand."""
     return _read(arrays, options, _ANY)
 
 

@@ -35,6 +35,11 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._forward"},
     {"gsbn._backward"},
     {"gsbn"},
+    {"gsbn.torch._operators"},
+    {"gsbn.torch._function"},
+    {"gsbn.torch._modules"},
+    {"gsbn.torch._convert", "gsbn.torch._layer"},
+    {"gsbn.torch"},
     {"gsbn.bench.candidate", "gsbn.bench.case", "gsbn.bench.terminal"},
     {"gsbn.bench.machine"},
     {"gsbn.bench.libraries"},
@@ -49,8 +54,8 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn.__main__"},
 )
 FLOOR_OF = {name: height for height, floor in enumerate(FLOORS) for name in floor}
-# For type checkers alone: at run time gsbn.__getattr__ imports the bench when it is first asked for.
-UPWARDS = {("gsbn", "gsbn.bench")}
+# For type checkers alone: at run time gsbn.__getattr__ imports them when they are first asked for.
+UPWARDS = {("gsbn", "gsbn.bench"), ("gsbn", "gsbn.torch")}
 
 
 def sources(package: Path) -> dict[str, Path]:

@@ -23,11 +23,9 @@ class Trainee:
         self.model = copy.deepcopy(plain)
         if name.startswith("gsbn"):
             of_torch: Any = importlib.import_module("gsbn.torch")
-            of_torch.convert(self.model)
-            layers = sum(isinstance(module, torch.nn.Linear) for module in plain)
-            converted = sum(isinstance(module, of_torch.LinearBatchNorm1d) for module in self.model.modules())
-            if converted != layers:
-                raise RuntimeError(f"{converted} of {layers} layers were converted")
+            replaced = of_torch.convert(self.model).replaced
+            if sum(map(len, replaced)) != len(plain):
+                raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
         compiled = name in ("compile", "gsbn-compile")
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.optimiser = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)

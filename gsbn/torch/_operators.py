@@ -1,0 +1,137 @@
+"""The calls as operators of torch's own, for whoever records a program in place of running it: torch.compile, export.
+
+The recorder keeps each in its graph as one piece. Calls that run at once do not come here: a dispatcher in between
+would cost the host time, and add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._backward import backward_of
+from .._forward import Saved, forward_of
+from .._plan import FEW_ROWS, SAVED_ROWS
+from ..reference import Gradients
+
+__all__ = ["recorded"]
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
+    "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
+    "str precision, str gemm, str? activation) -> "
+)
+_WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
+
+
+def _run(training: bool, keep: bool, x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
+    gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation = more
+    arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
+    with torch.no_grad():
+        return forward_of(arrays, (training, momentum, eps, precision, gemm, keep, None, activation))
+
+
+def _train(*arguments: Any) -> Any:
+    y, saved = _run(True, True, *arguments)
+    return y, saved.deviations, saved.vectors
+
+
+def _infer_saved(*arguments: Any) -> Any:
+    y, saved = _run(False, True, *arguments)
+    return y, saved.deviations, saved.vectors
+
+
+def _infer(*arguments: Any) -> Any:
+    return _run(False, False, *arguments)
+
+
+def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], written: Any = ()) -> Any:
+    made = torch.library.custom_op(f"gsbn::{name}", run, mutates_args=written, schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+def _fake_saved(training: bool) -> Callable[..., Any]:
+    """The shapes and dtypes that `gsbn.Saved` documents."""
+
+    def fake(x: Any, weight: Any, *_: Any) -> Any:
+        (rows, _), features = x.shape, weight.shape[0]
+        kept, pitch = x.dtype, features
+        if x.device.type == "cpu":
+            kept = torch.float64 if rows <= FEW_ROWS or kept == torch.float64 else torch.float32
+        else:
+            pad = 16 // x.dtype.itemsize
+            pitch = (features + pad - 1) // pad * pad
+            if x.dtype.itemsize == 2:
+                kept = torch.float32 if not training else x.dtype if rows > FEW_ROWS else torch.float64
+        deviations = x.new_empty(rows, pitch, dtype=kept)
+        return x.new_empty(rows, features), deviations, x.new_empty(SAVED_ROWS, features, dtype=torch.float64)
+
+    return fake
+
+
+TRAIN = _operator("train", f"{_WRITTEN}(Tensor, Tensor, Tensor)", _train, _fake_saved(True), STATISTICS)
+INFER_SAVED = _operator("infer_saved", f"{_READ}(Tensor, Tensor, Tensor)", _infer_saved, _fake_saved(False))
+INFER = _operator("infer", f"{_READ}Tensor", _infer, lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+
+
+def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
+    training, precision, gemm, activation, dtypes, scale_shape, needs = more
+    of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
+    one, uncounted = None if scale_shape is None else tuple(scale_shape), (None, None)
+    saved = Saved(x, weight, deviations, vectors, training, precision, gemm, of_vectors, uncounted, activation, one)
+    with torch.no_grad():
+        return [gradient for gradient in backward_of(dy, saved, tuple(needs.split())) if gradient is not None]
+
+
+def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
+    *_, dtypes, scale_shape, needs = more
+    made = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape)}
+    for name, dtype in zip(Gradients._fields[2:], dtypes.split(), strict=True):
+        shape = scale_shape if name == "scale" and scale_shape is not None else (weight.shape[0],)
+        made[name] = None if dtype == "None" else dy.new_empty(shape, dtype=getattr(torch, dtype))
+    return [made[name] for name in needs.split()]
+
+
+# An operator cannot return None, so the gradients are a list of those in `needs`, names with spaces between them.
+BACKWARD = _operator(
+    "backward",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
+    "str? activation, str dtypes, int[]? scale_shape, str needs) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+class _Recorded(torch.autograd.Function):
+    """What connects the operators; autograd formulas of operators that write to an argument are not allowed."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *tensors, training, number, momentum, eps, precision, gemm, activation = arguments
+        run = TRAIN if training else INFER_SAVED
+        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation)
+        x, weight, bias, scale, gamma, beta = tensors[:6]
+        ctx.save_for_backward(x, weight, deviations, vectors)
+        dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
+        one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
+        ctx.rest = training, precision, gemm, activation, dtypes, one
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        wanted = ctx.needs_input_grad
+        needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
+        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs)))
+        gradients = [next(found) if name in needs else None for name in Gradients._fields]
+        return *gradients, *[None] * (len(wanted) - len(gradients))
+
+
+def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, *options: Any) -> Any:
+    """The call of x, weight, bias, scale, gamma, beta and the statistics; options from number on."""
+    if differentiate:
+        return _Recorded.apply(*tensors, training, *options)
+    return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)
