@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
@@ -104,8 +104,8 @@ def call(
         y = call(rows, weight, bias, scale, gamma, beta, state, options, activation)
         return y.view(n, length, weight.shape[0]).transpose(1, 2)
     device = "cuda" if x.is_cuda else "cpu"
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    differentiate = torch.is_grad_enabled() and (
+    dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
+    differentiate = is_grad_enabled() and (
         weight.requires_grad
         or x.requires_grad
         or (gamma is not None and gamma.requires_grad)
@@ -121,7 +121,7 @@ def call(
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         return recorded(tensors, training, differentiate, number, *more, activation)
     if differentiate:
-        return _Call.apply(x, weight, bias, scale, gamma, beta, (state, (*options, True, None, activation), dtype))
+        return _apply(x, weight, bias, scale, gamma, beta, (state, (*options, True, None, activation), dtype))
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation))
@@ -149,9 +149,13 @@ class _Call(Function):
     def backward(ctx: Any, dy: Any) -> Any:
         # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
         wanted = _WANTED[ctx.needs_input_grad[:6]]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated themselves
+        if is_grad_enabled():  # the gradients are to be differentiated themselves
             return *_Again.apply(torch.empty(0, requires_grad=True), wanted, ctx.rest, dy, *ctx.saved_tensors), None
         return *backward_of(dy, Saved(*ctx.saved_tensors, *ctx.rest), wanted), None
+
+
+# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
+_apply = super(Function, _Call).apply
 
 
 class _Again(Function):
