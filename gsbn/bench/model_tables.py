@@ -46,7 +46,7 @@ def print_models(console: Console, report: ModelsReport) -> None:
     columns = ["", "y, PyTorch eager", "y, gsbn", "gradients, PyTorch eager", "gradients, gsbn", "of what is allowed"]
     rows = [Row([case.title, *_errors(results), _excess(results)]) for case, results in table.items()]
     print_table(console, "Errors of the first step against float64, norm-wise", columns, rows)
-    for text in dict.fromkeys(_failures(report)):
+    for text in _failures(report):
         console.print(Text(text, style="red" if "wrong result" in text else "dim"))
     if not any(result.called for result in report.results):
         console.print(Text("Nothing was measured.", style="red"))
@@ -64,9 +64,8 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
     """The table of the page, with a line on where it was measured; `brief` leaves out what few readers want."""
     shown = [name for name in NAMES if not (brief and name == "gsbn-compile")]
     columns, rows = ["model, widths", "rows", "dtype"], []
-    for way, (title, _) in WAYS.items():
-        columns += [f"{_bold(name)}, {title}" for name in shown] + [f"best peer / gsbn, {title}"]
-        del way
+    for title, _ in WAYS.values():
+        columns += [f"{_strong(name, NAMES[name])}, {title}" for name in shown] + [f"best peer / gsbn, {title}"]
     columns += ["peak MiB, PyTorch eager", "peak MiB, gsbn", "errors of what is allowed"]
     for case, results in report.by_case().items():
         cells = [case.layers, str(case.rows), case.kind]
@@ -145,12 +144,15 @@ def _bars(axes: Axes, table: dict[ModelCase, Results], way: str) -> None:
 
 
 def _failures(report: ModelsReport) -> list[str]:
-    said = []
+    """Each with the models that it happened in, if not in all."""
+    where: dict[str, list[str]] = {}
     for result in report.results:
-        who = f"{NAMES[result.candidate]}, {result.case.title}"
-        said += [f"{who}: {result.failure}"] if result.failure else []
-        said += [f"{who}: no graph: {result.graph_failure}"] if result.graph_failure else []
-    return said
+        who = NAMES[result.candidate]
+        for said in (result.failure, result.graph_failure and f"no graph: {result.graph_failure}"):
+            if said:
+                where.setdefault(f"{who}: {said}", []).append(result.case.title)
+    everywhere = len(report.by_case())
+    return [said if len(titles) == everywhere else f"{said} (in {'; '.join(titles)})" for said, titles in where.items()]
 
 
 def _ms(result: ModelResult | None, way: str) -> str:
@@ -178,10 +180,6 @@ def _errors(results: Results) -> list[str]:
 def _excess(results: Results) -> str:
     excess = results["gsbn"].excess if "gsbn" in results else {}
     return share(max(excess.values())) if excess else NOTHING
-
-
-def _bold(name: str) -> str:
-    return _strong(name, NAMES[name])
 
 
 def _strong(name: str, text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import itertools
 import statistics
 import time
@@ -22,7 +21,8 @@ class Trainee:
         self.y: Any = None
         self.model = copy.deepcopy(plain)
         if name.startswith("gsbn"):
-            of_torch: Any = importlib.import_module("gsbn.torch")
+            from .. import torch as of_torch
+
             replaced = of_torch.convert(self.model).replaced
             if sum(map(len, replaced)) != len(plain):
                 raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
