@@ -145,6 +145,7 @@ class Placed(NamedTuple):
 def place(kind: Kind, a: np.ndarray, layout: str = "C") -> Placed:
     if kind.is_torch and layout == "negative":
         layout = "strided"  # torch has no negative strides
+    layout = layout if a.ndim else "C"  # what has no dimension has no stride
     base = np.full(footprint(a.shape, layout) + 2 * GUARD + 1, poison(a.dtype), a.dtype)
     cut(base, a.shape, layout)[...] = a
     native = kind.put(base)
