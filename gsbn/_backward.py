@@ -223,7 +223,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     like, needs = arrays[0], how.needs
     dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
     assert dy is not None
-    (m, n), k = dy.shape, 1 if weight is None else weight.shape[1]
+    (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
     given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)

@@ -119,6 +119,7 @@ class Trainee:
     def capture(self) -> str:
         """Make the step a graph; the reason where it cannot be one."""
         cuda = self.torch.cuda
+        self.y = None  # and with it the graph of autograd's, which remembers the stream that it was made on
         try:
             side = cuda.Stream()
             side.wait_stream(cuda.current_stream())
@@ -127,6 +128,7 @@ class Trainee:
                     self.step()
             cuda.current_stream().wait_stream(side)
             self.optimiser.zero_grad(set_to_none=True)
+            self.y = None
             graph = cuda.CUDAGraph()
             with cuda.graph(graph):
                 self.step()

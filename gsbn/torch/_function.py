@@ -158,7 +158,8 @@ class _Linear(Function):
             x, weight = _cast(x, dtype), _cast(weight, dtype)
         bias, scale, *vectors = call.arrays
         y, saved = forward_of((x, weight, scale, bias, *vectors, None), call.options)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, *[weight] * (not wide))
+        ctx.cast = weight if wide else None
         call.saved = saved
         call.how = ctx.how = How._make((*saved[4:8], *saved[9:], (), None, _ANY, True, True, wide, False))
         return y
@@ -167,7 +168,17 @@ class _Linear(Function):
     def backward(ctx: Any, dg: Any) -> Any:
         needed = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(needed[0], needed[1], *_FOUR)], norm=False)
-        return *_compute(_products, how, dg, *ctx.saved_tensors), None
+        if not how.wide:
+            return *_compute(_products, how, dg, *ctx.saved_tensors), None
+        # The cast weight is free before dweight is made, which is twice as large.
+        of_x = of_weight = None
+        if needed[0]:
+            of_x, _ = _compute(_products, how._replace(needs=("x",)), dg, None, ctx.cast)
+        if not _keeps_graph():
+            ctx.cast = None
+        if needed[1]:
+            _, of_weight = _compute(_products, how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
+        return of_x, of_weight, None
 
 
 class _Norm(Function):
