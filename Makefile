@@ -72,7 +72,8 @@ lint: $(ready_lint)
 	$(bin)ruff format --check .
 	$(bin)mypy
 	$(bin)pyright --pythonpath $(bin)python
-	PYTHONPATH=$(CURDIR) $(bin)pyright --pythonpath $(bin)python --verifytypes gsbn --ignoreexternal
+	PYTHONPATH=$(CURDIR) $(bin)pyright --pythonpath $(bin)python --verifytypes gsbn --ignoreexternal --outputjson \
+		| $(bin)python tools/known_types.py
 	$(bin)clang-format --dry-run --Werror kernels/*
 
 format: $(ready_lint)

@@ -1,0 +1,18 @@
+"""Read what ``pyright --verifytypes --outputjson`` prints; end with an error if too few public types are known.
+
+All are but those of `gsbn.torch` that have one of torch's classes as a base: the checkers do not know torch.
+"""
+
+import json
+import sys
+
+LEAST = 0.99
+
+found = json.load(sys.stdin)["typeCompleteness"]
+score = found["completenessScore"]
+print(f"{score:.1%} of the public types are known")
+if score < LEAST:
+    for symbol in found["symbols"]:
+        if symbol["isExported"] and not symbol["isTypeKnown"]:
+            print(symbol["name"])
+    sys.exit(f"known_types: expected at least {LEAST:.0%}")
