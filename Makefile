@@ -59,6 +59,7 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)
 	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
 	$(run) -m gsbn bench --preset rows --dtype float32 --dtype bfloat16 --publish . --publish-as rows $(ARGS)
+	$(run) -m gsbn bench --preset models --publish . --publish-as models $(ARGS)
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs

@@ -17,7 +17,7 @@ from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
 
-__all__ = ["Gradients", "backward", "backward_of", "backward_within"]
+__all__ = ["Gradients", "How", "backward", "backward_of", "backward_within", "run"]
 
 VECTORS = Gradients._fields[2:]
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
@@ -125,53 +125,75 @@ def backward_of(
         kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
         dy = imported["dy"]
     if not kind.on_gpu:
-        _views(kind, dy, saved)
+        _check_arguments(kind, dy, saved)
         _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
-    gradients = _backward(kind, dy, saved, wanted, sms, limits)
+    arrays = (dy, *saved[:4])
+    found, made = run(kind, arrays, How(*saved[4:8], *saved[9:], wanted, sms, limits), saved)
     if dy is not given:
         hold_until_done(dy, kind.device(dy))
-    return gradients
+    return Gradients(*(None if place is None else made[place] for place in found.places))
 
 
-def _backward(
-    kind: Kind, dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
-) -> Gradients[Any]:
-    device = kind.device(dy)
+class How(NamedTuple):
+    """What a backward depends on beside its arrays."""
+
+    training: bool
+    precision: str
+    gemm: str
+    dtypes: tuple[str | None, ...]
+    activation: str | None
+    scale_shape: tuple[int, ...] | None
+    needs: tuple[str, ...]
+    sms: int | None
+    limits: _plan.Limits
+    norm: bool = True  # the halves: from dy to dg, and on from there
+    linear: bool = True
+    wide: bool = False  # dweight in float32, of 16-bit operands
+    in_place: bool = False  # of the first half: dg where the deviations lie, which have its dtype
+
+
+def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:
+    """Compute on the GPU, from the arrays named ARGUMENTS, what was prepared and the arrays that it made.
+
+    With `saved` all is checked. Of half a backward `arrays` are those of that half alone, None for the others. The
+    first half makes dg last. It is the first array of the second half, in rows on 16 bytes, and is lost.
+    """
+    device = kind.device(arrays[0])
     if not is_current(device):
         with on_device(device):
-            return _backward(kind, dy, saved, wanted, sms, limits)
+            return run(kind, arrays, how, saved)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     found = key = None
     pointers: list[int] = []
     try:
-        signature, pointers = kind.read((dy, *saved[:4]))
+        signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, saved[4:8], saved[9:], wanted, sms, aligned, capturing, limits)
+        key = (signature, how, aligned, capturing)
         found = _calls.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
     if found is None:
-        views = _views(kind, dy, saved)
-        pointers = pointers or [kind.pointer(a) for a in (dy, *saved[:4])]  # none if `read` refused
-        found = _prepare_call(kind, views, saved, wanted, sms, device, capturing, limits)
+        if saved is not None:
+            _check_arguments(kind, arrays[0], saved)
+        pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
+        found = _prepare_call(kind, arrays, how, device, capturing)
         remember(_calls, key, found)
-    _check_versions(kind, saved)
-    made = found.call.run(saved.x, pointers, stream, capturing)
-    return Gradients(*(None if place is None else made[place] for place in found.places))
+    if saved is not None:
+        _check_versions(kind, saved)
+    return found, found.call.run(arrays[0], pointers, stream, capturing)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(kind: Kind, dy: Any, saved: Saved) -> dict[str, _check.View]:
-    """All arrays of the call as views, dy found right."""
+def _check_arguments(kind: Kind, dy: Any, saved: Saved) -> None:
+    """Raise what is wrong with dy, or with what was saved."""
     named = {"x": saved.x, "weight": saved.weight, "dy": dy}
     kinds_of(named, ("x", "dy"))
     views = {name: kind.view(array) for name, array in named.items()}
     _check.backward_arguments(views["dy"], views["x"], views["weight"].shape[0])
-    return views
 
 
 def _check_versions(kind: Kind, saved: Saved) -> None:
@@ -197,48 +219,50 @@ class _Backward(NamedTuple):
 _calls: dict[Any, _Backward] = {}
 
 
-def _prepare_call(
-    kind: Kind,
-    views: dict[str, _check.View],
-    saved: Saved,
-    needs: tuple[str, ...],
-    sms: int | None,
-    device: int,
-    capturing: bool,
-    limits: _plan.Limits,
-) -> _Backward:
-    dy, x, weight = views["dy"], views["x"], views["weight"]
-    (m, k), n = x.shape, weight.shape[0]
-    given = (x.dtype, x.dtype, *saved.dtypes)
+def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, capturing: bool) -> _Backward:
+    like, needs = arrays[0], how.needs
+    dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
+    assert dy is not None
+    (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
+    given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
-    made = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    places = [made.index(name) if name in made else None for name in Gradients._fields]
+    wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     call = Call(kind, device, ARGUMENTS)
-    shapes = [x.shape, weight.shape, *[(n,)] * len(VECTORS)]
-    one_scale = saved.scale_shape is not None and "scale" in made
+    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTORS)]
+    one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
     if one_scale:
-        shapes[Gradients._fields.index("scale")] = saved.scale_shape or ()
+        assert how.scale_shape is not None
+        shapes[Gradients._fields.index("scale")] = how.scale_shape
     of = dict.fromkeys(Gradients._fields, ABSENT)
     nbytes = {}
+    made: list[str] = []
     for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
-        if dtype is not None:
-            of[name] = call.make(f"gradient of {name}", shape, saved.x, dtype)
+        if dtype is not None and (how.norm if name in VECTORS else how.linear):
+            of[name] = call.make(f"gradient of {name}", shape, like, dtype)
             nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
+            made.append(name)
+    places = [made.index(name) if name in made else None for name in Gradients._fields]
     if m == 0:
+        if not how.linear:
+            call.make("dg", dy.shape, like, dy.dtype)
         for name in made:
             if nbytes[name]:
                 call.clear(of[name], nbytes[name])
         return _Backward(call, places)
 
-    gpu = (limits.gpu or _kernels.gpu(device)).at_most(sms)
+    gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
+    x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
     plan = _plan.backward_plan(
-        _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), matrix_of(dy), limits),
-        training=saved.training,
-        needs=made,
-        precision=saved.precision,
-        gemm=saved.gemm,
+        _plan.Matmul(m, n, k, dy.dtype, gpu, x_at, w_at, matrix_of(dy), how.limits),
+        training=how.training,
+        needs=wanted,
+        precision=how.precision,
+        gemm=how.gemm,
         capturing=capturing,
-        activation=saved.activation,
+        activation=how.activation,
+        norm=how.norm,
+        linear=how.linear,
+        wide=how.wide,
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -246,7 +270,7 @@ def _prepare_call(
         "n": n,
         "dy_row": plan.dy.strides[0],
         "dy_col": plan.dy.strides[1],
-        "ldd": saved.deviations.shape[1],
+        "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
         "lddg": plan.pitch,
         "ld_across": plan.across,
         "sums_rows": plan.sums_rows,
@@ -255,11 +279,21 @@ def _prepare_call(
         "vector_dy": plan.vector_dy,
         **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
     }
-    of_dy = call.copy("dy", dy, saved.x, gpu) if plan.copy_dy else "dy"
-    of_x = call.copy("x", x, saved.x, gpu) if plan.weight is not None and plan.weight.copy else "x"
-    of_w = call.copy("weight", weight, saved.x, gpu) if plan.x is not None and plan.x.copy else "weight"
+    of_dy = call.copy("dy", dy, like, gpu) if plan.copy_dy else "dy"
+    of_x, of_w = "x", "weight"
+    if x is not None and plan.weight is not None and plan.weight.copy:
+        of_x = call.copy("x", x, like, gpu)
+    if weight is not None and plan.x is not None and plan.x.copy:
+        of_w = call.copy("weight", weight, like, gpu)
+    dg = across = ABSENT if how.norm else "dy"
+    if plan.across and not how.norm:
+        across = call.copy("dy", dy._replace(shape=(n, m), strides=dy.strides[::-1]), like, gpu)
+    if plan.dg and not how.linear:
+        dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
     call.workspace(plan.workspace + (8 * n if one_scale else 0))
-    dg = call.at(plan.dg_at) if plan.dg else ABSENT
+    if plan.dg and how.linear:
+        dg = call.at(plan.dg_at)
+        across = call.at(plan.across_at) if plan.across else dg
     to_vectors = {f"to_{name}": of[name] for name in VECTORS}
     if one_scale:  # those of the features first, in float64
         to_vectors["to_scale"] = call.at(plan.workspace)
@@ -272,32 +306,40 @@ def _prepare_call(
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
     if (plan.sums or plan.dg) and not plan.fused:
-        reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": call.at(plan.across_at)}
+        reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
-    across = call.at(plan.across_at) if plan.across else dg
-    for product, operands in ((plan.x, (dg, of_w, of["x"])), (plan.weight, (across, of_x, of["weight"]))):
+    products = (plan.x, (dg, of_w, of["x"]), of["weight"]), (plan.weight, (across, of_x, of["weight"]), dg)
+    for product, operands, elsewhere in products:
         if product is not None:
-            _multiply(call, product, operands, call.at(plan.limbs_at), saved.precision, device)
+            _multiply(call, product, operands, plan.limbs_at, elsewhere, how.precision, device)
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
-    log.debug("backward %s x %s, %s: %s", x.shape, weight.shape, x.dtype, call.describe("backward", gemms))
+    log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
     return _Backward(call, places)
 
 
 def _multiply(
-    call: Call, product: _plan.Product, operands: tuple[str, str, str], limbs: str, precision: str, device: int
+    call: Call,
+    product: _plan.Product,
+    operands: tuple[str, str, str],
+    limbs_at: int,
+    elsewhere: str,
+    precision: str,
+    device: int,
 ) -> None:
-    """The step that makes c of a and b, whose names these are."""
+    """The step that makes c of a and b, whose names these are; `elsewhere` is where limbs of b lie that borrow."""
     p = product.p
     if product.through is not None:
-        call.multiply(Multiply(p, product.through, device), *operands, limbs)
+        of_a, of_b, rest, _ = product.through.places(limbs_at, borrows=product.borrows)
+        limbs = call.at(of_a), elsewhere if product.borrows else call.at(of_b), call.at(rest)
+        call.multiply(Multiply(p, product.through, device), *operands, *limbs)
     elif product.one is not None:
         call.multiply(Sm90Gemm(p, product.one, device), *operands)
     elif product.kernel is None:
         shape, sms = (p.m, p.n, p.k), p.device.target
-        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=False, sms=sms), *operands)
+        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=product.wide, sms=sms), *operands)
     else:
         ldx, ldw = max(p.x.strides), p.w.strides[1]
         flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)

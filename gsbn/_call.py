@@ -194,7 +194,7 @@ def matrix_of(view: Any) -> _plan.Matrix:
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """What a kernel is told of each per-feature vector: 8 times its stride, 0 of one element, plus its KIND_; 0 of none."""
+    """What a kernel is told of each per-feature vector: 8 times its stride, 0 for one element, plus its KIND_; or 0."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
     strides = {name: v.strides[0] // v.itemsize if math.prod(v.shape) > 1 else 0 for name, v in given.items()}
     codes = {name: strides[name] * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}

@@ -206,7 +206,7 @@ def backward(
         found |= {"bias": a * total, "scale": of_scale * (dots + biased * total)}
         found["gamma"] = of_gamma * (s * dots + z * total)
     if scale_shape is not None:
-        found["scale"] = found["scale"].sum().reshape(scale_shape)
+        found["scale"] = found["scale"].sum(keepdims=True).reshape(scale_shape)
     products = {"x", "weight"}.intersection(needs)
     if "x" in needs:
         found["x"] = np.empty(x.shape, x.dtype)

@@ -80,7 +80,7 @@ def kind_code(dtype: str) -> int:
 @cache
 def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of a kernel's parameters in order: of those that are passed by value, and then of the 64-bit words."""
-    text = re.sub(r"//.*", "", source(f"{kernel.file}.cu"))
+    text = _text(f"{kernel.file}.cu")
     start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", text)
     assert start is not None, kernel
     defines, absent = dict(kernel.defines), False

@@ -169,7 +169,8 @@ def prepare_call(
         g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
         if plan.through is not None:
             q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-            call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, call.at(plan.limbs_at))
+            limbs_at = map(call.at, plan.through.places(plan.limbs_at)[:3])
+            call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, *limbs_at)
         elif plan.gemm_kernel is not None:
             call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
         else:

@@ -50,7 +50,6 @@ def _options(kernel: Kernel) -> tuple[str, ...]:
     return (
         "-std=c++17",
         "-ftz=true",  # as CuPy compiles its own
-        f"-DGSBN_DIGEST={digest()}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
     )
 
@@ -84,7 +83,7 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
 
     number, known = 10 * capability[0] + capability[1], nvrtc.getSupportedArchs()
     arch = kernel.arch or (f"sm_{number}" if number in known else f"compute_{max(known)}")
-    what = (kernel.file, *_options(kernel), arch, nvrtc.getVersion())
+    what = (kernel.file, digest(), *_options(kernel), arch, nvrtc.getVersion())
     name = f"gsbn_{kernel.file}_{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
     file = _cache_folder() / (name + (".ptx" if arch.startswith("compute") else ".cubin"))
     with _locks[file]:  # a file may hold several kernels

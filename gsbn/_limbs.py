@@ -12,56 +12,78 @@ SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
 
 
 class Multiply:
-    """A product as `_plan.limb_gemm` decides it, ready but for its addresses."""
+    """A product as `_plan.limb_gemm` decides it, ready but for its addresses.
+
+    Where a lies across, b's limbs are made after a has been read for the last time: they may take its place.
+    """
 
     def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, device: int) -> None:
-        assert gemm.one.limbs is not None
-        self._limbs, self._gemm = gemm.one.limbs, gemm
-        flags = _declared.flags(vector_x=_whole(p.x, 0), vector_w=_whole(p.w, 0))
-        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "flags": flags}
-        self._record = _declared.record(self._limbs.kernel, fields)
+        self._gemm = gemm
         self._multiply = Sm90Gemm(p, gemm.one, device)
-        across = (gemm.a_maxima is not None) + (gemm.b_maxima is not None)
-        self.kernels = (*["split_limbs"] * (across < 2), *["memset", "column_maxima", "split_columns"] * across)
-        self.kernels += self._multiply.kernels
-        self._split = _kernels.launcher(self._limbs.kernel, device, SPLIT_WORDS)
-        maxima, columns = _plan.column_kernels()
-        self._maxima = _kernels.launcher(maxima, device, ("a", "maxima"))
-        self._columns = _kernels.launcher(columns, device, ("a", "maxima", "limbs", "exponents"))
-        self._of_a = None if gemm.a_maxima is None else _Columns(p.k, p.m, p.x, p.device)
-        self._of_b = None if gemm.b_maxima is None else _Columns(p.k, p.n, p.w, p.device)
+        in_rows = not gemm.a_across, not gemm.b_across
+        steps: list[_Rows | _Columns] = []
+        if gemm.a_across:
+            steps.append(_Columns(0, p.k, p.m, p.x, p.device, device))
+        if any(in_rows):
+            steps.append(_Rows(p, gemm, in_rows, device))
+        if gemm.b_across:
+            steps.append(_Columns(1, p.k, p.n, p.w, p.device, device))
+        self._steps = steps
+        self.kernels = (*(name for step in steps for name in step.kernels), *self._multiply.kernels)
 
-    def __call__(self, a: int, b: int, c: int, workspace: int, stream: int) -> None:
-        limbs, gemm = self._limbs, self._gemm
-        of_a, of_b = workspace + limbs.x, workspace + limbs.w
-        a_exponents, b_exponents = workspace + limbs.x_exponents, workspace + limbs.w_exponents
-        # The rows of both operands in one launch; the grid leaves out who is not there.
-        rows = [0, 0, 0] if self._of_a else [a, of_a, a_exponents]
-        rows += [0, 0, 0] if self._of_b else [b, of_b, b_exponents]
-        if any(rows):
-            self._split(gemm.split_grid, _plan.THREADS, (self._record.ctypes.data,), tuple(rows), stream)
-        for columns, at, to, exponents, maxima in (
-            (self._of_a, a, of_a, a_exponents, gemm.a_maxima),
-            (self._of_b, b, of_b, b_exponents, gemm.b_maxima),
-        ):
-            if columns is not None:
-                assert maxima is not None
-                address = (columns.record.ctypes.data,)
-                cuda().runtime.memsetAsync(workspace + maxima, 0, 4 * columns.count, stream)
-                self._maxima(columns.maxima_grid, _plan.THREADS, address, (at, workspace + maxima), stream)
-                words = (at, workspace + maxima, to, exponents)
-                self._columns(columns.grid, _plan.THREADS, address, words, stream)
+    def __call__(self, a: int, b: int, c: int, of_a: int, of_b: int, rest: int, stream: int) -> None:
+        gemm = self._gemm
+        a_exponents, b_exponents = rest + gemm.a_exponents, rest + gemm.b_exponents
+        places = (a, of_a, a_exponents, rest + gemm.a_maxima), (b, of_b, b_exponents, rest + gemm.b_maxima)
+        for step in self._steps:
+            step(places, stream)
         self._multiply(of_a, of_b, c, stream, a_exponents, b_exponents)
+
+
+_Place = tuple[int, int, int, int]  # the addresses of an operand, its limbs, its exponents and its columns' maxima
+
+
+class _Rows:
+    """Operands that lie along what is summed over, one or both in one launch."""
+
+    kernels: tuple[str, ...] = ("split_limbs",)
+
+    def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, here: tuple[bool, bool], device: int) -> None:
+        self._here = here
+        m, n = (count if is_here else 0 for count, is_here in zip((p.m, p.n), here, strict=True))
+        flags = _declared.flags(vector_x=_whole(p.x, 0), vector_w=_whole(p.w, 0))
+        fields = {"m": m, "n": n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "flags": flags}
+        self._record = _declared.record(gemm.limbs.kernel, fields)
+        self._grid = _plan.split_grid(m + n, p.k, p.device)
+        self._launch = _kernels.launcher(gemm.limbs.kernel, device, SPLIT_WORDS)
+
+    def __call__(self, places: tuple[_Place, _Place], stream: int) -> None:
+        words: tuple[int, ...] = ()
+        for place, is_here in zip(places, self._here, strict=True):
+            words += place[:3] if is_here else (0, 0, 0)
+        self._launch(self._grid, _plan.THREADS, (self._record.ctypes.data,), words, stream)
 
 
 class _Columns:
     """An operand that lies across what is summed over: `count` columns of a matrix of k rows."""
 
-    def __init__(self, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device) -> None:
-        self.count = count
-        self.maxima_grid, maxima_rows, self.grid = _plan.column_grids(k, count, gpu)
+    kernels = ("memset", "column_maxima", "split_columns")
+
+    def __init__(self, nth: int, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device, device: int) -> None:
+        self._nth, self._count = nth, count
+        self._maxima_grid, maxima_rows, self._grid = _plan.column_grids(k, count, gpu)
         fields = {"m": k, "n": count, "lda": at.strides[1], "maxima_rows": maxima_rows, "vector_a": _whole(at, 1)}
-        self.record = _declared.record(_plan.column_kernels()[0], fields)
+        maxima, columns = _plan.column_kernels()
+        self._record = _declared.record(maxima, fields)
+        self._maxima = _kernels.launcher(maxima, device, ("a", "maxima"))
+        self._columns = _kernels.launcher(columns, device, ("a", "maxima", "limbs", "exponents"))
+
+    def __call__(self, places: tuple[_Place, _Place], stream: int) -> None:
+        a, limbs, exponents, maxima = places[self._nth]
+        values = (self._record.ctypes.data,)
+        cuda().runtime.memsetAsync(maxima, 0, 4 * self._count, stream)
+        self._maxima(self._maxima_grid, _plan.THREADS, values, (a, maxima), stream)
+        self._columns(self._grid, _plan.THREADS, values, (a, maxima, limbs, exponents), stream)
 
 
 def _whole(at: _plan.Matrix, axis: int) -> bool:

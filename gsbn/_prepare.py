@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from . import _capture, _check, _declared, _kernels, _plan
+from . import _check, _declared, _kernels, _plan
+from ._call import ABSENT, Call
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
 from ._interop import kind_of, kinds_of
@@ -52,22 +53,23 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     _check.prepare_arguments(kind.view(arrays["weight"]), precision=precision)
     if not kind.on_gpu:
         return Prepared(kind.copy(arrays["weight"]), precision)
-    device = kind.device(arrays["weight"])
+    device, given = kind.device(arrays["weight"]), arrays["weight"]
     with on_device(device):
-        prepared = Prepared(kind.copy(arrays["weight"]), precision)
-        view = kind.view(prepared.weight)
-        (n, k), stream = view.shape, kind.stream(device)
-        if _plan.takes_limbs(view.dtype, precision, gpu := _kernels.gpu(device)):
+        view, gpu, stream = kind.view(given), _kernels.gpu(device), kind.stream(device)
+        (n, k), call = view.shape, Call(kind, device, ("weight",))
+        words = {"w": call.copy("weight", view, given, gpu)}
+        takes_limbs = _plan.takes_limbs(view.dtype, precision, gpu)
+        if takes_limbs:
             limbs = _plan.limbs(0, n, k, 0, gpu)
-            owner, at = kind.scratch(limbs.w_exponents + 4 * n, prepared.weight)
-            flags = _declared.flags(vector_w=view.pointer % 16 == 0 and k % 4 == 0)
-            record = _declared.record(limbs.kernel, {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": k, "flags": flags})
-            prepared.limbs = owner, at + limbs.w, at + limbs.w_exponents
-            words = (0, 0, 0, view.pointer, *prepared.limbs[1:])
-            launch = _kernels.launcher(limbs.kernel, device, SPLIT_WORDS)
-            launch(limbs.grid, _plan.THREADS, (record.ctypes.data,), words, stream)
-        if is_capturing(stream):
-            _capture.keep_alive(kind, stream, (prepared.weight, prepared.limbs and prepared.limbs[0]))
+            fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": k, "flags": _declared.flags(vector_w=k % 4 == 0)}
+            # In words of 32 bits, which is all that an allocator need know of them.
+            words["w_limbs"] = call.make("limbs", (n, limbs.pitch // 2), given, "float32")
+            words["w_exponents"] = call.make("exponents", (n,), given, "float32")
+            call.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
+        made = call.run(given, [view.pointer], stream, is_capturing(stream))
+    prepared = Prepared(made[0], precision)
+    if takes_limbs:
+        prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
     if kind_of(weight) is None:
         hold_until_done(arrays, device)
     return prepared

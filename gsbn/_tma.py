@@ -89,4 +89,6 @@ def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]
             maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
         else:
             maps.append((k, rows, at.strides[1] * size, one.element, width, _plan.COLUMN, L2_256B))
+    if one.wide:
+        return [*maps, (m, n, y.strides[0] * 4, "float32", 32, 32, L2_NONE)]
     return [*maps, (m, n, y.strides[0] * size, dtype, store_rows, width, L2_NONE)]

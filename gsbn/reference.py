@@ -328,7 +328,7 @@ def backward(
         of_scale = gamma * r * np.einsum("ij,ij->j", dy, g + b)
         of_gamma = r * np.einsum("ij,ij->j", dy, s * (g + b) - old_mean)
     if scale is not None and np.shape(scale) != (features,):  # one element for all features
-        of_scale = of_scale.sum().reshape(np.shape(scale))
+        of_scale = of_scale.sum(keepdims=True).reshape(np.shape(scale))
     return Gradients(
         dg @ weight if "x" in needs else None,
         dg.T @ x if "weight" in needs else None,

@@ -334,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
         add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside, ring);
+        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside,
+                   ring);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
 #pragma unroll

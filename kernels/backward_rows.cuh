@@ -29,7 +29,6 @@ struct Problem {
 
 constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put through something
 
-
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int COLUMNS = LANES * VEC;

@@ -1,8 +1,7 @@
 // What every kernel shares: element types, the per-feature vectors, how work is handed out. No kernels.
 //
-// Compiled by NVRTC through cupy.RawModule: there is no <stdint.h> and no <type_traits>. Every kernel takes a
-// struct of its own by value, its launch's constants in 8 bytes each, and then addresses, each a 64-bit word: nothing
-// else needs a cast on the way from Python.
+// Compiled by NVRTC: there is no <stdint.h> and no <type_traits>. A kernel takes the constants of its launch in a struct
+// of its own by value, 8 bytes each, and then 64-bit words, mostly addresses: nothing needs a cast on the way from Python.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

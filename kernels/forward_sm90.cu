@@ -91,8 +91,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);
     const size_t features = (size_t)blocks * BLOCK_N;
     const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
-    const Features f = {bias,   p.bias,       scale,          p.scale,     gamma,         p.gamma,     beta,
-                        p.beta, running_mean, p.running_mean, running_var, p.running_var, (float)p.eps, (float)p.number};
+    const Features f = {bias,        p.bias,        scale,        p.scale,        gamma,
+                        p.gamma,     beta,          p.beta,       running_mean,   p.running_mean,
+                        running_var, p.running_var, (float)p.eps, (float)p.number};
 #if KEEP
     const Kept keeps = {&kept_map, kept, saved};
 #else

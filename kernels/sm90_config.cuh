@@ -15,6 +15,7 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #define KEEP 0             // 1, in training: write g - mean, too
 #define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
 #define X_ACROSS 0         // 1: x is (k, m)
+#define WIDE 0             // 1: y is float32 though x and w have 16 bits
 #endif
 
 struct Problem {
@@ -43,7 +44,7 @@ constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0
 // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
 constexpr int LAYING_WARPS = 3;                     // warps that lay out constants in inference
-constexpr bool FLOAT32 = ELEMENT >= TF32;           // y is float32, else ELEMENT
+constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;   // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;       // deviations are parked and kept in units (deviation_unit)
 constexpr int MATRICES = ELEMENT == LIMBS ? 2 : 1;  // that make up an operand
 constexpr int Y_BYTES = FLOAT32 ? 4 : 2;            // of an element of y
@@ -55,7 +56,7 @@ constexpr int W_BYTES = MATRICES * BLOCK_N * 128;  // of one stage
 constexpr int X_BYTES = MATRICES * BLOCK_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
-static_assert(!(W_ACROSS || X_ACROSS) || (MODE == GEMM && !FLOAT32), "only the GEMM of 16-bit operands takes them so");
+static_assert(!(W_ACROSS || X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
 static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
 constexpr int ACC = BLOCK_M / 2;                           // accumulators a thread
 constexpr int PASS_M = FLOAT32 || BLOCK_M < 64 ? 32 : 64;  // rows that a warpgroup stores at a time, 64 features each

@@ -102,7 +102,7 @@ struct Consumer : Cta {
                 }
             } else {
                 const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
-                                 (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+                                  (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
                 for (int j = 0; j < PASS_M / 8; j += 2)
                     stmatrix_trans(start + j * (8 * 128), pack_of(0, e[4 * j], e[4 * j + 1]),
@@ -165,7 +165,7 @@ struct Consumer : Cta {
     __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                      u64 launch) const {
         mbar_wait(&sh.laid_out, 0);
-        const auto of_both = [&](float2 xy, float2 (&both)[2]) {  // what the thread's two features have of it
+        const auto of_both = [&](float2 xy, float2(&both)[2]) {  // what the thread's two features have of it
             const float2 other =
                 make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
             both[0] = h ? other : xy, both[1] = h ? xy : other;

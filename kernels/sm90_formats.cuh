@@ -62,12 +62,12 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
 }
 
 // y's 16-bit type, or float
-#if ELEMENT == 0
-using Y = __nv_bfloat16;
+#if WIDE || ELEMENT >= 2
+using Y = float;
 #elif ELEMENT == 1
 using Y = __half;
 #else
-using Y = float;
+using Y = __nv_bfloat16;
 #endif
 
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }

@@ -33,7 +33,15 @@ if __package__:  # as tests.fuzz: what is imported next has bare names, as under
 
 import numpy as np
 from conftest import no_gpu
-from gradients import NAMES, draw_dy, gradient_bounds, truth_of
+from gradients import (
+    NAMES,
+    assert_beta_agrees,
+    before_relu,
+    draw_dy,
+    draw_integers,
+    gradient_bounds,
+    truth_of,
+)
 from harness import (
     CPU_KINDS,
     DTYPES,
@@ -50,7 +58,7 @@ from harness import (
     poisoned_allocations,
     without_out,
 )
-from strategies import OPTIONAL, VECTORS, Case
+from strategies import ACTIVATIONS, OPTIONAL, SCALES, VECTORS, Case
 from test_errors import stretch
 from tolerance import TF32, Bounds, assert_outcome_within, assert_within, bounds
 
@@ -74,11 +82,13 @@ class Good:
 
     kind: str
     recipe: Case  # layouts has dy's too
+    number: float | None  # a scale that is no array
     precision: str
     gemm: str
     sms: int | None
     prepared: bool
     needs: tuple[str, ...] | None  # of the backward after it; None for no backward
+    integers: bool  # dy is of integers, so that dbeta tells exactly where the activation was flat
     products: str | None  # the backward's gemm, if it is not the forward's
     stream: str
     thread: bool  # from a fresh one, whose first CUDA call is gsbn's
@@ -99,6 +109,8 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     counts = {"running", COUNT} <= given
     backward = rng.random() < 0.5 and (training or not served)
     capture = on_gpu and shape[0] > 0 and rng.random() < 0.1
+    activation, scale = rng.choice(ACTIVATIONS), rng.choice(("vector", "vector", "number", *SCALES))
+    needs = tuple(name for name in NAMES if rng.random() < 0.7) if backward else None
     recipe = Case(
         shape=shape,
         dtype=dtype,
@@ -111,15 +123,19 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         given=tuple(name for name in OPTIONAL if name in given and (name != COUNT or counts)),
         narrow=tuple(name for name in VECTORS if rng.random() < 0.4),
         layouts=draw_layouts(rng, of_out=("C", "padded") if served else LAYOUTS),
+        scale="none" if scale == "number" else scale,
+        activation=activation,
     )
     return Good(
         kind=kind,
         recipe=recipe,
+        number=rng.choice([1.0, -0.75, 3, 1e-6, 0.0]) if scale == "number" else None,
         precision=rng.choice(("highest", "high")),
         gemm=gemm,
         sms=rng.randint(1, 200) if rng.random() < 1 / 3 else None,
         prepared=rng.random() < 0.25,
-        needs=tuple(name for name in NAMES if rng.random() < 0.7) if backward else None,
+        needs=needs,
+        integers=activation is not None and "beta" in (needs or ()) and rng.random() < 0.75,
         products=rng.choice((None, "auto", "cublas", "tiled", "sm90")) if backward and on_gpu else None,
         stream="new" if capture else rng.choice(STREAMS.get(kind, ("default",))),
         thread=rng.random() < 0.06,
@@ -178,7 +194,7 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
     """Make the call: what went in and what came out, of every replay if it is captured; gradients as dx, dweight …"""
     kind, layouts, arrays = kind_of(case.kind), dict(case.recipe.layouts), case.recipe.arrays()
     if case.needs is not None:
-        arrays["dy"] = draw_dy(arrays, case.recipe.seed)
+        arrays["dy"] = (draw_integers if case.integers else draw_dy)(arrays, case.recipe.seed)
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
     settle(kind)
@@ -186,6 +202,7 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
     def call() -> dict[str, Any]:
         operands = {name: view for name, view in views.items() if name != "dy"}
         options = {**case.recipe.options, "precision": case.precision, "gemm": case.gemm, "sms": case.sms}
+        options |= {} if case.number is None else {"scale": case.number}
         if case.needs is None:
             return {"y": gsbn.forward(**operands, **options)}
         y, saved = gsbn.forward(**operands, **options, return_saved=True)
@@ -249,6 +266,7 @@ def results(case: Good, placed: Mapping[str, Placed], made: Mapping[str, Any]) -
 def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     """Every result within its bound."""
     recipe, operands = case.recipe, without_out({name: a for name, a in arrays.items() if name != "dy"})
+    operands |= {} if case.number is None else {"scale": np.array(case.number, np.float64)}
     if recipe.shape[0] == 0:
         assert not any(got[name].any() for name in got if name not in STATISTICS), "gradients of no rows are zero"
         return
@@ -256,11 +274,14 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     truth = reference.forward(**operands, **recipe.options, dtype=wide)
     assert_outcome_within(Outcome(*map(got.get, Outcome._fields)), truth, forward_bounds(case, operands, truth))
     if case.needs is not None:
-        gradients = truth_of(operands, arrays["dy"], training=recipe.training, eps=recipe.eps)
-        limits = backward_bounds(case, operands, arrays["dy"], truth, gradients)
+        dy = arrays["dy"] if recipe.activation is None else before_relu(arrays["dy"], got["y"])
+        gradients = truth_of(operands, dy, training=recipe.training, eps=recipe.eps)
+        limits = backward_bounds(case, operands, dy, truth, gradients)
         for name in NAMES:
             if f"d{name}" in got:
                 assert_within(got[f"d{name}"], getattr(gradients, name), limits[name], f"d{name}")
+        if case.integers and "dbeta" in got:
+            assert_beta_agrees(got["dbeta"], arrays["dy"], got["y"])
 
 
 def may_be_sm90(case: Good, *gemms: str | None) -> bool:
@@ -300,7 +321,8 @@ def backward_bounds(
     takes a projection.
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
-    options = {"training": recipe.training, "eps": recipe.eps, "parked": may_be_sm90(case, *gemms)}
+    options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
+    options["parked"] = may_be_sm90(case, *gemms)
     if not may_take_limbs(case, *gemms):
         return gradient_bounds(arrays, dy, gradients, operand=operand_error(case), **options)
     limits = gradient_bounds(arrays, dy, gradients, operand=2.0**-22 + 48 * 2.0**-23, **options)
@@ -411,9 +433,13 @@ OF_TORCH: dict[str, Callable[[Any], Any]] = {
     "requires grad": lambda t: t.detach().requires_grad_(),
 }
 NO_ARRAYS = ("x", 1.0, 1, [1.0], [[1.0, 2.0]], (), ..., np.float32(1), np.ndarray)
+NO_SCALES = (
+    *(no for no in NO_ARRAYS if not isinstance(no, (int, float, np.floating))), True, np.nan, np.inf, 10**400, 1j
+)  # fmt: skip
 VALUES: dict[str, tuple[Any, ...]] = {
     "momentum": (True, np.nan, np.inf, -np.inf, 10**400, "0.1", 1j, [0.1], np.ones(1)),
     "eps": (True, np.nan, np.inf, -np.inf, 10**400, -1e-5, -1, "1e-5", 1j, [1e-5], None),
+    "activation": ("Relu", "RELU", "gelu", "none", "", b"relu", ["relu"], 1, 0.0, True, np.nan),
     "precision": ("medium", "HIGHEST", "", b"high", ["high"], 1, None),
     "gemm": ("fastest", "AUTO", "", b"auto", ["auto"], 0, None),
     "training": (1, 0, 1.0, "yes", [True], None),
@@ -443,7 +469,8 @@ def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
     """Every way to spoil a call of this kind: what to pass for the argument that its name begins with, or for more."""
     others = [other for other in available((*CPU_KINDS, *(() if no_gpu() else GPU_KINDS))) if other != kind]
     values = dict.fromkeys((*FLOATS, COUNT), NO_ARRAYS) | VALUES
-    values |= dict.fromkeys(("x", "weight", "scale", "dy"), (*NO_ARRAYS, None))
+    values |= dict.fromkeys(("x", "weight", "dy"), (*NO_ARRAYS, None))
+    values["scale"] = NO_SCALES
     if kind in CPU_KINDS:
         values["gemm"] = (*values["gemm"], "cublas", "tiled", "sm90")
     found: dict[str, Callable[[Call], Any]] = dict(RELATIONS)
@@ -451,6 +478,8 @@ def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
     found |= {f"needs: sms={v!r}": lambda c, v=v: {"needs": NAMES, "sms": v} for v in VALUES["sms"]}  # the backward's
     for name in (*FLOATS, COUNT):
         of_host = {**(OF_COUNT if name == COUNT else OF_FLOATS), **(OF_NUMPY if kind == "numpy" else {})}
+        if name == "scale":  # of which one element is enough
+            of_host = {way: f for way, f in of_host.items() if way not in ("a dimension less", "one column")}
         found |= {f"{name}: {way}": lambda c, n=name, f=f: c.put(f(c.arrays[n])) for way, f in of_host.items()}
         found |= {f"{name}: {other}": lambda c, n=name, o=other: kind_of(o).put(c.arrays[n]) for other in others}
         if kind.startswith("torch"):
@@ -513,7 +542,7 @@ def draw_bad(seed: int, kinds: tuple[str, ...]) -> Bad:
     rng = random.Random(seed)
     kind = kinds[int(rng.random() * len(kinds))]
     recipe = Case(
-        shape=tuple(rng.sample(range(2, 10), 3)),  # all different: nothing fits in another's place
+        shape=tuple(rng.sample(range(3, 10), 3)),  # all different: nothing fits in another's place; less one, not one
         dtype=rng.choice(list(DTYPES)),
         training=rng.random() < 0.7,
         seed=seed,

@@ -19,7 +19,10 @@ deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
 - Where one element is the scale of all features, its gradient adds up theirs in float64, and so are its errors.
 
 **Activations.** The gradient before relu is dy where y > 0, or NaN, and else 0, with the y that the forward wrote:
-`before_relu` makes it of dy and y, and the truth and the bounds are those of it and of no activation.
+`before_relu` makes it of dy and y, and the truth and the bounds are those of it and of no activation: the gradients
+depend on the signs of u through this product alone, which rounds nothing, and where u is within its bound of zero only
+the y that was returned tells which sign was right. One bound grows: a deviation that is kept in 16 bits stands on y's
+side of zero, and so may be the second nearest number. Its ū (|d| + D), and float16's smallest step, count twice.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from tolerance import FLUSHED, arithmetic, roundoff, scale_of
 import gsbn
 from gsbn import Gradients, reference
 from gsbn._backward import backward_within
+from gsbn._forward import forward_within
 from gsbn._plan import Limits
 
 NAMES = Gradients._fields
@@ -51,6 +55,18 @@ def before_relu(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.where(np.asarray(y, np.float64) <= 0, np.zeros((), dy.dtype), dy)
 
 
+def draw_integers(arrays: Mapping[str, np.ndarray], seed: int = 1) -> np.ndarray:
+    """A gradient of y of small integers: their sums are exact."""
+    shape = len(arrays["x"]), len(arrays["weight"])
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(arrays["x"].dtype)
+
+
+def assert_beta_agrees(of_beta: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
+    """dbeta = Σ dy · 1[y > 0] to the last bit, for a dy of integers, which float32 and float64 add exactly."""
+    sums = before_relu(dy, y).astype(np.float64).sum(0)
+    np.testing.assert_array_equal(of_beta, reference.round_to(sums, of_beta.dtype), "dbeta: other elements than y's")
+
+
 def backward(*arguments: Any, **options: Any) -> dict[str, np.ndarray | None]:
     """The gradients that `step` finds."""
     return step(*arguments, **options)[1]
@@ -64,6 +80,7 @@ def step(
     needs: tuple[str, ...] = NAMES,
     products: str | None = None,
     limits: Limits = ANY,
+    forward_limits: Limits = ANY,
     **options: Any,
 ) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
     """y and the gradients by ``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must always hold.
@@ -75,7 +92,7 @@ def step(
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
     with poisoned_allocations(kind):
-        y, saved = gsbn.forward(**views, **options, return_saved=True)
+        y, saved = forward_within(forward_limits, **views, **options, return_saved=True)
     assert isinstance(saved, gsbn.Saved)
     saved = saved if products is None else saved._replace(gemm=products)
     assert saved.x is views["x"]
@@ -118,8 +135,13 @@ def gradient_bounds(
     eps: float = 1e-5,
     operand: float = 0.0,
     parked: bool = False,
+    activation: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``parked`` as in `bounds`."""
+    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``parked`` as in `bounds`.
+
+    With an ``activation``, dy and the truth are those before it.
+    """
+    nearest = 1 if activation is None else 2
     dtype = arrays["x"].dtype
     u, short = arithmetic(dtype), roundoff(dtype)
     flushed = 0.0 if dtype == np.float64 else FLUSHED
@@ -145,11 +167,11 @@ def gradient_bounds(
         t = np.sqrt(s * s * sigma**2 + eps)
         tau = abs_s * rms_D + (n + 8) * u * t
         r, r_low, r_max = 1 / t, 1 / (t + tau), 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
-        delta = D + (short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
+        delta = D + (nearest * short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
         if parked and dtype.itemsize == 2:
             delta = delta + short * (np.abs(d) + np.abs(d).max(0))
         if dtype == np.float16:
-            delta = delta + 2.0**-25 * 2 * (sigma + rms_D)
+            delta = delta + nearest * 2.0**-25 * 2 * (sigma + rms_D)
         dots = (dy * d).sum(0)
         dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
         q = s * s * r * r * dots / n

@@ -109,12 +109,13 @@ def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def cut(base: Any, shape: tuple[int, ...], layout: str) -> Any:
     """The array of that shape and layout inside a flat buffer of any kind: slices only, so that it is a view."""
+    # The ... makes a view of an array without dimensions, too, where no index at all would take its element.
     start = GUARD + (layout == "unaligned")  # aligned to the element and to no more
     flat = base[start : start + footprint(shape, layout)]
     if layout == "strided":
-        return flat.reshape(tuple(2 * n + 1 for n in shape))[(slice(1, None, 2),) * len(shape)]
+        return flat.reshape(tuple(2 * n + 1 for n in shape))[(..., *[slice(1, None, 2)] * len(shape))]
     if layout == "negative":
-        return flat.reshape(shape)[(slice(None, None, -1),) * len(shape)]
+        return flat.reshape(shape)[(..., *[slice(None, None, -1)] * len(shape))]
     if layout == "padded" and len(shape) == 2:
         return flat.reshape(padded(shape))[:, : shape[1]]
     if layout == "F" and len(shape) == 2:
@@ -144,6 +145,7 @@ class Placed(NamedTuple):
 def place(kind: Kind, a: np.ndarray, layout: str = "C") -> Placed:
     if kind.is_torch and layout == "negative":
         layout = "strided"  # torch has no negative strides
+    layout = layout if a.ndim else "C"  # what has no dimension has no stride
     base = np.full(footprint(a.shape, layout) + 2 * GUARD + 1, poison(a.dtype), a.dtype)
     cut(base, a.shape, layout)[...] = a
     native = kind.put(base)

@@ -261,7 +261,7 @@ def test_no_temporary_beyond_dg(dtype: str) -> None:
     dy = cupy.asarray(draw_dy(arrays))
     _, saved = gsbn.forward(**native, training=True, return_saved=True)
     assert saved.deviations.nbytes == dy.nbytes
-    assert saved.vectors.size <= 8 * O
+    assert saved.vectors.size <= 9 * O
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         got = gsbn.backward(dy, saved)

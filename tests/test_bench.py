@@ -205,19 +205,23 @@ def test_presets_and_cases() -> None:
     chosen = bench.cases([(4, 5, 6)], ["tf32", "bfloat16"], [True, False])
     assert len(chosen) == 4
     assert (chosen[0].dtype, chosen[0].precision, chosen[0].kind) == ("float32", "high", "tf32")
+    (one,) = bench.cases([(4, 5, 6)], ["float16"], activation="relu", scale=False)
+    assert one.title == "(4, 5, 6) float16 training, relu, no scale"
+    assert one.least_bytes == bench.Case(4, 5, 6, "float16").least_bytes - 6 * 2
 
 
 # ---- truth and bound -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", False)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", bounds.FAMILIES)
-def test_the_truth_is_the_reference(family: str, training: bool) -> None:
-    o = bounds.make_operands(np, 33, 40, 21, "float32", family)
-    got = bounds.expected(np, o, "highest", training)
-    want = reference.forward(
-        o.x, o.weight, o.scale, **o.affine, running_mean=o.running_mean, running_var=o.running_var, training=training
-    )
+def test_the_truth_is_the_reference(family: str, training: bool, activation: str | None, scale: bool) -> None:
+    o = bounds.make_operands(np, 33, 40, 21, "float32", family, with_scale=scale)
+    assert (o.scale is not None) == scale
+    got = bounds.expected(np, o, "highest", training, activation=activation)
+    statistics = {"running_mean": o.running_mean, "running_var": o.running_var}
+    want = reference.forward(o.x, o.weight, o.scale, **o.affine, **statistics, training=training, activation=activation)
     for name in ("y", "running_mean", "running_var") if training else ("y",):
         np.testing.assert_allclose(got[name].value, getattr(want, name), rtol=1e-9, atol=1e-9)
 
@@ -245,17 +249,21 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
     assert not truth.judge(y, np).passed
 
 
+@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", True), ("relu", False)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", bounds.FAMILIES)
-def test_the_true_gradients_are_the_reference(family: str, training: bool) -> None:
+def test_the_true_gradients_are_the_reference(family: str, training: bool, activation: str | None, scale: bool) -> None:
     """As closely as float64 agrees with float64: to 1e-9 of the largest, and within the bound for float64 operands."""
-    o = bounds.make_operands(np, 33, 40, 21, "float64", family)
+    o = bounds.make_operands(np, 33, 40, 21, "float64", family, with_scale=scale)
     dy = bounds.draw_dy(np, o)
-    got = bounds.expected_gradients(np, o, dy, "highest", training)
-    vectors = {"bias": o.affine["bias"], "gamma": o.affine["gamma"]}
-    statistics = {"running_mean": o.running_mean, "running_var": o.running_var}
-    want = reference.backward(dy, o.x, o.weight, o.scale, **vectors, **statistics, training=training)._asdict()
+    same = {**o.affine, "running_mean": o.running_mean, "running_var": o.running_var, "training": training}
+    y = reference.forward(o.x, o.weight, o.scale, **same, activation=activation).y
+    got = bounds.expected_gradients(np, o, dy, "highest", training, activation, y)
+    want = reference.backward(dy, o.x, o.weight, o.scale, **same, activation=activation)._asdict()
+    assert set(want) - set(got) == (set() if scale else {"scale"})
     for name, gradient in want.items():
+        if name not in got:
+            continue
         assert got[name].judge(gradient, np).passed, name
         if family == "normal":
             np.testing.assert_allclose(
@@ -272,6 +280,21 @@ def test_one_wrong_gradient_is_seen(field: str) -> None:
     assert truth.judge(gradient, np).passed
     gradient.flat[7] = gradient.flat[7] * np.float32(1.01) + np.float32(1e-3)
     assert not truth.judge(gradient, np).passed
+
+
+def test_gradients_of_other_signs_than_ys_are_seen() -> None:
+    """Those of one y do not pass for those of another that differs in one sign: a whole element of dy is missing."""
+    o = bounds.make_operands(np, 64, 48, 20, "float32")
+    dy = bounds.draw_dy(np, o)
+    y = bounds.expected(np, o, "highest", True, activation="relu")["y"].value.astype(np.float32)
+    other = y.copy()
+    row, column = np.argwhere((y > 0) & (np.abs(dy) > 0.5))[0]
+    other[row, column] = 0
+    one, another = (bounds.expected_gradients(np, o, dy, "highest", True, "relu", at) for at in (y, other))
+    for name in ("x", "weight", "beta"):
+        gradient = one[name].value.astype(np.float32)
+        assert one[name].judge(gradient, np).passed
+        assert not another[name].judge(gradient, np).passed, name
 
 
 def test_an_error_stands_beside_its_bound_and_beside_zero_it_is_absolute() -> None:
@@ -296,7 +319,11 @@ def test_an_error_stands_beside_its_bound_and_beside_zero_it_is_absolute() -> No
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
 def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     names = ["gsbn", "gsbn-torch", "pytorch", "addmm"]
-    report = bench.run(bench.cases([(24, 20, 12)], [kind], [True, False]), names, QUICK)
+    plain, relu = (
+        bench.cases([(24, 20, 12)], [kind], [True, False], activation=activation, scale=activation is None)
+        for activation in (None, "relu")
+    )
+    report = bench.run([*plain, *relu], names, QUICK)
     report.save_json(tmp_path / "r.json")
     report.save_csv(tmp_path / "r.csv")
     saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
@@ -306,7 +333,8 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
     assert set(saved["rates"]) == {"copy", "matrix"}
     timed = [row for row in saved["results"] if not row["failure"]]
     assert {"gsbn"} <= {row["candidate"] for row in timed}
-    assert [row["training"] for row in timed if row["candidate"] == "addmm"] in ([False], [])  # no torch, no addmm
+    assert {row["training"] for row in timed if row["candidate"] == "addmm"} in ({False}, set())  # no torch, no addmm
+    assert {(row["activation"], row["scale"]) for row in timed} == {(None, True), ("relu", False)}
     for row in timed:
         assert row["time_low_us"] <= row["time_us"] <= row["time_high_us"]
         assert row["error"] < 0.05
@@ -317,9 +345,10 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("direction", ["backward", "step"])
-def test_a_run_of_gradients_on_the_cpu(direction: str) -> None:
+@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", True), ("relu", False), (None, False)])
+def test_a_run_of_gradients_on_the_cpu(direction: str, activation: Any, scale: bool) -> None:
     pytest.importorskip("torch")
-    cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], [True, False], [direction])
+    cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], [True, False], [direction], activation, scale)
     assert all(case.flops == {"backward": 2, "step": 3}[direction] * TINY.flops for case in cases)
     assert all(direction in case.title for case in cases)
     report = bench.run(cases, ["gsbn", "gsbn-torch", "pytorch", "gemm-numpy"], QUICK)
@@ -334,6 +363,10 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gsbn, "backward", lambda *args: (g := honest(*args))._replace(scale=g.scale * np.float32(1.01)))
     (result,) = bench.run([dataclasses.replace(TINY, direction="backward")], ["gsbn"], QUICK).results
     assert "wrong result: scale uses" in result.failure
+    blind = dataclasses.replace(TINY, direction="backward", activation="relu")
+    monkeypatch.setattr(gsbn, "backward", lambda dy, saved: honest(dy, saved._replace(activation=None)))
+    (result,) = bench.run([blind], ["gsbn"], QUICK).results
+    assert "wrong result: x uses" in result.failure, "no element was masked"
 
 
 @pytest.mark.usefixtures("cpu")

@@ -108,6 +108,40 @@ def test_check_passes_here_and_shows_the_bound() -> None:
     assert {"x", "weight", "bias", "scale", "gamma", "beta"} == set(told["checks"][0]["gradients"])
 
 
+def test_check_knows_an_activation_and_a_layer_without_scale() -> None:
+    quick = ["check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20", "--activation", "relu"]
+    result = run(*quick, "--no-scale")
+    assert "32 of 32 within the bound" in result.stdout
+    assert "gsbn against float64, relu, no scale" in result.stdout
+    assert "dscale" not in result.stdout, "a column without a value"
+    told = json.loads(run(*quick, "--family", "normal", "--json", "-").stdout)
+    assert (told["activation"], told["scale"], told["passed"]) == ("relu", True, True)
+    assert {"scale", "x", "beta"} <= set(told["checks"][0]["gradients"])
+
+
+def test_bench_knows_an_activation_and_a_layer_without_scale() -> None:
+    result = run(*QUICK, "--only", "gsbn", "--activation", "relu", "--no-scale", "--direction", "step")
+    assert "(24, 20, 12) float32 training, relu, no scale, step" in result.stdout
+
+
+def test_the_models_are_smaller_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(cli.models, "REDUCED", [((12, 16, 8), 24)])
+    quick = ["bench", "--preset", "models", "--rounds", "1", "--seconds", "0.1", "--settle", "0", "--calls", "1"]
+    saved = tmp_path / "m.json"
+    result = run(*quick, "--dtype", "float32", "--json", str(saved))
+    assert "No GPU: smaller models, on the CPU." in result.stderr
+    assert "12→16→8, 24 rows, float32" in result.stdout
+    for absent in ("device", "graph", "MiB", "torch.compile"):
+        assert absent not in result.stdout
+    assert {row["candidate"] for row in json.loads(saved.read_text())["results"]} == {"pytorch", "gsbn"}
+    (tmp_path / "docs").mkdir()
+    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        page.write_text("<!-- results:models --><!-- /results:models -->")
+    result = run(*quick, "--only", "pytorch", "--publish", str(tmp_path), "--publish-as", "models", status=1)
+    assert "--publish: expected a GPU" in result.stderr
+
+
 def test_check_fails_where_gsbn_is_out_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     import gsbn
 
@@ -297,6 +331,12 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--only", "gsbn", "--skip", "gsbn"], "--skip"),
         (["bench", "--skip", "nobody"], "--skip"),
         (["bench", "--only", "nobody"], "--only"),
+        (["bench", "--activation", "gelu"], "gelu"),
+        (["check", "--activation", "gelu"], "gelu"),
+        (["bench", "--preset", "models", "--shape", "8,8,8"], "--shape"),
+        (["bench", "--preset", "models", "--no-scale"], "--no-scale"),
+        (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
+        (["bench", "--preset", "models", "--only", "jax"], "--only"),
         (["bench", "--json", "-", "--csv", "-"], "--csv"),
         (["check", "--json"], "--json"),
         (["--no-such-option"], "--no-such-option"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -70,9 +71,12 @@ WRONG_SHAPE = [
     ({"weight": ones(O, I - 1)}, "weight"),
     ({"weight": ones(0, I)}, "weight"),
     *(({name: ones(O + 1)}, name) for name in VECTORS),
-    *(({name: ones(1)}, name) for name in VECTORS),
+    *(({name: ones(1)}, name) for name in VECTORS[1:]),
     *(({name: ones(O, 1)}, name) for name in VECTORS),
-    *(({name: ones()}, name) for name in VECTORS),
+    *(({name: ones()}, name) for name in VECTORS[1:]),
+    ({"scale": ones(2)}, "scale"),
+    ({"scale": ones(0)}, "scale"),
+    ({"scale": ones(1, 2)}, "scale"),
     ({"num_batches_tracked": ones(2, dtype="int64")}, "num_batches_tracked"),
     ({"num_batches_tracked": ones(0, dtype="int64")}, "num_batches_tracked"),
     ({"out": ones(B, O + 1)}, "out"),
@@ -116,10 +120,23 @@ WRONG_VALUE = [
     ({"momentum": None, "num_batches_tracked": None}, ValueError, "momentum|num_batches_tracked"),
     ({"x": None}, TypeError, "x"),
     ({"weight": None}, TypeError, "weight"),
-    ({"scale": None}, TypeError, "scale"),
+    ({"scale": True}, TypeError, "scale"),
+    ({"scale": np.True_}, TypeError, "scale"),
+    ({"scale": "2"}, TypeError, "scale"),
+    ({"scale": [2.0]}, TypeError, "scale"),
+    ({"scale": 2j}, TypeError, "scale"),
+    ({"scale": float("nan")}, ValueError, "scale"),
+    ({"scale": np.float32("inf")}, ValueError, "scale"),
+    ({"scale": 10**400}, ValueError, "scale"),
+    ({"activation": "gelu"}, ValueError, "activation"),
+    ({"activation": "ReLU"}, ValueError, "activation"),
+    ({"activation": ""}, ValueError, "activation"),
+    ({"activation": True}, TypeError, "activation"),
+    ({"activation": False}, TypeError, "activation"),
+    ({"activation": ["relu"]}, TypeError, "activation"),
+    ({"activation": max}, TypeError, "activation"),
     ({"x": [[1.0] * I] * B}, TypeError, "x"),
     ({"weight": "weight"}, TypeError, "weight"),
-    ({"scale": 2.0}, TypeError, "scale"),
     ({"num_batches_tracked": 3}, TypeError, "num_batches_tracked"),
     ({"out": [[0.0] * O] * B}, TypeError, "out"),
 ]
@@ -170,6 +187,10 @@ def test_a_gemm_of_the_gpu_on_the_cpu(cpu_kind: Kind, gemm: str) -> None:
         ({"running_mean": None}, (TypeError, ValueError), "running_mean"),
         ({"running_var": None}, (TypeError, ValueError), "running_var"),
         ({"eps": -1.0}, ValueError, "eps"),
+        ({"scale": ones(2)}, ValueError, "scale"),
+        ({"scale": True}, TypeError, "scale"),
+        ({"scale": "2"}, TypeError, "scale"),
+        ({"scale": float("inf")}, ValueError, "scale"),
     ],
     ids=identify,
 )
@@ -177,13 +198,29 @@ def test_fold_refuses(kind: Kind, changes: Call, error: type[Exception], name: s
     refuses(kind, fold_arguments(kind, **native(kind, changes)), error, about(name), gsbn.fold)
 
 
-@pytest.mark.parametrize("name", ["momentum", "eps", "training", "return_saved", "sms"])
+@pytest.mark.parametrize("name", ["momentum", "eps", "training", "return_saved", "sms", "scale"])
 def test_an_equal_value_of_another_type_came_first(kind: Kind, name: str) -> None:
     """True == 1 == 1.0: what is remembered of a call that was right must not let a wrong one pass."""
     right, wrong = (True, 1) if name in ("training", "return_saved") else (1 if name == "sms" else 1.0, True)
     for _ in range(2):
         gsbn.forward(**arguments(kind, **{name: right}))
         refuses(kind, arguments(kind, **{name: wrong}), TypeError, about(name))
+
+
+@pytest.mark.parametrize(("shape", "message"), [((2,), "(2,)"), ((O, 1), "(4, 1)")])
+def test_a_scale_that_fits_no_features(kind: Kind, shape: tuple[int, ...], message: str) -> None:
+    """It may have one element as well, and the message says so."""
+    expected = rf"^scale: expected shape \({O},\) or one element, got {re.escape(message)}$"
+    refuses(kind, arguments(kind, scale=kind.put(ones(*shape))), ValueError, expected)
+    call = fold_arguments(kind, scale=kind.put(ones(*shape)))
+    refuses(kind, call, ValueError, expected, gsbn.fold)
+
+
+def test_an_activation_that_is_not_known(kind: Kind) -> None:
+    expected = r"^activation: expected one of \('relu',\), got 'gelu'$"
+    refuses(kind, arguments(kind, activation="gelu"), ValueError, expected)
+    gsbn.forward(**arguments(kind, activation="relu"))
+    refuses(kind, arguments(kind, activation="gelu"), ValueError, expected)
 
 
 @pytest.mark.parametrize(("count", "momentum"), [(2**63 - 1, 0.1), (2**63 - 1, None), (-1, None), (-5, None)], ids=str)
@@ -493,3 +530,23 @@ def test_zero_eps_in_inference(kind: Kind) -> None:
 @pytest.mark.parametrize("options", [{"eps": 1}, {"momentum": 1}, {"momentum": 0}, {"eps": np.float32(1e-3)}])
 def test_numbers_of_any_type(kind: Kind, options: Call) -> None:
     assert_right(kind, arguments(kind, **options))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scale", [None, 2.0, 3, 0, -0.5, np.float16(0.5), np.int8(-2)])
+def test_a_scale_that_is_no_array(kind: Kind, scale: Any, training: bool) -> None:
+    call = arguments(kind, training=training)
+    gsbn.forward(**{**call, "scale": scale})
+    y, want = (
+        kind.get(gsbn.forward(**arguments(kind, training=training, scale=given)))
+        for given in (scale, kind.put(np.full(O, 1 if scale is None else scale, np.float32)))
+    )
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    del call["scale"]
+    if scale is None:
+        np.testing.assert_allclose(kind.get(gsbn.forward(**call)), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_scale_of_one_element(kind: Kind, shape: tuple[int, ...]) -> None:
+    assert_right(kind, arguments(kind, scale=kind.put(np.full(shape, 0.5, np.float32))))

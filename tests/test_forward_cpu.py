@@ -11,7 +11,7 @@ import pytest
 from accuracy import FAMILIES, assert_as_accurate_as_torch
 from harness import CPU_KINDS, DTYPES, Kind, Producer, assert_same_bits, forward, kind_of, place, without_out
 from hypothesis import given
-from strategies import Case, cases
+from strategies import ACTIVATIONS, SCALES, Case, cases
 from tolerance import assert_outcome_within, bounds
 
 import gsbn
@@ -34,12 +34,12 @@ def assert_right(kind: Kind, case: Case) -> None:
             assert_same_bits(one, other)
 
 
-@given(cases(limit=64))
+@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS))
 def test_numpy_is_within_its_bounds(case: Case) -> None:
     assert_right(kind_of("numpy"), case)
 
 
-@given(cases(limit=64))
+@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS))
 def test_torch_is_within_its_bounds(case: Case) -> None:
     assert_right(kind_of("torch-cpu"), case)
 
@@ -50,14 +50,16 @@ def test_torch_is_within_its_bounds(case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_larger_problem(cpu_kind: Kind, dtype: str, training: bool, shape: tuple[int, int, int]) -> None:
     layouts = (("out", "strided"), ("x", "negative")) if shape[1] < 100 else ()
-    assert_right(cpu_kind, Case(shape, dtype, training, offset=10.0, layouts=layouts))
+    for activation in ACTIVATIONS:
+        assert_right(cpu_kind, Case(shape, dtype, training, offset=10.0, layouts=layouts, activation=activation))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("training", [True, False])
-def test_memory_beyond_y_is_a_block(dtype: str, training: bool) -> None:
+def test_memory_beyond_y_is_a_block(dtype: str, training: bool, activation: str | None) -> None:
     """A block of d, and one for each of a product, its parts and the passes; the weight and the vectors are small."""
-    case = Case((60000, 8, 64), dtype, training)
+    case = Case((60000, 8, 64), dtype, training, activation=activation)
     arrays = without_out(case.arrays()) | {"out": np.empty((60000, 64), DTYPES[dtype])}
     tracemalloc.start()
     try:
@@ -66,6 +68,61 @@ def test_memory_beyond_y_is_a_block(dtype: str, training: bool) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 4 * 4 * _cpu.BLOCK < 4 * arrays["out"].size
+
+
+# ---- what may stand for the scale, and what y is put through
+
+MANY = (700, 37, 520)  # rows in several blocks
+
+
+@pytest.mark.parametrize("shape", [(9, 5, 4), MANY])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("training", [True, False])
+def test_one_number_is_a_vector_of_it(cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int]) -> None:
+    """Bit for bit, in y and in the running statistics."""
+    arrays = without_out(Case(shape, dtype, training).arrays())
+    _, wide = arrays.pop("scale"), arrays["running_var"].dtype
+
+    def results(scale: object) -> list[np.ndarray]:
+        call = {name: cpu_kind.put(a) for name, a in arrays.items()}
+        y = gsbn.forward(
+            **call, training=training, scale=cpu_kind.put(scale) if isinstance(scale, np.ndarray) else scale
+        )
+        return [cpu_kind.get(y), *(cpu_kind.get(call[name]) for name in ("running_mean", "running_var"))]
+
+    for number, forms in ((1.0, (None, 1, np.float64(1))), (-1.5, (-1.5, np.float32(-1.5))), (3.0, (3, np.int64(3)))):
+        want = results(np.full(shape[2], number, wide))
+        for form in (*forms, *(np.full(one, number, wide) for one in ((), (1,), (1, 1)))):
+            for ours, theirs in zip(results(form), want, strict=True):
+                assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(9, 5, 4), MANY])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("training", [True, False])
+def test_relu_is_the_positive_part(cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int]) -> None:
+    """Bit for bit, and it changes nothing else; where y is NaN it stays."""
+    arrays = Case(shape, dtype, training).arrays()
+    arrays["weight"][1, 2] = np.nan
+    arrays["beta"][::3] = 0
+    plain = forward(cpu_kind, arrays, training=training)
+    got = forward(cpu_kind, arrays, training=training, activation="relu")
+    assert (np.asarray(got.y, np.float64) == 0).any() and np.isnan(got.y[:, 1].astype(np.float64)).all()
+    np.testing.assert_array_equal(got.y.astype(np.float64), np.maximum(plain.y.astype(np.float64), 0))
+    for ours, want in zip(got[1:], plain[1:], strict=True):
+        assert_same_bits(ours, want)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_relu_agrees_with_torch(training: bool) -> None:
+    torch = pytest.importorskip("torch")
+    kind, arrays = kind_of("torch-cpu"), without_out(Case(MANY, "float64", training).arrays())
+    t = {name: kind.put(a) for name, a in arrays.items()}
+    z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t["scale"]
+    statistics = t["running_mean"].clone(), t["running_var"].clone()
+    want = torch.nn.functional.batch_norm(z, *statistics, t["gamma"], t["beta"], training).relu()
+    got = forward(kind, arrays, training=training, activation="relu").y
+    np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-11)
 
 
 # ---- other producers
@@ -165,14 +222,23 @@ def test_nan_and_infinity_stay_in_their_feature(cpu_kind: Kind, bad: float, trai
 # ---- fold
 
 
-@given(case=cases(limit=48, training=False))
+@given(case=cases(limit=48, training=False, scales=tuple(SCALES)))
 def test_fold_is_the_reference_rounded_once(case: Case) -> None:
     arrays = {name: a for name, a in without_out(case.arrays()).items() if name not in ("x", "num_batches_tracked")}
-    want = reference.fold(**arrays, eps=case.eps)
+    want = reference.fold(**{"scale": None, **arrays}, eps=case.eps)
     for kind in map(kind_of, CPU_KINDS):
         placed = {name: place(kind, a, dict(case.layouts).get(name, "C")) for name, a in arrays.items()}
-        got = gsbn.fold(**{name: p.view for name, p in placed.items()}, eps=case.eps)
+        got = gsbn.fold(**{"scale": None} | {name: p.view for name, p in placed.items()}, eps=case.eps)
         for ours, truth in zip(got, want, strict=True):
             assert type(ours) is type(placed["weight"].view)
             assert_same_bits(kind.get(ours), reference.round_to(truth, arrays["weight"].dtype))
         assert not any(p.disturbed(kind) for p in placed.values())
+
+
+@pytest.mark.parametrize("number", [2.5, 3, np.float32(-0.5)])
+def test_fold_of_a_number(cpu_kind: Kind, number: float) -> None:
+    names = ("weight", "running_mean", "running_var", "bias", "gamma", "beta")
+    arrays = {name: cpu_kind.put(CASE.arrays()[name]) for name in names}
+    want = gsbn.fold(scale=cpu_kind.put(np.full(4, number, np.float32)), **arrays)
+    for ours, theirs in zip(gsbn.fold(scale=number, **arrays), want, strict=True):
+        assert_same_bits(cpu_kind.get(ours), cpu_kind.get(theirs))

@@ -84,20 +84,23 @@ def test_every_kernel_waits_for_the_one_ahead() -> None:
 def test_an_edited_kernel_is_not_served_from_the_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CuPy's cache does not see an edited header: the digest of all files is part of the options."""
+    """The digest of all files, headers too, is part of the name by which a compiled kernel is found."""
     folder = tmp_path / "kernels"
     shutil.copytree(_declared.KERNEL_DIR, folder)
     monkeypatch.setattr(_kernels, "KERNEL_DIR", folder)
-    digests = []
+    kernel = next(iter(_kernels.all_kernels()))
+    monkeypatch.setattr(_kernels, "_compile", lambda *_: b"")
+    monkeypatch.setattr(_kernels, "_cache_folder", lambda: tmp_path)
+    digests, files = [], []
     for edit in ("", "// edited\n"):
         (folder / name).write_text((folder / name).read_text(encoding="utf-8") + edit, encoding="utf-8")
         _kernels.digest.cache_clear()
         digests.append(_kernels.digest())
+        files.append(_kernels.compiled(kernel, (9, 0)))
     monkeypatch.undo()
     _kernels.digest.cache_clear()
     assert digests[0] == _kernels.digest() != digests[1]
-    kernel = next(iter(_kernels.all_kernels()))
-    assert any(_kernels.digest() in option for option in _kernels._options(kernel))
+    assert files[0] != files[1]
 
 
 @pytest.fixture

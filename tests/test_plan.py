@@ -35,7 +35,7 @@ from gsbn._plan import (
     plan,
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
-from gsbn._plan.gemm import MAX_TERMS, candidates
+from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -90,7 +90,7 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     g_size = max(ITEMSIZE[p.dtype], 4)
     assert decided.ldg >= p.n
     assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.tickets, decided.g))
-    assert decided.affine + 5 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
+    assert decided.affine + 4 * decided.ldg * g_size <= decided.partials <= decided.tickets <= decided.g
     if training and decided.splits > 1:  # (mean, M2) of every split, in float64
         assert decided.partials + decided.splits * 2 * p.n * 8 <= decided.tickets
     assert decided.tickets + decided.tickets_bytes <= decided.g
@@ -154,11 +154,20 @@ def assert_limb_gemm_fits(p: Matmul, through: LimbGemm) -> None:
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
     assert {one.kernel, limbs.kernel, *column_kernels()} <= set(_kernels.all_kernels("sm_90a"))
     assert p.y.strides[0] % 4 == 0
-    for at, maxima, rows in ((p.x, through.a_maxima, p.m), (p.w, through.b_maxima, p.n)):
-        assert at.strides[1] == 1 or (at.strides[0] == 1 and maxima is not None)
-        assert maxima is None or one.workspace <= maxima <= through.workspace - 4 * rows
-    assert limbs.x + 4 * p.m * p.k <= limbs.w
-    assert limbs.w + 4 * p.n * p.k <= limbs.x_exponents
+    for at, across in ((p.x, through.a_across), (p.w, through.b_across)):
+        assert at.strides[0 if across else 1] == 1
+    for borrows in (False, True):
+        of_a, of_b, rest, end = through.places(256, borrows=borrows)
+        assert of_a % 256 == of_b % 256 == rest % 256 == 0
+        assert of_a + 4 * p.m * p.k <= of_b
+        assert of_b + (0 if borrows else through.b_bytes) <= rest
+        assert rest + through.rest_bytes <= end
+    assert through.b_bytes >= 4 * p.n * p.k
+    # exponents of a, of b, then the maxima of those that lie across
+    assert through.a_exponents + 4 * p.m <= through.b_exponents
+    assert through.b_exponents + 4 * p.n <= through.a_maxima
+    assert through.a_maxima + 4 * p.m * through.a_across <= through.b_maxima
+    assert through.b_maxima + 4 * p.n * through.b_across <= through.rest_bytes
     maxima_grid, rows, grid = column_grids(p.k, p.m, p.device)
     assert 1 <= maxima_grid <= largest_grid(p.device) and 1 <= grid <= largest_grid(p.device)
     assert rows * maxima_grid >= p.k * -(-p.m // 128) or p.device.limited
@@ -244,7 +253,8 @@ def test_a_backward_fits(
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "capturing": capturing}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
-    if gemm == "cublas" and (capturing or not has_bfloat16) and needs & {"x", "weight"}:
+    too_few_sms = p.device.limited and p.device.sms < CUBLAS_SMS
+    if gemm == "cublas" and (capturing or too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
             backward_plan(p, gemm=gemm, **options)
         return
@@ -291,7 +301,11 @@ def test_a_backward_fits(
         if product.through is not None:
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.through)
-            assert decided.limbs_at + product.through.workspace <= decided.workspace
+            assert product.through.places(decided.limbs_at, borrows=product.borrows)[-1] <= decided.workspace
+            if product.borrows:  # the weight's limbs in dw, x's in dg
+                lent = p.n * p.k if product is decided.x else p.m * decided.pitch
+                assert product.through.b_bytes <= lent * size
+                assert product is decided.weight or decided.weight is not None
             continue
         if product.one is not None:
             assert product.gemm == "sm90"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import replace
 
 import ml_dtypes
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from harness import DTYPES, assert_same_bits, without_out
 from hypothesis import given
-from strategies import Case, cases
+from strategies import ACTIVATIONS, SCALES, Case, cases
 from tolerance import assert_within, bounds, roundoff
 
 from gsbn import reference
+from gsbn._typing import Activation
 
 U64 = roundoff(np.float64)
 
@@ -32,13 +34,14 @@ def with_bias_in_the_gemm(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray
     return {**rest, "x": np.column_stack([arrays["x"], ones]), "weight": np.column_stack([arrays["weight"], bias])}
 
 
-@given(cases(limit=48))
+@given(cases(limit=48, scales=tuple(SCALES), activations=ACTIVATIONS))
 def test_agrees_with_torch_in_float64(case: Case) -> None:
     torch = pytest.importorskip("torch")
     arrays = {n: a.astype(np.float64) if a.dtype.kind != "i" else a for n, a in without_out(case.arrays()).items()}
     tensors = {name: torch.from_numpy(a.copy()) for name, a in arrays.items()}
 
-    z = torch.nn.functional.linear(tensors["x"], tensors["weight"], tensors.get("bias")) * tensors["scale"]
+    z = torch.nn.functional.linear(tensors["x"], tensors["weight"], tensors.get("bias"))
+    z = z * tensors.get("scale", 1.0)
     norm = torch.nn.BatchNorm1d(z.shape[1], eps=case.eps, momentum=case.momentum, dtype=torch.float64)
     norm.load_state_dict(
         {
@@ -49,7 +52,8 @@ def test_agrees_with_torch_in_float64(case: Case) -> None:
             "num_batches_tracked": tensors.get("num_batches_tracked", norm.num_batches_tracked),
         }
     )
-    y = norm.train(case.training)(z).detach().numpy()
+    y = norm.train(case.training)(z).detach()
+    y = (y if case.activation is None else getattr(torch, case.activation)(y)).numpy()
 
     truth = reference.forward(**arrays, **case.options)
     # torch adds the bias to g: to its eyes the GEMM has one more term. Twice the roundoff pays for the
@@ -64,7 +68,7 @@ def test_agrees_with_torch_in_float64(case: Case) -> None:
         assert truth.num_batches_tracked == norm.num_batches_tracked.item()
 
 
-@given(cases(limit=32))
+@given(cases(limit=32, scales=tuple(SCALES), activations=ACTIVATIONS))
 def test_agrees_with_longdouble(case: Case) -> None:
     arrays = without_out(case.arrays())
     truth = reference.forward(**arrays, **case.options, dtype=np.longdouble)
@@ -111,6 +115,60 @@ def test_inference_by_hand() -> None:
     w, b = reference.fold([[1]], [2], [6], [3], bias=[5], gamma=[4], beta=[1], eps=1)
     np.testing.assert_array_equal(w, [[4]])
     np.testing.assert_array_equal(b, [9])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_relu_by_hand(training: bool) -> None:
+    # u = g in inference and g / sqrt(0.5 + 0.5) in training: where u is 0, y is, and no gradient comes back
+    x, dy = column(-1, 0, 1, 0), column(1, 2, 4, 8)
+    options = {"running_mean": [0], "running_var": [0.5], "eps": 0.5, "training": training, "activation": "relu"}
+    np.testing.assert_array_equal(reference.forward(x, [[1]], **options).y, column(0, 0, 1, 0))
+    got = reference.backward(dy, x, [[1]], **options)
+    want = reference.backward(column(0, 0, 4, 0), x, [[1]], **{**options, "activation": None})
+    assert got.beta == 4
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    # beta moves u, and so the gradient
+    assert reference.backward(dy, x, [[1]], beta=[0.5], **options).beta == 2 + 4 + 8
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS[1:])
+def test_nan_and_infinity_through_an_activation(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    special = [-np.inf, -1.0, -5e-324, 0.0, 5e-324, 1.0, np.inf, np.nan]
+    u, dy = (a.ravel() for a in np.meshgrid(special, special))
+    leaf = torch.tensor(u, requires_grad=True)
+    y = getattr(torch, name)(leaf)
+    (gradient,) = torch.autograd.grad(y, leaf, torch.tensor(dy))
+    f = reference.ACTIVATIONS[name]
+    np.testing.assert_array_equal(f.of(u), y.detach().numpy())
+    np.testing.assert_array_equal(f.gradient(dy, u), gradient.numpy())
+    finite = np.isfinite(dy)
+    np.testing.assert_array_equal(f.gradient(dy[finite], u[finite]), gradient.numpy()[finite])
+
+
+def test_the_activations_are_those_of_the_signatures() -> None:
+    assert tuple(reference.ACTIVATIONS) == typing.get_args(Activation)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_may_stand_for_the_scale(training: bool) -> None:
+    case = replace(Case((9, 5, 4), "float64", training), given=("bias", "gamma", "beta", "running"))
+    arrays = {n: a for n, a in without_out(case.arrays()).items() if n != "scale"}
+    dy = np.random.default_rng(1).standard_normal((9, 4))
+
+    def results(**scale: object) -> list[np.ndarray | None]:
+        found = reference.forward(**arrays, **scale, training=training)
+        return [*found[:5], *reference.backward(dy, **arrays, **scale, training=training)]
+
+    for number, forms in ((1.0, ({}, {"scale": None}, {"scale": 1})), (-1.7, ({"scale": -1.7},))):
+        vector = results(scale=np.full(4, number))
+        for form in (*forms, *({"scale": np.full(shape, number)} for shape in ((), (1,), (1, 1)))):
+            for i, (ours, want) in enumerate(zip(results(**form), vector, strict=True)):
+                if i == 8 and form.get("scale") is not None:  # its own gradient
+                    assert ours.shape == np.shape(form["scale"])
+                    want = want.sum().reshape(ours.shape)
+                np.testing.assert_array_equal(ours, want)
 
 
 def test_momentum_none_is_the_mean_of_all_batches() -> None:
@@ -206,7 +264,10 @@ def test_nan_and_infinity_stay_in_their_feature() -> None:
         ({"x": np.ones(5)}, "x: "),
         ({"x": np.ones((9, 6))}, "weight: "),
         ({"weight": np.ones((4, 5, 1))}, "weight: "),
-        ({"scale": 1.0}, "scale: "),
+        ({"scale": np.ones(3)}, "scale: expected shape \\(4,\\) or one element, got \\(3,\\)"),
+        ({"scale": np.ones((4, 1))}, "scale: "),
+        ({"activation": "gelu"}, "activation: expected one of \\('relu',\\) or None, got 'gelu'"),
+        ({"activation": ["relu"]}, "activation: "),
         ({"bias": np.ones(1)}, "bias: "),
         ({"gamma": np.ones((4, 1))}, "gamma: "),
         ({"beta": np.ones(5)}, "beta: "),
@@ -226,13 +287,13 @@ def test_refuses(changes: dict[str, object], message: str) -> None:
 # ---- fold
 
 
-@given(cases(limit=32, training=False))
+@given(cases(limit=32, training=False, scales=tuple(SCALES)))
 def test_fold_is_the_inference_forward(case: Case) -> None:
     case = replace(case, dtype="float64")
     arrays = without_out(case.arrays())
     truth = reference.forward(**arrays, eps=case.eps, dtype=np.longdouble)
     arguments = {name: a for name, a in arrays.items() if name not in ("x", "num_batches_tracked")}
-    w, b = reference.fold(**arguments, eps=case.eps)
+    w, b = reference.fold(**{"scale": None, **arguments}, eps=case.eps)
     # folding rounds each term of the dot product four times more: K + 4 roundings for K + 1
     limit = bounds(arrays, truth, training=False, eps=case.eps, u=4 * U64)
     assert_within(arrays["x"] @ w.T + b, truth.y, limit.y)
@@ -287,20 +348,22 @@ def torch_gradients(case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray) -
     torch = pytest.importorskip("torch")
     O = len(arrays["weight"])
     neutral = {"bias": np.zeros(O), "gamma": np.ones(O), "beta": np.zeros(O)}
-    names = ("x", "weight", "bias", "scale", "gamma", "beta")
+    names = [n for n in ("x", "weight", "bias", "scale", "gamma", "beta") if n != "scale" or n in arrays]
     t = {n: torch.tensor(arrays.get(n, neutral.get(n)), dtype=torch.float64, requires_grad=True) for n in names}
-    z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t["scale"]
+    z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t.get("scale", 1.0)
     old = [torch.tensor(arrays[n]) if n in arrays else None for n in ("running_mean", "running_var")]
     y = torch.nn.functional.batch_norm(z, *old, t["gamma"], t["beta"], case.training, 0.1, case.eps)
+    y = y if case.activation is None else getattr(torch, case.activation)(y)
     return dict(zip(names, (g.numpy() for g in torch.autograd.grad(y, t.values(), torch.tensor(dy))), strict=True))
 
 
 def gradients(
     case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: type = np.float64
 ) -> dict[str, np.ndarray]:
-    names = ("x", "weight", "scale", "bias", "gamma", "running_mean", "running_var")
+    names = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var")
     given = {n: arrays[n] for n in names if n in arrays}
-    return reference.backward(dy, **given, training=case.training, eps=case.eps, dtype=dtype)._asdict()
+    options = {"training": case.training, "eps": case.eps, "activation": case.activation}
+    return reference.backward(dy, **given, **options, dtype=dtype)._asdict()
 
 
 SPECIAL = {
@@ -314,13 +377,18 @@ SPECIAL = {
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("given_", [("bias", "gamma", "beta", "running"), ("running",)])
-def test_gradients_agree_with_autograd(given_: tuple[str, ...], training: bool, special: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "scale"), [(None, "vector"), ("relu", "vector"), ("relu", "()"), (None, "(1,)")]
+)
+def test_gradients_agree_with_autograd(
+    activation: str | None, scale: str, given_: tuple[str, ...], training: bool, special: str
+) -> None:
     """Both round each gradient's sums a few hundred times: within 1e-11 of the largest."""
-    case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2)
+    case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2, scale=scale, activation=activation)
     arrays = without_out(case.arrays())
     for name, value in SPECIAL[special].items():
         if name in arrays:
-            arrays[name][::2] = value
+            arrays[name].reshape(-1)[::2] = value
     dy = np.random.default_rng(1).standard_normal((37, 13))
     ours, theirs = gradients(case, arrays, dy), torch_gradients(case, arrays, dy)
     for name, want in theirs.items():
@@ -329,15 +397,18 @@ def test_gradients_agree_with_autograd(given_: tuple[str, ...], training: bool, 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_gradients_agree_with_differences(training: bool) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_agree_with_differences(activation: str | None, training: bool) -> None:
     """Central differences in longdouble: h² of truncation and 1e-19 / h of rounding, both below 1e-11 at h = 1e-6."""
     case = replace(Case((6, 4, 3), "float64", training), given=("bias", "gamma", "beta", "running"), eps=1e-2)
+    case = replace(case, activation=activation)
+    options = {"training": training, "eps": case.eps, "activation": activation, "dtype": np.longdouble}
     arrays = {n: a for n, a in without_out(case.arrays()).items() if n != "num_batches_tracked"}
     dy = np.random.default_rng(1).standard_normal((6, 3)).astype(np.longdouble)
     h = np.longdouble(1e-6)
 
     def loss(**changed: np.ndarray) -> np.longdouble:
-        y = reference.forward(**{**arrays, **changed}, training=training, eps=case.eps, dtype=np.longdouble).y
+        y = reference.forward(**{**arrays, **changed}, **options).y
         return (y * dy).sum()
 
     for name, got in gradients(case, arrays, dy, np.longdouble).items():

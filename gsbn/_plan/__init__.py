@@ -6,7 +6,7 @@ its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `ba
 
 from .backward import BackwardPlan, Product, backward_plan
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
-from .gemm import LimbGemm, Limbs, OneLaunch, column_grids, copy_grid, limbs, one_launch, takes_limbs
+from .gemm import LimbGemm, Limbs, OneLaunch, column_grids, copy_grid, limbs, one_launch, split_grid, takes_limbs
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .variants import (
     COLUMN,
@@ -60,5 +60,6 @@ __all__ = [
     "limbs",
     "one_launch",
     "plan",
+    "split_grid",
     "takes_limbs",
 ]

@@ -39,6 +39,8 @@ class Product(NamedTuple):
     block: int
     through: LimbGemm | None = None
     one: OneLaunch | None = None
+    wide: bool = False  # c is float32, of 16-bit operands
+    borrows: bool = False  # b's limbs lie in memory that has another use at another time: see `backward_plan`
 
 
 class BackwardPlan(NamedTuple):
@@ -60,7 +62,7 @@ class BackwardPlan(NamedTuple):
     dg_rows: int
     dg_at: int
     across_at: int
-    limbs_at: int  # one product's after the other's
+    limbs_at: int  # one product's after the other's: a's, then b's unless they are elsewhere, then the rest
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -78,8 +80,15 @@ def backward_plan(
     gemm: str = "auto",
     capturing: bool = False,
     activation: str | None = None,
+    norm: bool = True,
+    linear: bool = True,
+    wide: bool = False,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
+
+    It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
+    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
+    float32 where the operands have 16 bits.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -87,21 +96,23 @@ def backward_plan(
     size = ITEMSIZE[dtype]
     dg = "x" in needs or "weight" in needs
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
-    copy_dy = dy.strides[1] not in (0, 1)
+    dg, sums = dg and norm, sums and norm
+    copy_dy = norm and dy.strides[1] not in (0, 1)
     if copy_dy:
         dy = Matrix((n, 1), True)
 
-    pitch = round_up(n, 16 // size)
+    pitch = round_up(n, 16 // size) if norm else dy.strides[0]
     # m, n, k of the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True), p.limits)
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True), p.limits)
-    dx = _product("dx", of_x, precision, gemm, capturing) if "x" in needs else None
-    dw = _product("dw", of_weight, precision, gemm, capturing) if "weight" in needs else None
+    dx = _product("dx", of_x, precision, gemm, capturing) if linear and "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, capturing, wide) if linear and "weight" in needs else None
     across = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
-        across = round_up(m, 16 // size)
+        across = round_up(m, 16 // size) if norm else m * (m % (16 // size) == 0)  # a copy has no wider rows
+    if across and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
     blocks = ceil_div(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
@@ -115,11 +126,18 @@ def backward_plan(
     if fused or not sums:
         splits = 0
     dg_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
-    across_at = round_up(dg_at + (m * pitch * size if dg else 0), 256)
+    across_at = round_up(dg_at + (m * pitch * size if dg and linear else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
-    limbs_bytes = max(
-        (one.through.workspace for one in (dx, dw) if one is not None and one.through is not None), default=0
-    )
+    # dx is made first. The weight's limbs then lie where dw will: they take the same bytes; and x's where dg lay.
+    if dx is not None and dx.through is not None and "weight" in needs:
+        dx = dx._replace(borrows=dx.through.b_bytes <= n * k * size)
+    if dw is not None and dw.through is not None and dw.through.a_across:
+        dw = dw._replace(borrows=dw.through.b_bytes <= m * pitch * size)
+    ends = [
+        product.through.places(limbs_at, borrows=product.borrows)[-1]
+        for product in (dx, dw)
+        if product is not None and product.through is not None
+    ]
     kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel = (with_activation(kernel, activation) for kernel in kernels)
@@ -141,7 +159,7 @@ def backward_plan(
         dg_at=dg_at,
         across_at=across_at,
         limbs_at=limbs_at,
-        workspace=limbs_at + limbs_bytes,
+        workspace=max(ends, default=limbs_at),
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
@@ -150,8 +168,8 @@ def backward_plan(
     )
 
 
-def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -> Product:
-    """Which GEMM makes dx or dw."""
+def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool, wide: bool = False) -> Product:
+    """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
     obstacle = cublas_obstacle(p, capturing)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -162,14 +180,14 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool) -
     if _wants_sm90(p, gemm, obstacle):
         copy = not _lies_across(p)
         p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision))
+        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision, wide=wide), wide=wide)
     if gemm != "tiled" and obstacle is None:
         copy = not takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
-        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0)
+        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0, wide=wide)
     copy = p.w.strides[0] != 1
     if copy:
         p = p._replace(w=Matrix((1, p.n), True))
-    return Product(p, "tiled", copy, *tiled(p, name))
+    return Product(p, "tiled", copy, *tiled(p, name, wide=wide), wide=wide)
 
 
 def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:

@@ -123,7 +123,7 @@ def plan(
     if chosen == "sm90" and not fused:
         a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
-        workspace = limbs_at + through.workspace
+        workspace = through.places(limbs_at)[-1]
     elif fused:
         one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved, cumulative=cumulative)
         one = one._replace(kernel=with_activation(one.kernel, activation))

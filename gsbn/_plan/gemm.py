@@ -41,6 +41,7 @@ __all__ = [
     "one_launch",
     "parking_obstacle",
     "sm90_obstacle",
+    "split_grid",
     "takes",
     "takes_limbs",
     "tile_of",
@@ -81,16 +82,32 @@ class OneLaunch(NamedTuple):
     merged: int
     roll: int
     workspace: int
+    wide: bool = False  # y is float32 though x has 16 bits
 
 
 class LimbGemm(NamedTuple):
-    """A float32 GEMM c = a bᵀ through limbs; offsets and sizes in bytes."""
+    """A float32 GEMM c = a bᵀ through limbs; offsets and sizes in bytes.
+
+    The limbs of a and of b may lie in any two places. What else there is lies in a third.
+    """
 
     one: OneLaunch
-    split_grid: int  # of what lies in rows
-    a_maxima: int | None  # where those of its columns lie, if it lies across what is summed over
-    b_maxima: int | None
-    workspace: int
+    limbs: Limbs
+    a_across: bool  # a lies across what is summed over
+    b_across: bool
+    a_bytes: int  # of its limbs
+    b_bytes: int
+    a_exponents: int
+    b_exponents: int
+    a_maxima: int
+    b_maxima: int
+    rest_bytes: int
+
+    def places(self, start: int, *, borrows: bool = False) -> tuple[int, int, int, int]:
+        """Offsets of a's limbs, of b's and of the rest, and the end; `borrows`: b's limbs lie elsewhere."""
+        of_b = start + self.a_bytes
+        rest = of_b + (0 if borrows else round_up(self.b_bytes, 256))
+        return start, of_b, rest, rest + self.rest_bytes
 
 
 class Tile(NamedTuple):
@@ -131,9 +148,17 @@ def tile_of(
 
 
 def one_launch(
-    p: Matmul, mode: str, precision: str, *, prepared: bool = False, keeps: bool = False, cumulative: bool = False
+    p: Matmul,
+    mode: str,
+    precision: str,
+    *,
+    prepared: bool = False,
+    keeps: bool = False,
+    cumulative: bool = False,
+    wide: bool = False,
 ) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too.
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too; `wide`:
+    a product of 16-bit operands in float32.
 
     CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
     read the count of batches that one raises.
@@ -151,7 +176,7 @@ def one_launch(
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element)),
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide),
         cooperative=mode == "training" and (rows > 1 or cumulative),
         element=element,
         limbs=split,
@@ -162,6 +187,7 @@ def one_launch(
         merged=merged,
         roll=roll,
         workspace=workspace,
+        wide=wide,
     )
 
 
@@ -186,7 +212,7 @@ def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     x_exponents = w + round_up(2 * n * pitch, 256)
     return Limbs(
         kernel=split_limbs(k),
-        grid=_split_grid(m + n, k, device),
+        grid=split_grid(m + n, k, device),
         pitch=pitch,
         x=start,
         w=w,
@@ -195,23 +221,32 @@ def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     )
 
 
-def _split_grid(rows: int, k: int, device: Device) -> int:
-    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
-
-
 def limb_gemm(p: Matmul) -> LimbGemm:
     """A float32 GEMM through limbs; operands lie along what is summed over, or across it, rows of y on 16 bytes."""
     one = one_launch(p, "gemm", "highest")
-    a, b = (at.strides[1] != 1 for at in (p.x, p.w))
-    a_maxima = round_up(one.workspace, 256)
-    b_maxima = round_up(a_maxima + 4 * p.m * a, 256)
+    assert one.limbs is not None
+    a_across, b_across = (at.strides[1] != 1 for at in (p.x, p.w))
+    b_exponents = round_up(4 * p.m, 256)
+    a_maxima = b_exponents + round_up(4 * p.n, 256)
+    b_maxima = a_maxima + round_up(4 * p.m * a_across, 256)
     return LimbGemm(
         one=one,
-        split_grid=_split_grid((0 if a else p.m) + (0 if b else p.n), p.k, p.device),
-        a_maxima=a_maxima if a else None,
-        b_maxima=b_maxima if b else None,
-        workspace=b_maxima + 4 * p.n * b,
+        limbs=one.limbs,
+        a_across=a_across,
+        b_across=b_across,
+        a_bytes=round_up(2 * p.m * one.limbs.pitch, 256),
+        b_bytes=2 * p.n * one.limbs.pitch,
+        a_exponents=0,
+        b_exponents=b_exponents,
+        a_maxima=a_maxima,
+        b_maxima=b_maxima,
+        rest_bytes=b_maxima + round_up(4 * p.n * b_across, 256),
     )
+
+
+def split_grid(rows: int, k: int, device: Device) -> int:
+    """CTAs of split_limbs for so many rows of k elements."""
+    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
 
 
 def column_grids(k: int, count: int, device: Device) -> tuple[int, int, int]:
@@ -283,12 +318,16 @@ def takes(limbs: bool, gemm: str, operand: Matrix, rows: int, k: int, itemsize: 
     return (col == 1 and row >= k) or (row == 1 and col >= rows)
 
 
-def tiled(p: Matmul, product: str) -> tuple[Kernel, int, int]:
-    """The largest tile that still gives every SM one; failing that, the smallest."""
+def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, int]:
+    """The largest tile that still gives every SM one; failing that, the smallest. `wide`: a float32 result."""
     choices = TILES["double" if p.dtype == "float64" else "float"]
     for tile in (p.limits.tiled,) if p.limits.tiled in choices else choices:
         block_m, block_n, thread_m, thread_n = tile
         grid = ceil_div(p.m, block_m) * ceil_div(p.n, block_n)
         if grid >= p.device.sms:
             break
-    return gemm_tiled(p.dtype, tile, product), p.device.grid(grid), (block_m // thread_m) * (block_n // thread_n)
+    return (
+        gemm_tiled(p.dtype, tile, product, wide=wide),
+        p.device.grid(grid),
+        (block_m // thread_m) * (block_n // thread_n),
+    )

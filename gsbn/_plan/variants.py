@@ -78,6 +78,8 @@ def _plain_kernels() -> Iterator[Kernel]:
     for dtype, product in itertools.product(C_TYPE, ("forward", "dx", "dw")):
         for tile in TILES["double" if dtype == "float64" else "float"]:
             yield gemm_tiled(dtype, tile, product)
+            if product == "dw" and dtype in ("float16", "bfloat16"):
+                yield gemm_tiled(dtype, tile, product, wide=True)
     for dtype in C_TYPE:
         yield fold(dtype)
         wide = "float64" if dtype == "float64" else "float32"
@@ -98,6 +100,8 @@ def _plain_kernels() -> Iterator[Kernel]:
         for x_across in (False, True):  # dx and dw of the backward
             if not x_across or block_m // cluster >= COLUMN:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
+                if x_across:
+                    yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
     yield from (split_limbs(k) for k in (SPLIT_WIDTH, SPLIT_WIDTH + 1))
     yield from column_kernels()
 
@@ -146,7 +150,7 @@ def column_kernels() -> tuple[Kernel, Kernel]:
 
 
 def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
-    """The variants of backward_sums, backward_dg, backward_fused and sum_features for a dy of this dtype and what was kept."""
+    """The variants of backward_sums, _dg and _fused, and of sum_features, for a dy of this dtype and what was kept."""
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
@@ -171,14 +175,18 @@ def forward_sm90(
     keeps: bool = False,
     x_across: bool = False,
     w_across: bool = False,
+    wide: bool = False,
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
 
-    `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k.
+    `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k;
+    `wide`: one whose result is float32.
     """
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
-    staging = 64 if element in ("tf32", "limbs") else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
+    staging = (
+        64 if element in ("tf32", "limbs") or wide else min(block_m, 64)
+    )  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
@@ -188,6 +196,7 @@ def forward_sm90(
         "KEEP": int(keeps),
         "X_ACROSS": int(x_across),
         "W_ACROSS": int(w_across),
+        "WIDE": int(wide),
     }
     return Kernel(
         "forward_sm90",
@@ -198,14 +207,18 @@ def forward_sm90(
     )
 
 
-def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str) -> Kernel:
-    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x)."""
+def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str, *, wide: bool = False) -> Kernel:
+    """The variant of gemm_tiled for "forward" (g = x wᵀ), "dx" (dg w) or "dw" (dgᵀ x); `wide`: a float32 result."""
     t = C_TYPE[dtype]
     names = ("BLOCK_M", "BLOCK_N", "THREAD_M", "THREAD_N")
     defines = [("X_TYPE", t), ("G_TYPE", "double" if t == "double" else "float")]
     defines += zip(names, map(str, tile), strict=True)
     if product != "forward":
-        defines += [("C_TYPE", t), ("X_ACROSS", str(product == "dw").lower()), ("W_ACROSS", "true")]
+        defines += [
+            ("C_TYPE", "float" if wide else t),
+            ("X_ACROSS", str(product == "dw").lower()),
+            ("W_ACROSS", "true"),
+        ]
     return Kernel("gemm_tiled", "gemm_tiled", tuple(defines))
 
 

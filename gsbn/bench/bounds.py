@@ -39,6 +39,21 @@ The gradients go on from ``δ``, ``t``, ``η`` and ``r₋ ≤ r̂ ≤ r₊`` of 
    ``κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8u (|dy| + |S|/B + |q d|)``, ``dg`` by ``|γ s| (r₊ κ + (r₊ − r₋) |bracket|)`` and
    its own rounding.
 8. ``dx`` and ``dw`` are GEMMs, which err as in step 1 and by what ``dg`` brings.
+
+With the activation relu, y is ``max(u, 0)`` of the ``u`` that step 3 calls y:
+
+9. The forward. Rounding to nearest never falls and keeps zero, so that rounding and relu change places: the stored y is
+   relu of the stored u. Relu moves two numbers no further apart than they are. So ``|Δy|`` is within u's bound.
+10. The backward. Its derivative jumps at zero: where ``|u|`` is below its bound, a right y may be positive or zero, and
+    a gradient may have dy's element or not. No bound in between would refuse anything. But the gradients depend on the
+    signs of u through ``dy · 1[y > 0]`` alone, and depend on that linearly. So they are held to the truth of the layer
+    *without* activation whose dy is that product, with the y *that the judged implementation returned itself*: steps 4
+    to 8 hold for it as they stand, as a product with 0 or 1 rounds nothing. NaN counts as above zero, as in PyTorch.
+    This y is judged as well, by step 9: it decides every sign where ``|u|`` is above its bound, and a gradient that is
+    masked by anything but its own y is out of bound by a whole element of dy. gsbn keeps a 16-bit deviation on its y's
+    side of the jump, which may be the second nearest number: step 4's ``ū (|d| + δ)`` and ``2⁻²⁴ t`` count twice.
+
+A scale that is left out is one of 1, without rounding.
 """
 
 from __future__ import annotations
@@ -78,16 +93,15 @@ class Operands:
 
     x: Any  # (B, I)
     weight: Any  # (O, I)
-    scale: Any  # (O,)
+    scale: Any  # (O,), or None for 1
     affine: dict[str, Any]
     running_mean: Any
     running_var: Any
 
     def map(self, convert: Callable[[Any], Any]) -> Operands:
         """The same operands, each array converted."""
-        x, weight, scale, mean, var = map(
-            convert, (self.x, self.weight, self.scale, self.running_mean, self.running_var)
-        )
+        x, weight, mean, var = map(convert, (self.x, self.weight, self.running_mean, self.running_var))
+        scale = None if self.scale is None else convert(self.scale)
         return Operands(x, weight, scale, {name: convert(a) for name, a in self.affine.items()}, mean, var)
 
     def fresh_statistics(self, xp: Any) -> dict[str, Any]:
@@ -152,7 +166,14 @@ class Judgement:
 
 
 def make_operands(
-    xp: Any, batch: int, in_features: int, out_features: int, dtype: str, family: str = "normal", seed: int = 0
+    xp: Any,
+    batch: int,
+    in_features: int,
+    out_features: int,
+    dtype: str,
+    family: str = "normal",
+    seed: int = 0,
+    with_scale: bool = True,
 ) -> Operands:
     """Random operands, as PyTorch initialises a linear layer, with every vector in use; the same for the same seed."""
     kind, rng = as_dtype(dtype), xp.random.RandomState(seed)
@@ -180,7 +201,8 @@ def make_operands(
         x[:] = x[:1]
     o = out_features
     affine = {"bias": uniform(-1, 1, o) / in_features**0.5, "gamma": uniform(0.5, 1.5, o), "beta": draw(o)}
-    return Operands(x, weight, scale, affine, draw(o), uniform(0.5, 1.5, o)).map(lambda a: a.astype(kind))
+    drawn = Operands(x, weight, scale if with_scale else None, affine, draw(o), uniform(0.5, 1.5, o))
+    return drawn.map(lambda a: a.astype(kind))
 
 
 def draw_dy(xp: Any, operands: Operands, seed: int = 1) -> Any:
@@ -232,15 +254,32 @@ def _statistics(rounding: _Rounding, g: Any, e: Any, s: Any) -> tuple[Any, ...]:
     return m, d, t, delta, eta, r, r_low, r_high
 
 
-def expected(xp: Any, operands: Operands, precision: str, training: bool, g: Any = None) -> dict[str, Expected]:
-    """Truth and bound of ``g``, ``y`` and, in training, of ``running_mean`` and ``running_var``: steps 1 to 3.
+def expected(
+    xp: Any, operands: Operands, precision: str, training: bool, g: Any = None, activation: str | None = None
+) -> dict[str, Expected]:
+    """Truth and bound of ``g``, ``y`` and, in training, of ``running_mean`` and ``running_var``: steps 1 to 3, and 9.
 
     Computed in float64 on the operands' own device, in ``np.longdouble`` for float64 operands on the CPU. A given ``g``
     (B, O) takes the place of ``x wᵀ``: ``y`` is then what this GEMM leads to if nothing else is rounded.
     """
+    result = _expected_without(xp, operands, precision, training, g)
+    if activation == "relu":
+        u = result["y"]
+        result["y"] = Expected(xp.maximum(u.value, 0), u.bound)
+    return result
+
+
+def masked(xp: Any, dy: Any, y: Any, activation: str | None) -> Any:
+    """A wide dy as the layer without the activation gets it, by the y that an implementation returned: step 10."""
+    return xp.where(y.astype(xp.float64) <= 0, 0.0, dy) if activation == "relu" else dy
+
+
+def _expected_without(xp: Any, operands: Operands, precision: str, training: bool, g: Any) -> dict[str, Expected]:
+    """``expected`` without an activation."""
     rounding = _Rounding(xp, operands.x.dtype.name, precision)
     u, o = rounding.u, operands.map(lambda a: a.astype(rounding.wide))
-    s, b, gamma, beta = o.scale, o.affine["bias"], o.affine["gamma"], o.affine["beta"]
+    b, gamma, beta = o.affine["bias"], o.affine["gamma"], o.affine["beta"]
+    s = xp.ones_like(gamma) if o.scale is None else o.scale
     g, e = rounding.gemm(o.x, o.weight.T, g)
     result = {"g": rounding.stored(g, e)}
 
@@ -270,18 +309,32 @@ def expected(xp: Any, operands: Operands, precision: str, training: bool, g: Any
     }
 
 
-def expected_gradients(xp: Any, operands: Operands, dy: Any, precision: str, training: bool) -> dict[str, Expected]:
-    """Truth and bound of every gradient, steps 4 to 8, in the arithmetic of ``expected``; ``of_a`` bounds a's error."""
+def expected_gradients(
+    xp: Any,
+    operands: Operands,
+    dy: Any,
+    precision: str,
+    training: bool,
+    activation: str | None = None,
+    y: Any = None,
+) -> dict[str, Expected]:
+    """Truth and bound of every gradient, steps 4 to 8, in the arithmetic of ``expected``; ``of_a`` bounds a's error.
+
+    With an activation, ``y`` is what the judged implementation returned: step 10.
+    """
     rounding = _Rounding(xp, operands.x.dtype.name, precision)
     u, o = rounding.u, operands.map(lambda a: a.astype(rounding.wide))
-    dy, s, b, gamma = dy.astype(rounding.wide), o.scale, o.affine["bias"], o.affine["gamma"]
+    dy = masked(xp, dy.astype(rounding.wide), y, activation)
+    b, gamma = o.affine["bias"], o.affine["gamma"]
+    s = xp.ones_like(gamma) if o.scale is None else o.scale
     rows, kept = len(dy), rounding.own if rounding.has_16_bits else 0.0
+    nearest = 2 if activation else 1  # times half a unit in the last place: whether it may be the second nearest number
     g, e = rounding.gemm(o.x, o.weight.T)
     total, of_total = dy.sum(0), 17 * u * xp.abs(dy).sum(0)
     if training:
         _, d, t, delta, eta, r, low, high = _statistics(rounding, g, e, s)
         smallest_step = 2.0**-24 * (t + eta) if operands.x.dtype.name == "float16" else 0.0
-        delta = delta + kept * (2 * xp.abs(d) + t + delta) + smallest_step
+        delta = delta + kept * (nearest * (xp.abs(d) + delta) + xp.abs(d) + t) + nearest * smallest_step
         reach = 0
     else:
         d, reach = g - g[:1], 4 * xp.abs(g[:8] - g[:1]).max(0) + 8 * e[:8].max(0)
@@ -319,5 +372,7 @@ def expected_gradients(xp: Any, operands: Operands, dy: Any, precision: str, tra
     vectors |= {"x": (dx, of_dx + of_dg @ xp.abs(o.weight)), "weight": (dw, of_dw + of_dg.T @ xp.abs(o.x))}
     vectors["beta"] = (total, of_total)
     found = {name: rounding.stored(value, error * (1 + rounding.own)) for name, (value, error) in vectors.items()}
+    if o.scale is None:
+        del found["scale"]
     # In training the gradient of the bias is exactly zero.
     return {"bias": Expected(xp.zeros_like(s), xp.zeros_like(s))} | found

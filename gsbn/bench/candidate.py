@@ -41,8 +41,8 @@ class Candidate:
 
     ``call`` runs it once and returns its result. ``outputs`` also runs it once, from fresh running statistics, and
     returns arrays of NumPy or CuPy: ``(y, running_mean, running_var)`` of a forward, ``(g, None, None)`` of a bare
-    GEMM, the gradients of a backward or a step. ``capturable`` says that a CUDA graph of it would run the same kernels;
-    ``wait`` blocks until a result is there.
+    GEMM, of a backward or a step the gradients, None where there is none, and the y that they belong to.
+    ``capturable`` says that a CUDA graph of it would run the same kernels; ``wait`` blocks until a result is there.
     """
 
     name: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._plan import ITEMSIZE
-from .._typing import Precision
+from .._typing import Activation, Precision
 
 DTYPES: dict[str, tuple[str, Precision]] = {  # what a user asks for: (dtype of the arrays, precision)
     "float32": ("float32", "highest"),
@@ -37,7 +37,8 @@ PRESETS: dict[str, list[tuple[int, int, int]]] = {
 class Case:
     """One forward of x (batch, in_features) and weight (out_features, in_features), with every vector and statistic.
 
-    With ``direction="backward"`` it is the backward of such a forward, all six gradients; a "step" is both.
+    With ``direction="backward"`` it is the backward of such a forward, all its gradients; a "step" is both.
+    ``activation`` is what y is put through; ``scale=False`` leaves the scale out, and so its gradient.
     """
 
     batch: int
@@ -47,6 +48,8 @@ class Case:
     precision: Precision = "highest"
     training: bool = True
     direction: str = "forward"
+    activation: Activation | None = None
+    scale: bool = True
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -60,7 +63,12 @@ class Case:
     @property
     def title(self) -> str:
         direction = "" if self.direction == "forward" else f", {self.direction}"
-        return f"{self.shape} {self.kind} {'training' if self.training else 'inference'}{direction}"
+        return f"{self.shape} {self.kind} {'training' if self.training else 'inference'}{self.variant}{direction}"
+
+    @property
+    def variant(self) -> str:
+        """What sets the layer apart from the plain one, such as ", relu, no scale"."""
+        return (f", {self.activation}" if self.activation else "") + ("" if self.scale else ", no scale")
 
     @property
     def flops(self) -> int:
@@ -75,8 +83,10 @@ class Case:
         """
         b, i, o = self.shape
         if self.direction != "forward":
-            return (2 * (b * i + o * i) + 2 * b * o + 12 * o) * ITEMSIZE[self.dtype]
-        return (b * i + o * i + b * o + (8 if self.training else 6) * o) * ITEMSIZE[self.dtype]
+            vectors = 12 if self.scale else 10
+            return (2 * (b * i + o * i) + 2 * b * o + vectors * o) * ITEMSIZE[self.dtype]
+        vectors = (8 if self.training else 6) - (not self.scale)
+        return (b * i + o * i + b * o + vectors * o) * ITEMSIZE[self.dtype]
 
 
 def cases(
@@ -84,9 +94,11 @@ def cases(
     dtypes: Iterable[str] = ("float32", "tf32", "bfloat16", "float16"),
     training: Iterable[bool] = (True,),
     directions: Iterable[str] = ("forward",),
+    activation: Activation | None = None,
+    scale: bool = True,
 ) -> list[Case]:
     """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``), modes and
-    directions (among "forward", "backward" and "step")."""
+    directions (among "forward", "backward" and "step"); all with this activation, and with a scale or without."""
     chosen = PRESETS[shapes] if isinstance(shapes, str) else list(shapes)
     rest = list(itertools.product(dtypes, training, directions))
-    return [Case(*shape, *DTYPES[name], mode, way) for shape in chosen for name, mode, way in rest]
+    return [Case(*shape, *DTYPES[name], mode, way, activation, scale) for shape in chosen for name, mode, way in rest]

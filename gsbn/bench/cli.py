@@ -6,11 +6,11 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -20,7 +20,8 @@ from rich.text import Text
 import gsbn
 
 from .. import warm_up
-from . import libraries, machine, measure, selfcheck, tables
+from .._typing import Activation
+from . import libraries, machine, measure, model_tables, models, selfcheck, tables
 from . import publish as paper
 from .bounds import FAMILIES
 from .candidate import NAMES, names
@@ -84,9 +85,14 @@ AsJson = Annotated[
 ]
 _Kind = Enum("_Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
 _Family = Enum("_Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
-_Preset = Enum("_Preset", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
+_Preset = Enum("_Preset", {name: name for name in (*PRESETS, "models")}, type=str)  # type: ignore[misc]
 _Direction = Enum("_Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
+_Activation = Enum("_Activation", {name: name for name in get_args(Activation)}, type=str)  # type: ignore[misc]
 _Mode = Enum("_Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
+OfActivation = Annotated[
+    _Activation | None, typer.Option("--activation", help="What y is put through; nothing by default.")
+]
+OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
 
 
 def main() -> None:
@@ -130,6 +136,8 @@ def check(
     family: Annotated[list[_Family] | None, typer.Option(help="Only these inputs.")] = None,
     shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
+    activation: OfActivation = None,
+    scale: OfScale = True,
 ) -> None:
     """Correctness and accuracy on this machine against float64.
 
@@ -139,13 +147,14 @@ def check(
     skipped = selfcheck.skipped(kinds)
     try:
         with _bar("input") as step:
-            checks = selfcheck.check(kinds, list(dict.fromkeys(f.value for f in family or _Family)), sizes, seed, step)
+            families = list(dict.fromkeys(f.value for f in family or _Family))
+            checks = selfcheck.check(kinds, families, sizes, seed, step, _value(activation), scale)
     except MemoryError:
         _fail(f"--shape: not enough memory to check {sizes}")
     failed = [c for c in checks if not c.passed]
     passed = bool(checks) and not failed
     show = _console(as_json)
-    tables.print_checks(show, checks, skipped)
+    tables.print_checks(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
     for c in failed:
         where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
         what = c.failure or f"{tables.share(c.share)} of the bound"
@@ -154,6 +163,7 @@ def check(
     said = f"{held - len(failed)} of {held} within the bound." if checks else "Nothing was checked."
     show.print(Text(said, style="green" if passed else "red"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
+    content |= {"activation": _value(activation), "scale": scale}
     _save(as_json, _dump(content | {"skipped": skipped, "checks": [c.row() for c in checks]}))
     raise typer.Exit(0 if passed else 1)
 
@@ -163,11 +173,16 @@ def bench_command(
     shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
     preset: Annotated[
         _Preset | None,
-        typer.Option(help="Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU."),
+        typer.Option(
+            help="Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
+            "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."
+        ),
     ] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
+    activation: OfActivation = None,
+    scale: OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[
@@ -204,6 +219,15 @@ def bench_command(
                 paper.split(publish / page, publish_as)
         except ValueError as error:
             _fail(str(error))
+    settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
+    if preset is not None and preset.value == "models":
+        given: dict[str, Any] = {"--shape": shape, "--direction": direction, "--activation": activation}
+        given |= {"--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
+        for option in (option for option, value in given.items() if value):
+            raise typer.BadParameter("the models take no such option", param_hint=f"'{option}'")
+        chosen = [name for name in _names("--only", only, models.NAMES) or (models.NAMES if gpu else models.ON_A_CPU)
+                  if name not in _names("--skip", skip, models.NAMES)]  # fmt: skip
+        return _bench_models([k.value for k in dtype or []], chosen, settings, as_json, plot, publish, publish_as)
     shapes = (PRESETS[preset.value] if preset else []) + [_shape(text, on_host=not gpu) for text in shape or []]
     shapes = shapes or PRESETS["kernelbench" if gpu else "small"]
     kinds = [k.value for k in dtype or _Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
@@ -212,8 +236,8 @@ def bench_command(
     chosen = [name for name in _names("--only", only) or names(gpu) if name not in left_out]
     if not chosen:
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
-    todo = cases(shapes, kinds, modes, [d.value for d in direction or []] or ["forward"])
-    settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
+    directions = [d.value for d in direction or []] or ["forward"]
+    todo = cases(shapes, kinds, modes, directions, _value(activation), scale)
     if not gpu:
         err.print(Text("No GPU: the NumPy path beside PyTorch on the CPU.", style="yellow"))
     with _bar("case") as step:
@@ -234,6 +258,45 @@ def bench_command(
         _fail("--publish: expected a GPU: the README's table is of GPU figures")
     if publish:
         show.print("Wrote " + ", ".join(map(str, paper.publish(report, publish, publish_as))))
+
+
+def _bench_models(
+    kinds: list[str],
+    chosen: list[str],
+    settings: Settings,
+    as_json: Path | None,
+    plot: Path | None,
+    publish: Path | None,
+    publish_as: str,
+) -> None:
+    """``--preset models``, of which only these options make sense."""
+    gpu = machine.has_gpu()
+    if not chosen:
+        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
+    if unknown := [kind for kind in kinds if kind not in models.KINDS]:
+        raise typer.BadParameter(
+            f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}", param_hint="'--dtype'"
+        )
+    if not gpu:
+        err.print(Text("No GPU: smaller models, on the CPU.", style="yellow"))
+    with _bar("model") as step:
+        report = models.run(models.cases(kinds or models.KINDS, gpu), chosen, settings, step)
+    if report.interrupted:
+        err.print(Text("Interrupted: this is what was done.", style="yellow"))
+    show = _console(as_json)
+    model_tables.print_models(show, report)
+    _save(as_json, model_tables.to_json(report))
+    measured = any(result.called for result in report.results)
+    if plot and measured:
+        model_tables.plot(report, plot)
+    elif plot:
+        err.print(Text(f"{plot} is not written: nothing was timed.", style="red"))
+    if report.interrupted:
+        raise typer.Exit(130)  # and publish nothing
+    if publish and (report.device != "cuda" or not measured):
+        _fail("--publish: expected a GPU that PyTorch sees: the README's table is of GPU figures")
+    if publish:
+        show.print("Wrote " + ", ".join(map(str, model_tables.publish(report, publish, publish_as))))
 
 
 @app.command()
@@ -261,6 +324,10 @@ def _bar(unit: str) -> Iterator[Callable[[float, float, str], None]]:
         yield lambda done, total, text: progress.update(
             task, completed=done, total=total, description=text, refresh=True
         )
+
+
+def _value(chosen: Enum | None) -> Any:
+    return chosen.value if chosen else None
 
 
 def _path(case: Case, xp: Any) -> tuple[str, str]:
@@ -292,11 +359,11 @@ def _shape(text: str, on_host: bool = False) -> Shape:
     return batch, in_features, out_features
 
 
-def _names(option: str, text: str) -> list[str]:
+def _names(option: str, text: str, known: Collection[str] = tuple(NAMES)) -> list[str]:
     found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in found:
-        if name not in NAMES:
-            raise typer.BadParameter(f"expected names among {', '.join(NAMES)}; got {name!r}", param_hint=f"'{option}'")
+        if name not in known:
+            raise typer.BadParameter(f"expected names among {', '.join(known)}; got {name!r}", param_hint=f"'{option}'")
     return found
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .._plan import ITEMSIZE
 from . import bounds, libraries, peers
@@ -152,23 +153,36 @@ class _CaseRun:
     def _check(self, progress: Callable[[float, str], None]) -> None:
         """Make every candidate and hold its first result to float64: gsbn to its bound, a peer to its tolerance."""
         case, xp, is_forward = self.case, self.clock.xp, self.case.direction == "forward"
+        precision, training = case.precision, case.training
 
         @functools.cache
         def drawn() -> tuple[bounds.Operands, dict[str, bounds.Expected]]:
-            operands = bounds.make_operands(xp, *case.shape, case.dtype, seed=self.settings.seed)
-            if is_forward:
-                return operands, bounds.expected(xp, operands, case.precision, case.training)
+            operands = bounds.make_operands(xp, *case.shape, case.dtype, seed=self.settings.seed, with_scale=case.scale)
+            return operands, bounds.expected(xp, operands, precision, training, activation=case.activation)
+
+        @functools.cache
+        def truth_without() -> dict[str, bounds.Expected]:
+            operands = drawn()[0]
+            return bounds.expected_gradients(xp, operands, bounds.draw_dy(xp, operands), precision, training)
+
+        def true_gradients(y: Any) -> dict[str, bounds.Expected]:
+            """Those that belong to the y that a candidate returned."""
+            operands = drawn()[0]
+            if case.activation is None:
+                return truth_without()
             dy = bounds.draw_dy(xp, operands)
-            return operands, bounds.expected_gradients(xp, operands, dy, case.precision, case.training)
+            return bounds.expected_gradients(xp, operands, dy, precision, training, case.activation, y)
 
         def check(entry: _Entry) -> None:
             progress(self.entries.index(entry) / len(self.entries), entry.name)
             operands, truth = drawn()
             entry.candidate = peers.make(entry.name, case, operands, xp)
-            keys: tuple[str, ...] = bounds.GRADIENTS
+            keys: tuple[str, ...] = (*bounds.GRADIENTS, "y")
             if is_forward:
                 keys = ("g", "", "") if is_gemm(entry.name) else ("y", "running_mean", "running_var")
             got = dict(zip(keys, entry.candidate.outputs(), strict=True))
+            if not is_forward:
+                truth = true_gradients(got["y"]) | {"y": truth["y"]}
             judged = {key: truth[key].judge(value, xp) for key, value in got.items() if key in truth}
             # Autograd's gradient of the scale is noise in float32: the matrices tell whether a peer is right.
             entry.error = max(judged[key].relative_error for key in keys[: 1 if is_forward else 2])

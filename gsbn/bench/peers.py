@@ -34,19 +34,21 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
 
 def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """gsbn on arrays or tensors; in a backward or a step the outputs are the gradients."""
+    """gsbn on arrays or tensors; in a backward or a step the outputs are the gradients, and y."""
     is_forward = case.direction == "forward"
     if not is_forward and name in WITHOUT_BACKWARD:
         raise Unavailable("it has no backward here")
     library = Torch(xp) if name == "gsbn-torch" else Native(xp)
     gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
-    x, weight, scale = map(library.take, (operands.x, operands.weight, operands.scale))
+    x, weight = map(library.take, (operands.x, operands.weight))
+    scale = None if operands.scale is None else library.take(operands.scale)
     if name == "gsbn-prepared":
         weight = gsbn.prepare(weight, case.precision)
         if weight.limbs is None:
             raise Unavailable("there is nothing to prepare but for limbs")
     affine = {key: library.take(a) for key, a in operands.affine.items()}
     options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm}
+    options["activation"] = case.activation
     state: dict[str, Any] = {}
 
     def reset() -> None:
@@ -68,19 +70,22 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
 
         return Candidate(name, library.name, forward, outputs, chosen != "cublas", chosen)
 
-    def forward_that_saves() -> Any:
-        return gsbn.forward(x, weight, scale, **affine, **state, **options, return_saved=True)[1]
+    def forward_that_saves() -> tuple[Any, Any]:
+        y, saved = gsbn.forward(x, weight, scale, **affine, **state, **options, return_saved=True)
+        return y, saved
 
     dy = library.take(draw_dy(xp, operands))
-    saved = forward_that_saves() if case.direction == "backward" else None
+    kept = forward_that_saves() if case.direction == "backward" else None
 
     def backward() -> Any:
-        return gsbn.backward(dy, saved if saved is not None else forward_that_saves())
+        return gsbn.backward(dy, (kept or forward_that_saves())[1])
+
+    def gradients() -> tuple[Any, ...]:
+        y, saved = kept or forward_that_saves()
+        return tuple(None if a is None else library.give(a) for a in (*gsbn.backward(dy, saved), y))
 
     chosen = "numpy" if xp.__name__ == "numpy" else gemm
-    return Candidate(
-        name, library.name, backward, lambda: tuple(map(library.give, backward())), chosen == "tiled", chosen
-    )
+    return Candidate(name, library.name, backward, gradients, chosen == "tiled", chosen)
 
 
 def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -138,26 +143,31 @@ def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
     x, weight_t, bias = library.take(operands.x), library.take(w).T, library.take(b)
 
     def call() -> Any:
-        return library.torch.addmm(bias, x, weight_t)
+        y = library.torch.addmm(bias, x, weight_t)
+        return y.relu_() if case.activation == "relu" else y
 
     return Candidate("addmm", "torch", call, lambda: (library.give(call()), None, None))
 
 
 def _scale_batch_norm(library: Torch, case: Case, operands: Operands) -> Any:
-    """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands."""
+    """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands; or without the scale,
+    and with the activation after it."""
     torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.gemm = torch.nn.Linear(case.in_features, case.out_features, device="meta")
-            self.scale = parameter(operands.scale)
-            self.bn = torch.nn.BatchNorm1d(case.out_features, device=library.device, dtype=self.scale.dtype)
+            self.scale = None if operands.scale is None else parameter(operands.scale)
+            dtype = library.take(operands.affine["gamma"]).dtype
+            self.bn = torch.nn.BatchNorm1d(case.out_features, device=library.device, dtype=dtype)
             self.gemm.weight, self.gemm.bias = parameter(operands.weight), parameter(operands.affine["bias"])
             self.bn.weight, self.bn.bias = parameter(operands.affine["gamma"]), parameter(operands.affine["beta"])
 
         def forward(self, x: Any) -> Any:
-            return self.bn(self.gemm(x) * self.scale)
+            z = self.gemm(x)
+            y = self.bn(z if self.scale is None else z * self.scale)
+            return torch.nn.functional.relu(y) if case.activation == "relu" else y
 
     def parameter(a: Any) -> Any:
         return torch.nn.Parameter(library.take(a), requires_grad=False)
@@ -186,7 +196,8 @@ def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     if case.direction == "forward":
         return Candidate(name, "torch", lambda: run(x), outputs)
     reset()
-    leaves = [x, module.gemm.weight, module.gemm.bias, module.scale, module.bn.weight, module.bn.bias]
+    places = [x, module.gemm.weight, module.gemm.bias, module.scale, module.bn.weight, module.bn.bias]
+    leaves = [leaf for leaf in places if leaf is not None]
     for leaf in leaves:
         leaf.requires_grad_()
     dy = library.take(draw_dy(xp, operands))
@@ -195,11 +206,18 @@ def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         with torch.enable_grad():
             kept.append(run(x))
 
-    def gradients() -> Any:
+    def gradients_and_y() -> tuple[Any, Any]:
         with torch.enable_grad():
-            return torch.autograd.grad(kept[0] if kept else run(x), leaves, dy, retain_graph=bool(kept))
+            y = kept[0] if kept else run(x)
+            return torch.autograd.grad(y, leaves, dy, retain_graph=bool(kept)), y
 
-    return Candidate(name, "torch", gradients, lambda: tuple(library.give(a) for a in gradients()))
+    def outputs_of_backward() -> tuple[Any, ...]:
+        found, y = gradients_and_y()
+        given = iter(found)
+        gradients = [None if leaf is None else library.give(next(given)) for leaf in places]
+        return (*gradients, library.give(y.detach()))
+
+    return Candidate(name, "torch", lambda: gradients_and_y()[0], outputs_of_backward)
 
 
 def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -225,7 +243,8 @@ def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
         return xp.from_dlpack(a)
 
     def formula(x: Any, w: Any, s: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any) -> Any:
-        z = (jnp.matmul(x, w.T, precision=precision) + b) * s
+        z = jnp.matmul(x, w.T, precision=precision) + b
+        z = z if s is None else z * s
         m, v = (mean, var)
         if case.training:
             m, v = z.mean(0, dtype=jnp.float32), z.var(0, dtype=jnp.float32)
@@ -233,6 +252,7 @@ def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
             mean = ((1 - MOMENTUM) * mean + MOMENTUM * m).astype(mean.dtype)
             var = ((1 - MOMENTUM) * var + MOMENTUM * unbiased * v).astype(var.dtype)
         y = (z - m) * (gamma * jax.lax.rsqrt(v.astype(jnp.float32) + EPS)) + beta
+        y = jax.nn.relu(y) if case.activation == "relu" else y
         return y.astype(x.dtype), mean, var
 
     forward = jax.jit(formula)
@@ -240,7 +260,7 @@ def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
         xp.cuda.get_current_stream().synchronize()
     fresh = operands.fresh_statistics(xp)
     arrays = [operands.x, operands.weight, operands.scale, *operands.affine.values(), *list(fresh.values())[:2]]
-    arguments = [to_jax(a) for a in arrays]
+    arguments = [None if a is None else to_jax(a) for a in arrays]
     jax.block_until_ready(arguments)
 
     def outputs() -> tuple[Any, Any, Any]:

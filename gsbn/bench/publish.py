@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .case import DTYPES, Case
 from .machine import source_digests
@@ -41,22 +42,26 @@ def split(file: Path, name: str) -> tuple[str, str]:
 def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
     """Write the report's table between the markers of this name in ``root/README.md``, with all of its columns into
     ``root/docs/results.md``, and the figures and a picture into ``root/docs/results``; gives the files."""
+    full = (
+        f"{markdown(report)}\n\n![Speed beside the peers, and the roofline](results/{name}.png)\n\n"
+        f"With intervals: [{name}.json](results/{name}.json)."
+    )
+    return write(root, name, report.to_json(), lambda file: plot(report, file), markdown(report, brief=True), full)
+
+
+def write(root: Path, name: str, saved: str, draw: Callable[[Path], None], brief: str, full: str) -> list[Path]:
+    """The brief text between the markers of this name in the README and the full one in the docs, JSON and picture."""
     docs = root / "docs"
     pages = [root / "README.md", docs / "results.md"]
     sides = [split(page, name) for page in pages]
     folder = docs / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    saved, picture = folder / f"{name}.json", folder / f"{name}.png"
-    report.save_json(saved)
-    plot(report, picture)
-    tables = (
-        markdown(report, brief=True),
-        f"{markdown(report)}\n\n![Speed beside the peers, and the roofline](results/{name}.png)\n\n"
-        f"With intervals: [{name}.json](results/{name}.json).",
-    )
-    for page, (head, tail), table in zip(pages, sides, tables, strict=True):
+    figures, picture = folder / f"{name}.json", folder / f"{name}.png"
+    figures.write_text(saved, encoding="utf-8")
+    draw(picture)
+    for page, (head, tail), table in zip(pages, sides, (brief, full), strict=True):
         page.write_text(f"{head}\n{table}\n{tail}", encoding="utf-8")
-    return [*pages, saved, picture]
+    return [*pages, figures, picture]
 
 
 def changed_since(results: Path) -> list[str]:
@@ -76,7 +81,7 @@ def markdown(report: Report, *, brief: bool = False) -> str:
     rows = []
     for case, results in report.by_case().items():
         gsbn, torch, compiled = results.get("gsbn"), results.get("pytorch"), fastest(results, "compile", "autotune")
-        mode = "" if case.training else ", inference"
+        mode = ("" if case.training else ", inference") + case.variant
         timed = gsbn if gsbn and gsbn.device else None
         cells = [", ".join(map(str, case.shape)), SHORT[case.kind] + mode, _ms(fastest(results, "gemm-")), _ms(torch)]
         cells += [_ms(compiled), _ms(results.get("jax")), f"**{_ms(gsbn)}**"]
@@ -91,17 +96,22 @@ def markdown(report: Report, *, brief: bool = False) -> str:
     return "\n".join(table) + "\n\n" + _caption(report, brief)
 
 
-def _caption(report: Report, brief: bool) -> str:
-    e, rates = report.environment, report.rates
+def caption_of(date: str, e: dict[str, Any]) -> str:
+    """When and where something was measured, and with which versions; ``e`` is ``machine.environment()``."""
     gpu = e["gpus"][0]["name"] if e["gpus"] else f"no GPU: {e['cpu']}"
     versions = ", ".join(
         f"{name} {v}" for name, v in e["libraries"].items() if v and name in ("cupy", "torch", "jax", "numpy")
     )
     driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
+    return f"{date[:10]}, {gpu}{driver}, gsbn {e['gsbn']}, {versions}."
+
+
+def _caption(report: Report, brief: bool) -> str:
+    e, rates = report.environment, report.rates
     matrix = ", ".join(f"{SHORT[kind]} {rate / 1e12:.3g}" for kind, rate in rates.matrix.items())
     third = " (float32: at least a third of float16)" if e["gpus"] else ""
     what = "device time in ms, one run, back to back in a CUDA graph where possible"
-    where = f"{report.date[:10]}, {gpu}{driver}, gsbn {e['gsbn']}, {versions}."
+    where = caption_of(report.date, e)
     if brief:
         return where
     return (
@@ -145,7 +155,7 @@ def _figure(report: Report) -> Figure:
     figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(handles) or 1, frameon=False)
     e = report.environment
     where = e["gpus"][0]["name"] if e["gpus"] else "CPU, NumPy path"
-    what = " and ".join(dict.fromkeys(case.direction for case in table))
+    what = " and ".join(dict.fromkeys(case.direction + case.variant for case in table))
     figure.suptitle(f"gsbn {e['gsbn']}, {what}, on {where}, {report.date[:10]}", fontsize=12, x=0.01, ha="left")
     return figure
 
@@ -237,13 +247,13 @@ def _roofline(axes: Axes, report: Report) -> None:
 
 
 def _ms(result: Result | None) -> str:
-    return _digits(result.seconds * 1e3) if result and result.device else "–"
+    return digits(result.seconds * 1e3) if result and result.device else "–"
 
 
 def _time(seconds: float) -> str:
-    return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_digits(seconds * 1e6)} µs"
+    return f"{digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{digits(seconds * 1e6)} µs"
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits, trailing zeros kept."""
     return f"{value:#.3g}".rstrip(".") if 1e-4 <= value < 1e3 else f"{value:.0f}"

@@ -58,6 +58,11 @@ class Result:
         return self.device.median if self.device else math.inf
 
 
+def now() -> str:
+    """The date and time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True)
 class Report:
     """Everything one run measured, with what it was measured on."""
@@ -67,7 +72,7 @@ class Report:
     rates: Rates
     results: tuple[Result, ...]
     interrupted: bool = False
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    date: str = field(default_factory=now)
 
     def by_case(self) -> dict[Case, dict[str, Result]]:
         """Results by case, then by candidate, in the order they were run."""

@@ -7,12 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from .._typing import Activation
 from . import libraries, peers
-from .bounds import FAMILIES, GRADIENTS, Judgement, draw_dy, expected, expected_gradients, make_operands
+from .bounds import FAMILIES, GRADIENTS, Expected, Judgement, draw_dy, expected, expected_gradients, make_operands
 from .candidate import WITHOUT_BACKWARD, Unavailable
 from .case import DTYPES, Case
 from .machine import has_gpu
@@ -22,7 +24,7 @@ DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
     "rounding of the result. It holds for any order of summation; the docstring of gsbn.bench.bounds derives it, and "
-    "goes on to the gradients."
+    "goes on to the gradients. With relu, gradients are held to the truth for the signs of the y that came with them."
 )
 
 
@@ -82,8 +84,11 @@ def check(
     shape: tuple[int, int, int] = SHAPE,
     seed: int = 0,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+    activation: Activation | None = None,
+    scale: bool = True,
 ) -> list[Check]:
-    """Training and inference of every kind (a key of ``DTYPES``) and family (of ``FAMILIES``), less ``skipped``."""
+    """Training and inference of every kind (a key of ``DTYPES``) and family (of ``FAMILIES``), less ``skipped``; with
+    this activation, and with a scale or without."""
     gpu, kinds = has_gpu(), list(kinds)
     left_out = skipped(kinds)
     names = ["gsbn", "pytorch"] + (["gsbn-cublas", "gsbn-tiled", "gsbn-sm90"] if gpu else [])
@@ -92,7 +97,8 @@ def check(
     checks: list[Check] = []
     for done, (kind, family, training) in enumerate(todo):
         progress(done, len(todo), f"{kind}, {family}, {'training' if training else 'inference'}")
-        checks += _check(Case(*shape, *DTYPES[kind], training), family, names, gpu, seed)
+        case = Case(*shape, *DTYPES[kind], training, activation=activation, scale=scale)
+        checks += _check(case, family, names, gpu, seed)
     return checks
 
 
@@ -100,11 +106,21 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     xp: Any = np
     if gpu:
         import cupy as xp  # type: ignore[no-redef]
-    truth_of = make_operands(np, *case.shape, case.dtype, family, seed)
-    truth = expected(np, truth_of, case.precision, case.training)
+    truth_of = make_operands(np, *case.shape, case.dtype, family, seed, case.scale)
+    truth = expected(np, truth_of, case.precision, case.training, activation=case.activation)
     operands = truth_of.map(xp.asarray)
     dy = _host(draw_dy(xp, operands))
-    true_gradients = expected_gradients(np, truth_of, dy, case.precision, case.training)
+
+    @cache
+    def truth_without() -> dict[str, Expected]:
+        return expected_gradients(np, truth_of, dy, case.precision, case.training)
+
+    def true_gradients(y: Any) -> dict[str, Expected]:
+        """Those that belong to the y that a candidate returned."""
+        if case.activation is None:
+            return truth_without()
+        return expected_gradients(np, truth_of, dy, case.precision, case.training, case.activation, y)
+
     backward = dataclasses.replace(case, direction="backward")
     checks = []
     with libraries.float32_precision(case.precision), libraries.no_grad():
@@ -116,9 +132,11 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
                 y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
                 judged = {}
                 if name not in WITHOUT_BACKWARD:
-                    outputs = peers.make(name, backward, operands, xp).outputs()
-                    for key, a in zip(GRADIENTS, outputs, strict=True):
-                        judged[key] = true_gradients[key].judge(_host(a), np)
+                    *gradients, its_y = map(_host, peers.make(name, backward, operands, xp).outputs())
+                    of_its_y = true_gradients(its_y)
+                    found = dict(zip(GRADIENTS, gradients, strict=True))
+                    judged = {key: true.judge(found[key], np) for key, true in of_its_y.items()}
+                    y = max(y, truth["y"].judge(its_y, np), key=lambda judgement: judgement.share)
                 checks.append(Check(case.kind, family, case.training, name, y, mean, var, judged))
             except Unavailable:
                 continue
@@ -127,7 +145,7 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
                 checks.append(Check(case.kind, family, case.training, name, failure=failure))
         if case.kind == "float32":
             g = _host(peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()[0])
-            y = expected(np, truth_of, case.precision, case.training, g=g)["y"].value
+            y = expected(np, truth_of, case.precision, case.training, g, case.activation)["y"].value
             checks.append(Check(case.kind, family, case.training, "sgemm", truth["y"].judge(y, np)))
     return checks
 

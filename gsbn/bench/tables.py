@@ -60,8 +60,9 @@ LEGEND = (
 )
 
 
-def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, str]) -> None:
-    """Every error beside its share of the bound; what was skipped, and why; what the bound is."""
+def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, str], variant: str = "") -> None:
+    """Every error beside its share of the bound; what was skipped, and why; what the bound is. ``variant`` tells in
+    the titles what sets the layer apart, as ``Case.variant``."""
     groups: dict[tuple[str, str], Group] = {}
     for c in checks:
         groups.setdefault((c.kind, c.family), {})[c.candidate, c.training] = c
@@ -70,9 +71,9 @@ def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, s
     gradients = {f"d{name}": ("gsbn", True, name) for name in ("x", "weight", "scale", "gamma", "beta")}
     peers = {"PyTorch y": ("pytorch", True, "y"), "SGEMM y": ("sgemm", True, "y")}
     peers |= {f"PyTorch d{name}": ("pytorch", True, name) for name in ("x", "scale")}
-    _print_errors(console, "gsbn against float64", groups, results, worst=True)
-    _print_errors(console, "gsbn's gradients in training", groups, gradients)
-    _print_errors(console, "Others in training, which are not held to the bound", groups, peers)
+    _print_errors(console, f"gsbn against float64{variant}", groups, results, worst=True)
+    _print_errors(console, f"gsbn's gradients in training{variant}", groups, gradients)
+    _print_errors(console, f"Others in training{variant}, which are not held to the bound", groups, peers)
     if checks:
         console.print(Text(f"{LEGEND}\n{DERIVATION}", style="dim"))
     for name, why in skipped.items():

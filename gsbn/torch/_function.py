@@ -10,8 +10,11 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from .._backward import backward_of
+from .._backward import How, backward_of
+from .._backward import run as backward_run
 from .._forward import Saved, forward_of
+from .._interop import Kind, kind_of
+from .._plan import Limits
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
 from ._operators import recorded
@@ -121,10 +124,7 @@ def call(
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         return recorded(tensors, training, differentiate, number, *more, activation)
     if differentiate:
-        # Function's own apply takes 3 us to look for torch.func's transforms, whose tensors gsbn refuses anyway
-        return super(Function, _Call).apply(
-            x, weight, bias, scale, gamma, beta, (state, (*options, True, None, activation), dtype)
-        )
+        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation), dtype)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation))
@@ -135,34 +135,155 @@ def _cast(array: Any, dtype: Any) -> Any:
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
-class _Call(Function):
-    """gsbn's forward and backward, which autograd calls with grad mode off."""
+class _Forward:
+    """What the two parts of a call on a GPU tell each other: its arguments, and what it has saved."""
+
+    __slots__ = ("arrays", "dtype", "how", "options", "saved")
+
+    def __init__(self, arrays: Any, options: Any, dtype: Any) -> None:
+        self.arrays, self.options, self.dtype = arrays, options, dtype
+
+
+class _Linear(Function):
+    """All of the forward; of the backward what follows when the gradient has come through the normalisation.
+
+    Two nodes of autograd's, as PyTorch has: dy and the deviations are free before the products' gradients are made.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, rest: Any) -> Any:
-        state, options, dtype = rest
+    def forward(ctx: Any, x: Any, weight: Any, call: Any) -> Any:
+        dtype = call.dtype
+        wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
         if dtype is not None:
             x, weight = _cast(x, dtype), _cast(weight, dtype)
-        y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
-        ctx.save_for_backward(x, weight, saved[2], saved[3])
+        bias, scale, *vectors = call.arrays
+        y, saved = forward_of((x, weight, scale, bias, *vectors, None), call.options)
+        ctx.save_for_backward(x, *[weight] * (not wide))
+        ctx.cast = weight if wide else None
+        call.saved = saved
+        call.how = ctx.how = How._make((*saved[4:8], *saved[9:], (), None, _ANY, True, True, wide, False))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dg: Any) -> Any:
+        needed = ctx.needs_input_grad
+        how = ctx.how._replace(needs=_WANTED[(needed[0], needed[1], *_FOUR)], norm=False)
+        if not how.wide:
+            return *_compute(_products, how, dg, *ctx.saved_tensors), None
+        # The cast weight is free before dweight is made, which is twice as large.
+        of_x = of_weight = None
+        if needed[0]:
+            of_x, _ = _compute(_products, how._replace(needs=("x",)), dg, None, ctx.cast)
+        if not _keeps_graph():
+            ctx.cast = None
+        if needed[1]:
+            _, of_weight = _compute(_products, how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
+        return of_x, of_weight, None
+
+
+class _Norm(Function):
+    """Nothing of the forward, in which y passes through; of the backward the way from dy to dg."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, call: Any) -> Any:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(call.saved.deviations, call.saved.vectors)
+        ctx.how = call.how
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        through, *vectors, _ = ctx.needs_input_grad
+        how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
+        deviations, kept = ctx.saved_tensors
+        if how.training and deviations.dtype is dy.dtype and not _keeps_graph():  # nobody reads them again
+            how = how._replace(in_place=True)
+        return *_compute(_before_norm, how, dy, deviations, kept), None
+
+
+_FOUR = (False,) * 4
+_ANY = Limits()
+# Whether the graph is kept for another backward; where torch cannot tell, it may be.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+def _kind(tensor: Any) -> Kind:
+    kind = kind_of(tensor)
+    assert kind is not None
+    return kind
+
+
+def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
+    """dx and dweight."""
+    rows, size = dg.stride(0), dg.element_size()
+    if dg.stride(1) != 1 or rows * size % 16 or dg.data_ptr() % 16:  # not as `_before_norm` left it
+        pitch = -(-dg.shape[1] * size // 16) * 16 // size
+        dg = dg.new_empty(len(dg), pitch)[:, : dg.shape[1]].copy_(dg)
+    found, made = backward_run(_kind(dg), (dg, x, weight, None, None), how)
+    return [None if place is None else made[place] for place in found.places[:2]]
+
+
+def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
+    """dg and the gradients of bias, scale, gamma and beta."""
+    found, made = backward_run(_kind(dy), (dy, None, None, deviations, vectors), how)
+    dg = None
+    if how.needs[:1] == ("x",):
+        dg = deviations if how.in_place and len(dy) else made[-1]
+        if dg.shape[1] != dy.shape[1]:
+            dg = dg[:, : dy.shape[1]]
+    return [dg, *(None if place is None else made[place] for place in found.places[2:])]
+
+
+class _Whole(Function):
+    """gsbn's forward and backward on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, call: Any) -> Any:
+        if call.dtype is not None:
+            x, weight = _cast(x, call.dtype), _cast(weight, call.dtype)
+        *_, mean, var, count = call.arrays
+        y, saved = forward_of((x, weight, scale, bias, gamma, beta, mean, var, count, None), call.options)
+        ctx.save_for_backward(x, weight, saved.deviations, saved.vectors)
         ctx.rest = (*saved[4:8], _UNCOUNTED, *saved[9:])
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
-        wanted = _WANTED[ctx.needs_input_grad[:6]]
-        if is_grad_enabled():  # the gradients are to be differentiated themselves
-            return *_Again.apply(torch.empty(0, requires_grad=True), wanted, ctx.rest, dy, *ctx.saved_tensors), None
-        return *backward_of(dy, Saved(*ctx.saved_tensors, *ctx.rest), wanted), None
+        rest = ctx.rest, _WANTED[ctx.needs_input_grad[:6]]
+        return *_compute(_gradients, rest, dy, *ctx.saved_tensors), None
+
+
+def _gradients(rest: Any, dy: Any, *saved: Any) -> Any:
+    kept, wanted = rest
+    return backward_of(dy, Saved(*saved, *kept), wanted)
+
+
+def _compute(function: Any, how: Any, *tensors: Any) -> Any:
+    if is_grad_enabled():  # what it gives is to be differentiated itself
+        return _Again.apply(torch.empty(0, requires_grad=True), function, how, *tensors)
+    return function(how, *tensors)
+
+
+# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
+_apply_linear, _apply_norm, _apply_whole = (super(Function, part).apply for part in (_Linear, _Norm, _Whole))
+
+
+def _apply(
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
+) -> Any:
+    call = _Forward((bias, scale, gamma, beta, *state), options, dtype)
+    if not x.is_cuda:
+        return _apply_whole(x, weight, bias, scale, gamma, beta, call)
+    return _apply_norm(_apply_linear(x, weight, call), bias, scale, gamma, beta, call)
 
 
 class _Again(Function):
     """The gradients, of which there are no gradients; the first argument makes each of them ask for one."""
 
     @staticmethod
-    def forward(ctx: Any, _: Any, wanted: Any, rest: Any, dy: Any, *saved: Any) -> Any:
-        return tuple(backward_of(dy, Saved(*saved, *rest), wanted))
+    def forward(ctx: Any, _: Any, function: Any, how: Any, *tensors: Any) -> Any:
+        return tuple(function(how, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

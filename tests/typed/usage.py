@@ -37,6 +37,11 @@ def numpy_arrays() -> None:
     assert_type(y, Float32)
     assert_type(saved, gsbn.Saved)
 
+    assert_type(gsbn.forward(x, weight, training=True), Float32)
+    assert_type(gsbn.forward(x, weight, 0.5, training=True, activation="relu"), Float32)
+    y, saved = gsbn.forward(x, weight, None, training=True, activation=None, return_saved=True)
+    assert_type(y, Float32)
+
     gradients = gsbn.backward(np.ones_like(y), saved, needs=["x", "weight"], sms=None)
     assert_type(gradients, gsbn.Gradients[Float32])
     assert_type(gradients.weight, Float32 | Any)
@@ -50,6 +55,9 @@ def numpy_arrays() -> None:
     assert_type(w, Float32)
     assert_type(b, Float32)  # not of two axes, as `ones` is by its type
 
+    assert_type(gsbn.fold(ones, None, mean, var), tuple[Float32, Float32])
+    assert_type(gsbn.fold(ones, 2, mean, var)[0], Float32)
+
     prepared = gsbn.prepare(weight, precision="high")
     assert_type(prepared, gsbn.Prepared)
     assert_type(prepared.shape, tuple[int, int])
@@ -58,6 +66,8 @@ def numpy_arrays() -> None:
     truth = reference.forward(x, weight, scale, training=True)
     assert_type(truth.y, NDArray[Any])
     assert_type(reference.backward(y, x, weight, scale, training=True), gsbn.Gradients[NDArray[Any]])
+    reference.forward(x, weight, training=True, activation="relu")
+    reference.backward(y, x, weight, 0.5, beta=mean, training=True, activation="relu")
     cases = bench.cases([(8, 4, 3)], ["float32"], directions=["step"])
     assert_type(cases, list[bench.Case])
 
@@ -67,6 +77,8 @@ def tensors(x: Tensor, weight: Parameter, scale: Parameter, count: Tensor | None
     assert_type(y, Tensor)
     y, saved = gsbn.forward(x, weight, scale, training=True, out=y, return_saved=True)
     assert_type(y, Tensor)
+    assert_type(gsbn.forward(x, weight, training=True, activation="relu"), Tensor)
+    assert_type(gsbn.fold(weight, 0.5, x, x), tuple[Tensor, Tensor])
     assert_type(gsbn.backward(y, saved), gsbn.Gradients[Tensor])
     assert_type(gsbn.backward(y, saved).gamma, Tensor | Any)
     assert_type(gsbn.fold(weight, scale, x, x), tuple[Tensor, Tensor])  # no Parameters

@@ -1,0 +1,159 @@
+"""One candidate of ``gsbn.bench.models``: a model with its optimiser, and what is measured of its training step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+RATE, MOMENTUM = 1e-4, 0.9  # of SGD: so slow that a thousand steps leave the numbers what they are
+
+
+class Trainee:
+    """A copy of the plain model, converted or compiled as its name says. Its first step is not timed, but judged."""
+
+    def __init__(self, torch: Any, name: str, kind: str, plain: Any, x: Any, dy: Any) -> None:
+        self.torch, self.kind, self.x, self.dy = torch, kind, x, dy
+        self.y: Any = None
+        self.model = copy.deepcopy(plain)
+        if name.startswith("gsbn"):
+            from .. import torch as of_torch
+
+            replaced = of_torch.convert(self.model).replaced
+            if sum(map(len, replaced)) != len(plain):
+                raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
+        compiled = name in ("compile", "gsbn-compile")
+        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.optimiser = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)
+        self.calls, self.once = 1, 1.0
+        self.replay: Callable[[], None] | None = None
+        self.called: list[float] = []
+        self.replayed: list[float] = []
+
+    def steps(self) -> Iterator[str]:
+        """One step, which stops where a part of it ends."""
+        self.optimiser.zero_grad(set_to_none=True)
+        device, bfloat16 = self.x.device.type, self.kind == "bfloat16"
+        with self.torch.autocast(device, dtype=self.torch.bfloat16, enabled=bfloat16):
+            self.y = self.forward(self.x)
+        yield "forward"
+        self.y.backward(self.dy if self.dy.dtype == self.y.dtype else self.dy.to(self.y.dtype))
+        yield "backward"
+        self.optimiser.step()
+        yield "optimiser"
+
+    def step(self) -> None:
+        for _ in self.steps():
+            pass
+
+    def first_step(self, truth: list[Any]) -> dict[str, float]:
+        """The errors of y and of the gradients; those of the parameters count alike, whatever their sizes."""
+        steps = self.steps()
+        next(steps), next(steps)
+        y, *gradients = (_relative(a, b) for a, b in zip(self.outcome(), truth, strict=True))
+        errors = {"y": y, "gradients": statistics.fmean(e * e for e in gradients) ** 0.5}
+        if not max(errors.values()) < 1:
+            raise RuntimeError(f"wrong result: an error of {max(errors.values()):.2g} of the truth")
+        next(steps)
+        self.dy, self.y = self.dy.to(self.y.dtype), None
+        return errors
+
+    def outcome(self) -> list[Any]:
+        return [self.y.detach(), *(parameter.grad for parameter in self.model.parameters())]
+
+    def wall(self) -> float:
+        """Seconds a step, of several that are called one after another."""
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self.step()
+        self.synchronize()
+        return (time.perf_counter() - start) / self.calls
+
+    def replays(self) -> float:
+        """Seconds a replay, of as many."""
+        assert self.replay is not None
+        start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(self.calls):
+            self.replay()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) * 1e-3 / self.calls
+
+    def synchronize(self) -> None:
+        if self.x.device.type == "cuda":
+            self.torch.cuda.synchronize()
+
+    def memory(self) -> int:
+        """Bytes: the peak of one warm step, over what was there before it without any gradients."""
+        cuda = self.torch.cuda
+        self.optimiser.zero_grad(set_to_none=True)
+        self.y = None
+        cuda.synchronize()
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        self.step()
+        return int(cuda.max_memory_allocated() - before)
+
+    def phases(self) -> dict[str, float]:
+        """Device time by part of the step: a busy device at its start lets the host run ahead."""
+        samples: list[list[float]] = []
+        for _ in range(5):
+            self.synchronize()
+            self.torch.cuda._sleep(int(4e9 * self.once))  # about twice a step as called
+            events = [self.torch.cuda.Event(enable_timing=True)]
+            events[0].record()
+            for _ in self.steps():
+                events.append(self.torch.cuda.Event(enable_timing=True))
+                events[-1].record()
+            self.synchronize()
+            samples.append([a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events)])
+        parts = zip(*samples, strict=True)
+        return dict(zip(("forward", "backward", "optimiser"), map(statistics.median, parts), strict=True))
+
+    def capture(self) -> str:
+        """Make the step a graph; the reason where it cannot be one."""
+        cuda = self.torch.cuda
+        self.y = None  # and with it the graph of autograd's, which remembers the stream that it was made on
+        try:
+            side = cuda.Stream()
+            side.wait_stream(cuda.current_stream())
+            with cuda.stream(side):
+                for _ in range(3):
+                    self.step()
+            cuda.current_stream().wait_stream(side)
+            self.optimiser.zero_grad(set_to_none=True)
+            self.y = None
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph):
+                self.step()
+            graph.replay()
+            cuda.synchronize()
+            self.replay = graph.replay
+            return ""
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                cuda.synchronize()
+            return line_of(error)
+
+
+def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
+    """y and the gradients of the first step in float64."""
+    wide = copy.deepcopy(plain).double()
+    y = wide(x.double())
+    y.backward(dy.double())
+    return [y.detach(), *(parameter.grad for parameter in wide.parameters())]
+
+
+def line_of(error: BaseException) -> str:
+    """The first line of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _relative(got: Any, want: Any) -> float:
+    return float((got.double() - want).norm() / want.norm())
