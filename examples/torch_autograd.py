@@ -1,8 +1,4 @@
-"""gsbn inside PyTorch's autograd: a drop-in for ``nn.Sequential(nn.Linear, Scale, nn.BatchNorm1d)``.
-
-`LinearScaleBatchNorm` owns the three modules, with their names, initialisation and state_dict, and hands their tensors
-to `gsbn.forward` and `gsbn.backward`. Both are registered as custom operators, so that torch.compile keeps them in its
-graph whole; an autograd.Function connects the two. Under torch.autocast x and weight are cast as nn.Linear casts them.
+"""gsbn inside PyTorch's autograd: `gsbn.torch.convert` on a plain model.
 
 As a script it trains a classifier of handwritten digits twice, with the plain modules and with gsbn, from the same
 weights, and compares the loss curves; then once more under autocast, compiled, and replayed from a CUDA graph.
@@ -21,113 +17,11 @@ try:
 except ModuleNotFoundError:
     sys.exit("torch_autograd: needs PyTorch: pip install torch")
 
-import gsbn
-
-
-@torch.library.custom_op("gsbn::forward", mutates_args=("running_mean", "running_var", "num_batches_tracked"))
-def forward_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    gamma: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    num_batches_tracked: torch.Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    precision: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        y, saved = gsbn.forward(
-            x,
-            weight,
-            scale,
-            bias=bias,
-            gamma=gamma,
-            beta=beta,
-            running_mean=running_mean,
-            running_var=running_var,
-            num_batches_tracked=num_batches_tracked,
-            training=training,
-            momentum=momentum,
-            eps=eps,
-            precision=precision,
-            return_saved=True,
-        )
-    return y, saved.deviations, saved.vectors
-
-
-@forward_op.register_fake
-def _(x, weight, scale, bias, gamma, beta, mean, var, count, training, momentum, eps, precision):  # type: ignore[no-untyped-def]
-    """The shapes that `gsbn.Saved` documents."""
-    (rows, _), features = x.shape, weight.shape[0]
-    kept, pitch = x.dtype, features
-    if x.device.type == "cpu":
-        kept = torch.float64 if rows <= 16 or kept == torch.float64 else torch.float32
-    else:
-        pad = 16 // x.dtype.itemsize
-        pitch = (features + pad - 1) // pad * pad
-        if x.dtype.itemsize == 2:
-            kept = torch.float32 if not training else x.dtype if rows > 16 else torch.float64
-    y, deviations = x.new_empty(rows, features), x.new_empty(rows, pitch, dtype=kept)
-    return y, deviations, x.new_empty(7, features, dtype=torch.float64)
-
-
-@torch.library.custom_op("gsbn::backward", mutates_args=())
-def backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    deviations: torch.Tensor,
-    vectors: torch.Tensor,
-    training: bool,
-    precision: str,
-    dtypes: str,
-    needs: str,
-) -> list[torch.Tensor]:
-    """The gradients named in `needs`, in the order of `gsbn.Gradients`; an operator cannot return None."""
-    absent = tuple(None if name == "None" else name for name in dtypes.split())
-    saved = gsbn.Saved(x, weight, deviations, vectors, training, precision, "auto", absent)  # type: ignore[arg-type]
-    with torch.no_grad():
-        return [gradient for gradient in gsbn.backward(dy, saved, needs=needs.split()) if gradient is not None]
-
-
-@backward_op.register_fake
-def _(dy, x, weight, deviations, vectors, training, precision, dtypes, needs):  # type: ignore[no-untyped-def]
-    of = {"x": x, "weight": weight}
-    for name, dtype in zip(gsbn.Gradients._fields[2:], dtypes.split(), strict=True):
-        of[name] = None if dtype == "None" else dy.new_empty(weight.shape[0], dtype=getattr(torch, dtype))
-    return [torch.empty_like(of[name], memory_format=torch.contiguous_format) for name in needs.split()]
-
-
-class _Function(torch.autograd.Function):
-    """Hands over, and knows nothing."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, scale, gamma, beta, mean, var, count, training, momentum, eps, precision):  # type: ignore[no-untyped-def]
-        y, deviations, vectors = forward_op(
-            x, weight, scale, bias, gamma, beta, mean, var, count, training, momentum, eps, precision
-        )
-        ctx.save_for_backward(x, weight, deviations, vectors)
-        ctx.training, ctx.precision = training, precision
-        dtypes = (None if a is None else a.dtype for a in (bias, scale, gamma, beta))
-        ctx.dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        names, wanted = gsbn.Gradients._fields, ctx.needs_input_grad
-        needs = " ".join(name for name, need in zip(names, wanted[:6], strict=True) if need)
-        found = backward_op(dy, *ctx.saved_tensors, ctx.training, ctx.precision, ctx.dtypes, needs)
-        of = dict(zip(needs.split(), found, strict=True))
-        return *(of.get(name) for name in names), None, None, None, None, None, None, None
+import gsbn.torch
 
 
 class Scale(nn.Module):
-    """``x * scale``, feature by feature."""
+    """``x * scale``, feature by feature, as in KernelBench's problems: `convert` is told of it."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -137,47 +31,18 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-class LinearScaleBatchNorm(nn.Sequential):
-    """``BatchNorm1d(Linear(x) * scale)`` by gsbn: the three modules stay, with their state, and are never called.
-
-    >>> layer = LinearScaleBatchNorm(nn.Linear(64, 32), Scale(32), nn.BatchNorm1d(32))
-    """
-
-    def __init__(self, linear: nn.Linear, scale: Scale, norm: nn.BatchNorm1d, precision: str = "highest") -> None:
-        super().__init__(linear, scale, norm)
-        self.precision = precision
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear, scale, norm = self
-        weight = linear.weight
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        batch = norm.training or norm.running_mean is None  # as BatchNorm1d chooses its statistics
-        state = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        if not norm.track_running_stats and batch:
-            state = (None, None, None)
-        return _Function.apply(
-            x, weight, linear.bias, scale.scale, norm.weight, norm.bias, *state, batch, norm.momentum, norm.eps,
-            self.precision,
-        )  # fmt: skip
-
-
-# ---- the demonstration -----------------------------------------------------------------------------------------------
-
-
 def classifier(hidden: int = 256) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(i, hidden), Scale(hidden), nn.BatchNorm1d(hidden)) for i in (64, hidden)]
-    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), nn.Linear(hidden, 10))
+    first, second = ((nn.Linear(i, hidden), Scale(hidden), nn.BatchNorm1d(hidden), nn.ReLU()) for i in (64, hidden))
+    return nn.Sequential(*first, *second, nn.Linear(hidden, 10))
 
 
 def with_gsbn(model: nn.Module) -> nn.Module:
-    """A copy in which gsbn takes the place of every such triple."""
+    """A copy that gsbn runs."""
     model = copy.deepcopy(model)
-    for name, child in model.named_children():
-        if isinstance(child, nn.Sequential) and [type(m) for m in child] == [nn.Linear, Scale, nn.BatchNorm1d]:
-            setattr(model, name, LinearScaleBatchNorm(*child))
+    report = gsbn.torch.convert(model, scales=(Scale,))
+    print(report)
+    assert len(report.replaced) == 2 and not report.left
     return model
 
 

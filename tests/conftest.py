@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -61,3 +62,21 @@ def cpu_kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(params=GPU_KINDS)
 def gpu_kind(request: pytest.FixtureRequest) -> Kind:
     return kind_of(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Torch's devices by their names."""
+    if request.param == "cuda" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """torch.compile with nothing compiled before."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ def arguments(device: str = "cpu", **changes: Any) -> dict[str, Any]:
     call |= {name: torch.ones(O) for name in ("scale", "bias", "gamma", "beta", "running_mean", "running_var")}
     call |= {"num_batches_tracked": torch.zeros((), dtype=torch.int64), "out": torch.zeros(B, O)}
     return {name: a.to(device) for name, a in call.items()} | {"training": True} | changes
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA device")
-    return str(request.param)
 
 
 class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
@@ -230,13 +223,6 @@ def test_the_quick_way_to_read_gives_up_on_what_the_checks_refuse() -> None:
 
 
 # ---- torch.compile and torch.export
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -98,7 +98,7 @@ import gsbn
 print(*sorted(set(sys.modules) - before))
 """
     brought = python(script).split()
-    for name in ("gsbn.bench", "subprocess", "shutil", "platform", "concurrent.futures"):
+    for name in ("gsbn.bench", "gsbn.torch", "subprocess", "shutil", "platform", "concurrent.futures"):
         assert [module for module in brought if f"{module}.".startswith(f"{name}.")] == []
 
 
@@ -125,6 +125,29 @@ except AttributeError as error:
         *names.split()
     }
     assert error == "module 'gsbn' has no attribute 'benchmark'"
+
+
+def test_the_bridge_is_there_after_a_bare_import() -> None:
+    """And inside it torch is PyTorch."""
+    pytest.importorskip("torch")
+    script = """
+import sys
+import gsbn
+import torch
+
+print("gsbn.torch" in sys.modules)
+print(gsbn.torch.LinearBatchNorm1d.__mro__[1] is torch.nn.Module, gsbn.torch is sys.modules["gsbn.torch"])
+from gsbn import torch as bridge
+print(bridge is gsbn.torch, *bridge.__all__)
+"""
+    first, second, third = python(script).splitlines()
+    assert (first, second) == ("False", "True True")
+    assert {"LinearBatchNorm1d", "convert", "linear_batch_norm", "revert"} <= {*third.split()}
+
+
+def test_the_bridge_says_what_it_lacks() -> None:
+    script = BLOCKER + "import gsbn\ntry:\n    gsbn.torch\nexcept ModuleNotFoundError as error:\n    print(error)"
+    assert "torch" in python(script)
 
 
 def test_warming_up_needs_no_bench() -> None:

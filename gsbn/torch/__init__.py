@@ -2,12 +2,8 @@
 
 >>> import gsbn.torch
 >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
->>> layer
-LinearBatchNorm1d(
-  activation=relu
-  (linear): Linear(in_features=64, out_features=32, bias=False)
-  (norm): BatchNorm1d(32, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
-)
+>>> list(layer.state_dict())[:3]
+['linear.weight', 'norm.weight', 'norm.bias']
 
 Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` know tensors, but no autograd.
 """

@@ -13,7 +13,7 @@ from ._modules import Group, is_plain, run
 
 __all__ = ["Conversion", "Left", "Sequential", "convert", "revert"]
 
-_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm)
+_NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
 _OURS = ("_scales", "_precision", "_plan")  # what conversion adds to an nn.Sequential
 
 

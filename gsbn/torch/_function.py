@@ -121,7 +121,10 @@ def call(
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         return recorded(tensors, training, differentiate, number, *more, activation)
     if differentiate:
-        return _apply(x, weight, bias, scale, gamma, beta, (state, (*options, True, None, activation), dtype))
+        # Function's own apply takes 3 us to look for torch.func's transforms, whose tensors gsbn refuses anyway
+        return super(Function, _Call).apply(
+            x, weight, bias, scale, gamma, beta, (state, (*options, True, None, activation), dtype)
+        )
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation))
@@ -152,10 +155,6 @@ class _Call(Function):
         if is_grad_enabled():  # the gradients are to be differentiated themselves
             return *_Again.apply(torch.empty(0, requires_grad=True), wanted, ctx.rest, dy, *ctx.saved_tensors), None
         return *backward_of(dy, Saved(*ctx.saved_tensors, *ctx.rest), wanted), None
-
-
-# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
-_apply = super(Function, _Call).apply
 
 
 class _Again(Function):

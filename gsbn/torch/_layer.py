@@ -58,7 +58,8 @@ class LinearBatchNorm1d(nn.Module):
     Examples
     --------
     >>> import torch
-    >>> layer = LinearBatchNorm1d(64, 32, activation="relu")
+    >>> import gsbn.torch
+    >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
     >>> layer(torch.randn(256, 64)).shape
     torch.Size([256, 32])
     """

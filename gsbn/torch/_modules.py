@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
 
 from .._typing import Activation, Gemm, Precision
@@ -12,7 +13,7 @@ from ._function import call
 
 __all__ = ["Group", "are_plain", "fused", "is_plain", "run"]
 
-_TENSORS = (Tensor, nn.Parameter)
+_TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
 _NO_STATISTICS = (None, None, None)
 _hooks_of_all: Any = getattr(_module, "_has_any_global_hook", lambda: False)
 
