@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from accuracy import SEEDS, family
-from gradients import NAMES, backward, draw_dy, gradient_bounds, torch_gradients, truth_of
+from gradients import NAMES, backward, before_relu, draw_dy, gradient_bounds, step, torch_gradients, truth_of
 from harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of, without_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Case, cases
+from strategies import ACTIVATIONS, SCALES, Case, cases
 from test_forward_gpu import capture, exact_training, new_stream, refused_by_sm90
 from tolerance import TF32, assert_within, norm_error
 
@@ -39,12 +39,15 @@ def assert_right(
     *,
     training: bool,
     eps: float = 1e-5,
+    activation: str | None = None,
     **options: Any,
 ) -> None:
-    got = backward(kind, arrays, dy, layouts, training=training, eps=eps, **options)
+    y, got = step(kind, arrays, dy, layouts, training=training, eps=eps, activation=activation, **options)
+    dy = dy if activation is None else before_relu(dy, y)
     truth = truth_of(arrays, dy, training=training, eps=eps)
+    form = {"training": training, "eps": eps, "activation": activation}
     parked = options.get("gemm", "auto") in ("auto", "sm90")
-    limits = gradient_bounds(arrays, dy, truth, training=training, eps=eps, operand=operand, parked=parked)
+    limits = gradient_bounds(arrays, dy, truth, operand=operand, parked=parked, **form)
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
@@ -57,7 +60,7 @@ def assert_right(
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", GPU_KINDS)
-@given(case=cases(limit=400), layout=st.sampled_from(LAYOUTS))
+@given(case=cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS), layout=st.sampled_from(LAYOUTS))
 @settings(max_examples=40)
 def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) -> None:
     arrays = case.arrays()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import re
 import subprocess
@@ -82,11 +83,14 @@ NEEDS = {
     "kernelbench_39": ("torch",),
     "kernelbench_time": ("torch",),
     "torch_handoff": ("torch",),
+    "published_head": ("torch",),
+    "barlow_twins_head": ("torch", "sklearn"),
     "torch_autograd": ("torch", "sklearn", "ml_dtypes"),
     "train_digits": ("sklearn", "rich", "matplotlib"),
     "jax_handoff": ("jax",),
 }
 NEEDS_ON_A_GPU = {name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed}
+del NEEDS_ON_A_GPU["barlow_twins_head"]  # which is plain PyTorch if nothing else is asked for
 
 
 def hide(library: str, example: str, *arguments: object, gpu: bool = False) -> Any:
@@ -172,6 +176,36 @@ def test_train_digits(gpu: bool, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("gpu", devices())
+def test_a_published_head_has_the_same_losses(gpu: bool) -> None:
+    """Ten steps in float64 to 1e-10; no outside truth, but PyTorch's own."""
+    pytest.importorskip("torch")
+    if gpu:
+        need_torch_cuda()
+    output = run(EXAMPLES / "published_head.py", gpu=gpu)
+    pairs = re.findall(r"loss (\S+) plain, (\S+) converted", output)
+    assert len(pairs) == 10 and len({plain for plain, _ in pairs}) == 10
+    assert max(abs(float(plain) - float(converted)) for plain, converted in pairs) <= 1e-10
+    replaced = re.findall(r"replaced (.*)", output)
+    assert len(replaced) == 4 and sum(" + predictor.2" in line for line in replaced) == 1
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_barlow_twins(gpu: bool, tmp_path: Path) -> None:
+    for package in ("torch", "sklearn"):
+        pytest.importorskip(package)
+    if gpu:
+        need_torch_cuda()
+    small = ("--steps", 60, "--rows", 128, "--width", 96)
+    output = run(EXAMPLES / "barlow_twins_head.py", "--convert", *small, "--plot", tmp_path / "b.png", gpu=gpu)
+    right = [float(share) for share in re.findall(r"([\d.]+)% of neighbours right", output)]
+    assert len(right) == 3 and min(right) > 85
+    assert f"{'cuda' if gpu else 'cpu'}: one line " in output
+    assert "the curves differ by" in output
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
 # KernelBench's evaluator, level 2: it executes the text of the problem and then the text of the candidate in one
 # namespace without __file__ or __name__, and draws weights and inputs from equal seeds.
 
@@ -199,7 +233,9 @@ def models(number: int, device: str, dtype: Any, shape: tuple[int, int, int] | N
 
     context: dict[str, Any] = {}
     exec(ORIGINAL, context)
-    exec((EXAMPLES / f"kernelbench_{number}.py").read_text(), context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)  # as PYTHONPATH does
+        exec((EXAMPLES / f"kernelbench_{number}.py").read_text(), context)
     assert tuple(context[name] for name in ("batch_size", "in_features", "out_features")) == PROBLEMS[number]
     if shape is not None:
         B, I, O = shape
@@ -299,7 +335,7 @@ def test_kernelbench_as_a_script(number: int, gpu: bool) -> None:
 @pytest.mark.parametrize("number", PROBLEMS)
 def test_kernelbench_static_checks(number: int) -> None:
     """What the evaluator's static checker forbids outright, and PyTorch's computing layers besides."""
-    text = (EXAMPLES / f"kernelbench_{number}.py").read_text()
+    text = "".join((EXAMPLES / f"kernelbench{of}.py").read_text() for of in (f"_{number}", ""))
     forbidden = r"\btry\s*:|\bexcept\b|\bpass\b|\bthreading\b|nn\.functional|\bF\.|torch\.(mm|matmul|batch_norm)\b"
     assert re.findall(forbidden, text) == []
     assert "from __future__" not in text, "the evaluator may put a line before the first"

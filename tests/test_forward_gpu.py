@@ -28,7 +28,7 @@ from harness import (
     without_out,
 )
 from hypothesis import given, settings
-from strategies import Case, cases
+from strategies import ACTIVATIONS, SCALES, Case, cases
 from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
 
 import gsbn
@@ -55,7 +55,7 @@ def truth_and_bounds(
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", GPU_KINDS)
-@given(case=cases(limit=400))
+@given(case=cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS))
 @settings(max_examples=60)
 def test_stays_within_the_bounds(name: str, gemm: str, case: Case) -> None:
     arrays = case.arrays()

@@ -77,6 +77,24 @@ def test_what_is_wrong_is_found(part: str, message: str | None, monkeypatch: pyt
         fuzz.judge_good(case)
 
 
+def test_a_gradient_of_other_signs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element of dy that comes where y is zero is within no bound of dbeta: that of integers has none."""
+    recipe = fuzz.Case((9, 5, 4), "bfloat16", training=True, activation="relu")
+    case = replace(fuzz.draw_good(0, ("numpy",)), recipe=recipe, needs=("beta",), integers=True, prepared=False)
+    assert fuzz.judge_good(case)
+    honest = gsbn.backward
+
+    def leaks(dy: Any, saved: Any, **options: Any) -> Any:
+        found = honest(dy, saved, **options)
+        if found.beta is not None:
+            found.beta[2] += 1
+        return found
+
+    monkeypatch.setattr(gsbn, "backward", leaks)
+    with pytest.raises(AssertionError, match="dbeta"):
+        fuzz.judge_good(case)
+
+
 def test_an_error_that_comes_too_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(fuzz.draw_bad(0, ("numpy",)), way="eps: 1j", primed=False)
     assert fuzz.judge_bad(case)

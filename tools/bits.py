@@ -1,4 +1,4 @@
-"""The bits of about 40 calls: what an edit that should change nothing is held to.
+"""The bits of about 80 calls: what an edit that should change nothing is held to.
 
 python tools/bits.py > before.txt            a line a call: its name, and a digest of every array that it made or wrote
 python tools/bits.py --against before.txt    which of them differ; exit status 1 if any does
@@ -37,8 +37,12 @@ def calls():
     gemms = ("tiled", "cublas") if GPU else ("auto",)
     for dtype, gemm, training in product(DTYPES, gemms, (True, False)):
         yield f"{dtype} {gemm}", RAGGED, dtype, {"gemm": gemm, "training": training}
+        yield f"{dtype} {gemm} relu", RAGGED, dtype, {"gemm": gemm, "training": training, "activation": "relu"}
     for dtype in DTYPES:
         yield f"{dtype} few rows", FEW, dtype, {"training": True}
+        yield f"{dtype} few rows relu", FEW, dtype, {"training": True, "activation": "relu"}
+        for scale in ("one scale", "no scale"):
+            yield f"{dtype} {scale}", RAGGED, dtype, {"gemm": gemms[0], "training": True}
     if not GPU:
         return
     for (dtype, precision), shape in product(
@@ -47,17 +51,27 @@ def calls():
         options = {"gemm": "sm90", "precision": precision}
         yield f"{dtype} sm90 {precision}", shape, dtype, {**options, "training": True}
         yield f"{dtype} sm90 {precision}", shape, dtype, {**options, "training": False, "return_saved": False}
+        options |= {"activation": "relu"}
+        yield f"{dtype} sm90 {precision} relu", shape, dtype, {**options, "training": True}
+        yield f"{dtype} sm90 {precision} relu", shape, dtype, {**options, "training": False, "return_saved": False}
     yield "bfloat16 of 70 SMs", WHOLE, "bfloat16", {"training": True, "sms": 70}
 
 
-def operands(shape, dtype):
-    """All arguments, the same every time; rows of x are columns of what lies in memory, so that copies are made too."""
+def operands(shape, dtype, name):
+    """All arguments, the same every time; rows of x are columns of what lies in memory, so that copies are made too.
+
+    The call's name says whether its scale is one element, or none.
+    """
     B, I, O = shape
     rng, t = np.random.default_rng(0), DTYPES[dtype]
     wide = np.float64 if dtype == "float64" else np.float32
     vectors = {name: rng.uniform(0.5, 2, O).astype(wide) for name in ("scale", "bias", "gamma", "beta", *STATE[:2])}
     x, weight = (reference.round_to(rng.standard_normal(s), t) for s in ((I, B), (O, I)))
     host = {"x": x, "weight": weight, **vectors, "num_batches_tracked": np.array(3)}
+    if name.endswith("no scale"):
+        del host["scale"]
+    elif name.endswith("one scale"):
+        host["scale"] = host["scale"][:1]
     native = {name: xp.asarray(a) for name, a in host.items()}
     return {**native, "x": native["x"].T}, xp.asarray(reference.round_to(rng.standard_normal((B, O)), t))
 
@@ -72,12 +86,12 @@ def digest(arrays):
 
 def lines():
     for name, shape, dtype, options in calls():
-        arrays, dy = operands(shape, dtype)
+        arrays, dy = operands(shape, dtype, name)
         what = f"{name} {'training' if options['training'] else 'inference'} {'x'.join(map(str, shape))}"
         y = gsbn.forward(**arrays, **{**options, "return_saved": False})
         yield f"{what} forward: {digest([y, *(arrays[name] for name in STATE)])}"
         if options.get("return_saved", True):
-            arrays, dy = operands(shape, dtype)
+            arrays, dy = operands(shape, dtype, name)
             y, saved = gsbn.forward(**arrays, **options, return_saved=True)
             kept = saved.deviations[:, : shape[2]]
             gradients = gsbn.backward(dy, saved, sms=options.get("sms"))

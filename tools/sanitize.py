@@ -27,7 +27,7 @@ from gsbn import _kernels, _plan, _sm90, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES
+from gsbn._plan.variants import ACTIVATIONS, BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES, with_activation
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -61,11 +61,11 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False):
+def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False, activation=None):
     host, native = operands(shape, dtype)
     options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps}
-    y = forward_within(within, **native, **options)
-    want = reference.forward(**host, training=training)
+    y = forward_within(within, **native, **options, activation=activation)
+    want = reference.forward(**host, training=training, activation=activation)
     if keeps:
         y, saved = y
         g = host["x"].astype("f8") @ host["weight"].astype("f8").T
@@ -73,19 +73,22 @@ def forward(within, shape, dtype, gemm, training, precision="highest", keeps=Fal
     agree(y, want.y)
 
 
-def tiled(dtype, tile):
+def tiled(dtype, tile, activation=None):
     for training in (True, False):  # with scale_stats in three splits, running_affine, normalize
-        forward(limits(tiled=tile), (300, 40, 45), dtype, "tiled", training)
+        forward(limits(tiled=tile), (300, 40, 45), dtype, "tiled", training, activation=activation)
 
 
-def backward(dtype, tile, gemm, precision="highest"):
+def backward(dtype, tile, gemm, precision="highest", activation=None):
     host, native = operands((300, 40, 45), dtype)
+    if activation:  # and one element for all features, whose gradient is a sum of theirs
+        host["scale"], native["scale"] = host["scale"][:1], native["scale"][:1]
     dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision}
-        _, saved = forward_within(limits(tiled=tile), **native, **options, return_saved=True)
+        y, saved = forward_within(limits(tiled=tile), **native, **options, activation=activation, return_saved=True)
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
-        want = reference.backward(dy, **taken, training=training)
+        before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)  # as gsbn.bench.bounds judges
+        want = reference.backward(before, **taken, training=training)
         for fused in (False, True):  # two launches, and one
             got = backward_within(limits(tiled=tile, fused=fused), cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
@@ -99,12 +102,12 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster, keeps=False):
+def sm90(element, mode, block_m, cluster, keeps=False, activation=None):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
     within = limits(sm90=(block_m, cluster))
     shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
     if mode != "gemm":
-        return forward(within, shape, dtype, "sm90", mode == "training", precision, keeps)
+        return forward(within, shape, dtype, "sm90", mode == "training", precision, keeps, activation)
     return multiply(within, shape, dtype, precision)
 
 
@@ -133,14 +136,19 @@ def variants():
     for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
         for tile in TILES["double" if dtype == "float64" else "float"]:
-            yield f"tiled {dtype} {tile[0]}", tiled, (dtype, tile)
-            yield f"backward {dtype} {tile[0]}", backward, (dtype, tile, "tiled")
+            for activation in (None, *ACTIVATIONS):
+                end = f" {activation}" if activation else ""
+                yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
+                yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
     for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS, (False, True))):
-        if _plan.forward_sm90(*choice) in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
-            yield "sm90 {} {} {}x{}".format(*choice) + " keeps" * choice[-1], sm90, choice
+        for activation in (None, *ACTIVATIONS):
+            kernel = with_activation(_plan.forward_sm90(*choice), activation)
+            if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
+                end = " keeps" * choice[-1] + (f" {activation}" if activation else "")
+                yield "sm90 {} {} {}x{}".format(*choice) + end, sm90, (*choice, activation)
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
         if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:

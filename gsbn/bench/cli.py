@@ -225,7 +225,8 @@ def bench_command(
         given |= {"--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
         for option in (option for option, value in given.items() if value):
             raise typer.BadParameter("the models take no such option", param_hint=f"'{option}'")
-        chosen = [name for name in _names("--only", only, models.NAMES) or (models.NAMES if gpu else models.ON_A_CPU)
+        default = models.NAMES if models.has_gpus() else models.ON_A_CPU
+        chosen = [name for name in _names("--only", only, models.NAMES) or default
                   if name not in _names("--skip", skip, models.NAMES)]  # fmt: skip
         return _bench_models([k.value for k in dtype or []], chosen, settings, as_json, plot, publish, publish_as)
     shapes = (PRESETS[preset.value] if preset else []) + [_shape(text, on_host=not gpu) for text in shape or []]
@@ -270,7 +271,7 @@ def _bench_models(
     publish_as: str,
 ) -> None:
     """``--preset models``, of which only these options make sense."""
-    gpu = machine.has_gpu()
+    gpu = models.has_gpus()
     if not chosen:
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
@@ -278,7 +279,7 @@ def _bench_models(
             f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}", param_hint="'--dtype'"
         )
     if not gpu:
-        err.print(Text("No GPU: smaller models, on the CPU.", style="yellow"))
+        err.print(Text("No GPU that PyTorch and CuPy see: smaller models, on the CPU.", style="yellow"))
     with _bar("model") as step:
         report = models.run(models.cases(kinds or models.KINDS, gpu), chosen, settings, step)
     if report.interrupted:

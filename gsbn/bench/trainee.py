@@ -45,6 +45,7 @@ class Trainee:
         yield "backward"
         self.optimiser.step()
         yield "optimiser"
+        self.y = None  # and with it autograd's nodes, which remember the stream that they were made on
 
     def step(self) -> None:
         for _ in self.steps():
