@@ -150,7 +150,7 @@ class How(NamedTuple):
     norm: bool = True  # the halves: from dy to dg, and on from there
     linear: bool = True
     wide: bool = False  # dweight in float32, of 16-bit operands
-    in_place: bool = False  # of the first half: dg where the deviations lie, which have its dtype
+    in_place: bool = False  # dg where the deviations lie, which have its dtype
 
 
 def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:
@@ -177,6 +177,8 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     if found is None:
         if saved is not None:
             _check_arguments(kind, arrays[0], saved)
+        else:
+            kinds_of({"dy": arrays[0]}, ("dy",))
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = _prepare_call(kind, arrays, how, device, capturing)
         remember(_calls, key, found)
@@ -263,6 +265,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
         norm=how.norm,
         linear=how.linear,
         wide=how.wide,
+        in_place=how.in_place,
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -292,7 +295,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
         dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
     call.workspace(plan.workspace + (8 * n if one_scale else 0))
     if plan.dg and how.linear:
-        dg = call.at(plan.dg_at)
+        dg = "deviations" if how.in_place else call.at(plan.dg_at)
         across = call.at(plan.across_at) if plan.across else dg
     to_vectors = {f"to_{name}": of[name] for name in VECTORS}
     if one_scale:  # those of the features first, in float64

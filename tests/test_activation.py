@@ -41,7 +41,7 @@ PATHS = [
     *(pytest.param("cupy", gemm, marks=pytest.mark.gpu) for gemm in ("auto", "cublas", "tiled", "sm90")),
     pytest.param("torch-cuda", "auto", marks=pytest.mark.gpu),
 ]
-FORM_PATHS = [  # what an argument's form goes through: each library's reading, and the kernels of one and of three launches
+FORM_PATHS = [  # each library, and the kernels of one launch and of three
     ("numpy", "auto"),
     ("torch-cpu", "auto"),
     *(pytest.param("cupy", gemm, marks=pytest.mark.gpu) for gemm in ("auto", "tiled")),

@@ -60,6 +60,21 @@ def test_give_what_the_whole_gives(
         assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(getattr(expected, name)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77)])
+def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> None:
+    rows, inputs, features = shape
+    x, weight = integers((rows, inputs), dtype), integers((features, inputs), dtype)
+    dy = integers((rows, features), dtype)
+    _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
+    expected = gsbn.backward(dy, saved)
+    prepared, made = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
+    for name, place in zip(Gradients._fields, prepared.places, strict=True):
+        assert (place is None) == (getattr(expected, name) is None)
+        if place is not None:
+            assert_same_bits(cupy.asnumpy(made[place]), cupy.asnumpy(getattr(expected, name)))
+
+
 @pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(

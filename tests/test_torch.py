@@ -360,3 +360,38 @@ def test_fold(device: str, options: dict[str, Any]) -> None:
 def test_fold_without_statistics() -> None:
     with pytest.raises(ValueError, match="fold: expected running statistics"):
         pair(track_running_stats=False)[0].fold()
+
+
+# ---- large calls, of which autograd sees two nodes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("shape", [(2000, 4096, 1024), (70000, 96, 128)])
+def test_large_calls(shape: tuple[int, int, int], cast: bool, training: bool) -> None:
+    """As PyTorch's modules; and with the same bits where the graph is kept, so that nothing may be overwritten."""
+    rows, inputs, features = shape
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(inputs, features, bias=False), nn.BatchNorm1d(features), nn.ReLU()).cuda()
+    ours = copy.deepcopy(plain).train(training)
+    gsbn.torch.convert(ours)
+    truth = copy.deepcopy(plain).double().train(training)
+    x = torch.randn(rows, inputs, device="cuda")
+    dy = torch.randn(rows, features, device="cuda") / rows
+    errors = []
+    kept: list[list[torch.Tensor]] = []
+    for model, wide in ((truth, True), (plain.train(training), False), (ours, False), (ours, False)):
+        model.zero_grad()
+        at = (x.double() if wide else x).clone().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast and not wide):
+            y = model(at)
+        y.backward(dy.to(y.dtype), retain_graph=len(kept) == 3)
+        kept.append([at.grad, *(parameter.grad for parameter in model.parameters())])
+        errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(kept[-1], kept[0], strict=True)])
+    assert y.grad_fn.name() == "_NormBackward"
+    assert {a.dtype for a in kept[2]} == {torch.float32}
+    assert all(a.equal(b) for a, b in zip(kept[2], kept[3], strict=True))
+    eps = torch.finfo(torch.bfloat16 if cast else torch.float32).eps
+    for mine, theirs in zip(errors[2], errors[1], strict=True):
+        assert mine <= 1.05 * theirs + eps / 4  # the accuracy rule

@@ -83,12 +83,13 @@ def backward_plan(
     norm: bool = True,
     linear: bool = True,
     wide: bool = False,
+    in_place: bool = False,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
     from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
-    float32 where the operands have 16 bits.
+    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -126,7 +127,7 @@ def backward_plan(
     if fused or not sums:
         splits = 0
     dg_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
-    across_at = round_up(dg_at + (m * pitch * size if dg and linear else 0), 256)
+    across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     # dx is made first. The weight's limbs then lie where dw will: they take the same bytes; and x's where dg lay.
     if dx is not None and dx.through is not None and "weight" in needs:

@@ -22,7 +22,6 @@ from ._operators import recorded
 __all__ = ["call", "linear_batch_norm"]
 
 _NUMBERS = (float, int)
-_UNCOUNTED = (None, None)  # autograd itself counts the changes of what it saves
 # The names of the gradients that are needed, by what autograd says of the arguments
 _WANTED = {
     needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
@@ -135,82 +134,119 @@ def _cast(array: Any, dtype: Any) -> Any:
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
-class _Forward:
-    """What the two parts of a call on a GPU tell each other: its arguments, and what it has saved."""
+class _Whole(Function):
+    """gsbn's forward and backward, which autograd calls with grad mode off."""
 
-    __slots__ = ("arrays", "dtype", "how", "options", "saved")
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
+        y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
+        ctx.save_for_backward(*saved[:4])
+        return y
 
-    def __init__(self, arrays: Any, options: Any, dtype: Any) -> None:
-        self.arrays, self.options, self.dtype = arrays, options, dtype
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
+        how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
+        return *_compute(_gradients, how, dy, *ctx.saved_tensors), None
 
 
 class _Linear(Function):
-    """All of the forward; of the backward what follows when the gradient has come through the normalisation.
-
-    Two nodes of autograd's, as PyTorch has: dy and the deviations are free before the products' gradients are made.
-    """
+    """All of the forward of a large call; of the backward what is left when the gradient has come through `_Norm`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, call: Any) -> Any:
-        dtype = call.dtype
-        wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
-        if dtype is not None:
-            x, weight = _cast(x, dtype), _cast(weight, dtype)
-        bias, scale, *vectors = call.arrays
-        y, saved = forward_of((x, weight, scale, bias, *vectors, None), call.options)
-        ctx.save_for_backward(x, *[weight] * (not wide))
-        ctx.cast = weight if wide else None
-        call.saved = saved
-        call.how = ctx.how = How._make((*saved[4:8], *saved[9:], (), None, _ANY, True, True, wide, False))
+    def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
+        y, saved, how = _forward(x, weight, *vectors, *more)
+        ctx.save_for_backward(saved.x, *[saved.weight] * (not how.wide))
+        ctx.cast = saved.weight if how.wide else None  # gsbn's own
+        ctx.how = how
+        between += (saved.deviations, saved.vectors, how)
         return y
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
-        needed = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(needed[0], needed[1], *_FOUR)], norm=False)
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False)
         if not how.wide:
-            return *_compute(_products, how, dg, *ctx.saved_tensors), None
-        # The cast weight is free before dweight is made, which is twice as large.
-        of_x = of_weight = None
-        if needed[0]:
-            of_x, _ = _compute(_products, how._replace(needs=("x",)), dg, None, ctx.cast)
+            dx, dweight = _compute(_products, how, dg, *ctx.saved_tensors)
+            return dx, dweight, None, None, None
+        # The cast weight is free before dweight is made, which has twice its bytes.
+        dx = dweight = None
+        if of_x:
+            dx, _ = _compute(_products, how._replace(needs=("x",)), dg, None, ctx.cast)
         if not _keeps_graph():
             ctx.cast = None
-        if needed[1]:
-            _, of_weight = _compute(_products, how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
-        return of_x, of_weight, None
+        if of_weight:
+            _, dweight = _compute(_products, how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
+        return dx, dweight, None, None, None
 
 
 class _Norm(Function):
     """Nothing of the forward, in which y passes through; of the backward the way from dy to dg."""
 
     @staticmethod
-    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, call: Any) -> Any:
+    def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, between: Any) -> Any:
         ctx.mark_dirty(y)
-        ctx.save_for_backward(call.saved.deviations, call.saved.vectors)
-        ctx.how = call.how
+        *kept, ctx.how = between
+        ctx.save_for_backward(*kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         through, *vectors, _ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
-        deviations, kept = ctx.saved_tensors
-        if how.training and deviations.dtype is dy.dtype and not _keeps_graph():  # nobody reads them again
-            how = how._replace(in_place=True)
-        return *_compute(_before_norm, how, dy, deviations, kept), None
+        return *_compute(_before_norm, how, dy, *ctx.saved_tensors), None
 
 
+def _apply(
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
+) -> Any:
+    more = state, options, dtype
+    # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
+    # in which a GPU deals with some millions of elements.
+    if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23:
+        return _apply_whole(x, weight, bias, scale, gamma, beta, more)
+    between: list[Any] = []
+    y = _apply_linear(x, weight, between, (bias, scale, gamma, beta), more)
+    return _apply_norm(y, bias, scale, gamma, beta, between)
+
+
+# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
+_apply_whole, _apply_linear, _apply_norm = (super(Function, part).apply for part in (_Whole, _Linear, _Norm))
 _FOUR = (False,) * 4
 _ANY = Limits()
 # Whether the graph is kept for another backward; where torch cannot tell, it may be.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
-def _kind(tensor: Any) -> Kind:
-    kind = kind_of(tensor)
-    assert kind is not None
-    return kind
+def _forward(
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
+) -> tuple[Any, Saved, How]:
+    wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+    x, weight = _cast(x, dtype), _cast(weight, dtype)
+    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
+    return y, saved, How._make((*saved[4:8], *saved[9:], (), None, _ANY, True, True, wide, False))
+
+
+def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
+    """All six."""
+    if not dy.is_cuda:
+        training, precision, gemm, dtypes, activation, scale_shape, *_ = how
+        settings = training, precision, gemm, dtypes, (None, None), activation, scale_shape  # autograd counts changes
+        return backward_of(dy, Saved(x, weight, deviations, vectors, *settings), how.needs)  # type: ignore[arg-type]
+    found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), _in_place(how, dy, deviations))
+    return [None if place is None else made[place] for place in found.places]
+
+
+def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
+    """dg and the gradients of bias, scale, gamma and beta."""
+    how = _in_place(how, dy, deviations)
+    found, made = backward_run(_kind(dy), (dy, None, None, deviations, vectors), how)
+    dg = None
+    if how.needs[:1] == ("x",):
+        dg = deviations if how.in_place and len(dy) else made[-1]
+        if dg.shape[1] != dy.shape[1]:
+            dg = dg[:, : dy.shape[1]]
+    return [dg, *(None if place is None else made[place] for place in found.places[2:])]
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
@@ -223,59 +259,23 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     return [None if place is None else made[place] for place in found.places[:2]]
 
 
-def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
-    """dg and the gradients of bias, scale, gamma and beta."""
-    found, made = backward_run(_kind(dy), (dy, None, None, deviations, vectors), how)
-    dg = None
-    if how.needs[:1] == ("x",):
-        dg = deviations if how.in_place and len(dy) else made[-1]
-        if dg.shape[1] != dy.shape[1]:
-            dg = dg[:, : dy.shape[1]]
-    return [dg, *(None if place is None else made[place] for place in found.places[2:])]
+def _in_place(how: How, dy: Any, deviations: Any) -> How:
+    """dg takes the deviations' place where nobody will read them again."""
+    if how.training and deviations.dtype is dy.dtype and not _keeps_graph():
+        return how._replace(in_place=True)
+    return how
 
 
-class _Whole(Function):
-    """gsbn's forward and backward on the CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, call: Any) -> Any:
-        if call.dtype is not None:
-            x, weight = _cast(x, call.dtype), _cast(weight, call.dtype)
-        *_, mean, var, count = call.arrays
-        y, saved = forward_of((x, weight, scale, bias, gamma, beta, mean, var, count, None), call.options)
-        ctx.save_for_backward(x, weight, saved.deviations, saved.vectors)
-        ctx.rest = (*saved[4:8], _UNCOUNTED, *saved[9:])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Any) -> Any:
-        # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
-        rest = ctx.rest, _WANTED[ctx.needs_input_grad[:6]]
-        return *_compute(_gradients, rest, dy, *ctx.saved_tensors), None
-
-
-def _gradients(rest: Any, dy: Any, *saved: Any) -> Any:
-    kept, wanted = rest
-    return backward_of(dy, Saved(*saved, *kept), wanted)
+def _kind(tensor: Any) -> Kind:
+    kind = kind_of(tensor)
+    assert kind is not None
+    return kind
 
 
 def _compute(function: Any, how: Any, *tensors: Any) -> Any:
     if is_grad_enabled():  # what it gives is to be differentiated itself
         return _Again.apply(torch.empty(0, requires_grad=True), function, how, *tensors)
     return function(how, *tensors)
-
-
-# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
-_apply_linear, _apply_norm, _apply_whole = (super(Function, part).apply for part in (_Linear, _Norm, _Whole))
-
-
-def _apply(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
-) -> Any:
-    call = _Forward((bias, scale, gamma, beta, *state), options, dtype)
-    if not x.is_cuda:
-        return _apply_whole(x, weight, bias, scale, gamma, beta, call)
-    return _apply_norm(_apply_linear(x, weight, call), bias, scale, gamma, beta, call)
 
 
 class _Again(Function):
