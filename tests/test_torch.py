@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _function as function  # noqa: E402
 

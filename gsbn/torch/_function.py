@@ -29,7 +29,11 @@ _WANTED = {
 }
 # Whoever watches operators (fake tensors, make_fx, counters of operations) must see one; there is no public question.
 _watchers = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in older versions
+
+
+def _exporting() -> bool:
+    # Not torch.compiler.is_exporting(), of which torch.compile makes True in some versions.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def linear_batch_norm(
