@@ -89,10 +89,10 @@ _Preset = Enum("_Preset", {name: name for name in (*PRESETS, "models")}, type=st
 _Direction = Enum("_Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
 _Activation = Enum("_Activation", {name: name for name in get_args(Activation)}, type=str)  # type: ignore[misc]
 _Mode = Enum("_Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
-OfActivation = Annotated[
+_OfActivation = Annotated[
     _Activation | None, typer.Option("--activation", help="What y is put through; nothing by default.")
 ]
-OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
+_OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
 
 
 def main() -> None:
@@ -136,8 +136,8 @@ def check(
     family: Annotated[list[_Family] | None, typer.Option(help="Only these inputs.")] = None,
     shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
-    activation: OfActivation = None,
-    scale: OfScale = True,
+    activation: _OfActivation = None,
+    scale: _OfScale = True,
 ) -> None:
     """Correctness and accuracy on this machine against float64.
 
@@ -181,8 +181,8 @@ def bench_command(
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
-    activation: OfActivation = None,
-    scale: OfScale = True,
+    activation: _OfActivation = None,
+    scale: _OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
     rounds: Annotated[

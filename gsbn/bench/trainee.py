@@ -17,9 +17,12 @@ class Trainee:
     """A copy of the plain model, converted or compiled as its name says. Its first step is not timed, but judged."""
 
     def __init__(self, torch: Any, name: str, kind: str, plain: Any, x: Any, dy: Any) -> None:
-        self.torch, self.kind, self.x, self.dy = torch, kind, x, dy
+        self.torch: Any = torch
+        self.kind: str = kind
+        self.x: Any = x
+        self.dy: Any = dy
         self.y: Any = None
-        self.model = copy.deepcopy(plain)
+        self.model: Any = copy.deepcopy(plain)
         if name.startswith("gsbn"):
             from .. import torch as of_torch
 
@@ -27,9 +30,10 @@ class Trainee:
             if sum(map(len, replaced)) != len(plain):
                 raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
         compiled = name in ("compile", "gsbn-compile")
-        self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
-        self.optimiser = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)
-        self.calls, self.once = 1, 1.0
+        self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.optimiser: Any = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)
+        self.calls: int = 1
+        self.once: float = 1.0
         self.replay: Callable[[], None] | None = None
         self.called: list[float] = []
         self.replayed: list[float] = []
@@ -120,7 +124,6 @@ class Trainee:
     def capture(self) -> str:
         """Make the step a graph; the reason where it cannot be one."""
         cuda = self.torch.cuda
-        self.y = None  # and with it the graph of autograd's, which remembers the stream that it was made on
         try:
             side = cuda.Stream()
             side.wait_stream(cuda.current_stream())
@@ -129,7 +132,6 @@ class Trainee:
                     self.step()
             cuda.current_stream().wait_stream(side)
             self.optimiser.zero_grad(set_to_none=True)
-            self.y = None
             graph = cuda.CUDAGraph()
             with cuda.graph(graph):
                 self.step()
