@@ -202,12 +202,14 @@ def draw(seed: int) -> Call:
     running = rng.random() < 0.7 or not training
     count = Array((), "int64") if running and rng.random() < 0.6 else None
     mean, var = (Array((O,), statistics) if running else None for _ in range(2))
-    arrays = {"x": matrix(B, I), "weight": matrix(O, I), "scale": vector(1), "bias": vector(), "gamma": vector()}
+    scale = rng.choice((vector(1), vector(1), None, Array((1,), wide), Array((), wide)))
+    arrays = {"x": matrix(B, I), "weight": matrix(O, I), "scale": scale, "bias": vector(), "gamma": vector()}
     arrays |= {"beta": vector(), "running_mean": mean, "running_var": var, "num_batches_tracked": count}
     arrays |= {"out": matrix(B, O) if rng.random() < 0.4 else None}
     options = {
         "training": training,
         "momentum": None if count is not None and rng.random() < 0.3 else 0.1,
+        "activation": rng.choice((None, "relu")),
         "precision": rng.choice(("highest", "high")),
         "gemm": rng.choice(("auto", "auto", "cublas", "tiled", "sm90")),
         "sms": rng.choice((None, None, None, 1, 40, 120)),
