@@ -61,7 +61,7 @@ def kind_of(name: str) -> Kind:
             cupy.cuda.get_current_stream().synchronize()  # so that any stream may read it
             return native
 
-        return Kind(name, put_now, lambda a: np.ascontiguousarray(cupy.asnumpy(a)))
+        return Kind(name, put_now, lambda a: np.array(cupy.asnumpy(a), order="C"))
     torch = pytest.importorskip("torch")
     bfloat16 = DTYPES["bfloat16"]
 

@@ -64,7 +64,9 @@ def test_what_the_sources_do_not_declare_is_refused() -> None:
 def test_a_record_holds_what_its_kernel_declares() -> None:
     of = {kernel.name: kernel for kernel in _kernels.all_kernels()}
     names = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
-    record = _declared.record(of["fold"], {"k": 3, "m": 7, "eps": 0.5, "number": 2, "ldw": 4, **dict.fromkeys(names, 9)})
+    record = _declared.record(
+        of["fold"], {"k": 3, "m": 7, "eps": 0.5, "number": 2, "ldw": 4, **dict.fromkeys(names, 9)}
+    )
     assert (record.dtype.names, record.tolist()) == (("k", "ldw", *names, "eps", "number"), [(3, 4, *[9] * 6, 0.5, 2)])
     assert _declared.record_dtype(of["split_columns"]) == _declared.record_dtype(of["column_maxima"])
     assert _declared.record_dtype(of["split_columns"]) != _declared.record_dtype(of["split_limbs"])

@@ -161,6 +161,5 @@ def test_a_run_on_the_gpu(kind: str) -> None:
         assert 0 < result.graph.median < 2 * result.called.median
         assert result.peak_bytes is not None and result.peak_bytes > 4 * 512 * 1024
         assert set(result.phases) == {"forward", "backward", "optimiser"} and min(result.phases.values()) > 0
-    # In bfloat16 the gradients' errors are those of a few thousand elements next to relu's zero: chance decides.
-    judged = results["gsbn"].excess if kind == "float32" else {"y": results["gsbn"].excess["y"]}
-    assert max(judged.values()) <= 1
+    excess = results["gsbn"].excess
+    assert excess is not None and excess <= 1

@@ -369,12 +369,13 @@ def test_fold_without_statistics() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("shape", [(2000, 4096, 1024), (70000, 96, 128)])
-def test_large_calls(shape: tuple[int, int, int], cast: bool, training: bool) -> None:
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(2000, 4096, 2048), (70000, 96, 128)])
+def test_large_calls(shape: tuple[int, int, int], relu: bool, cast: bool, training: bool) -> None:
     """As PyTorch's modules; and with the same bits where the graph is kept, so that nothing may be overwritten."""
     rows, inputs, features = shape
     torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(inputs, features, bias=False), nn.BatchNorm1d(features), nn.ReLU()).cuda()
+    plain = nn.Sequential(nn.Linear(inputs, features, bias=False), nn.BatchNorm1d(features), *[nn.ReLU()] * relu).cuda()
     ours = copy.deepcopy(plain).train(training)
     gsbn.torch.convert(ours)
     truth = copy.deepcopy(plain).double().train(training)
@@ -393,6 +394,8 @@ def test_large_calls(shape: tuple[int, int, int], cast: bool, training: bool) ->
     assert y.grad_fn.name() == "_NormBackward"
     assert {a.dtype for a in kept[2]} == {torch.float32}
     assert all(a.equal(b) for a, b in zip(kept[2], kept[3], strict=True))
+    if relu:  # an element of y next to zero, whom chance decides about, is more than all roundings
+        return
     eps = torch.finfo(torch.bfloat16 if cast else torch.float32).eps
     for mine, theirs in zip(errors[2], errors[1], strict=True):
         assert mine <= 1.05 * theirs + eps / 4  # the accuracy rule

@@ -66,7 +66,7 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
     columns, rows = ["model, widths", "rows", "dtype"], []
     for title, _ in WAYS.values():
         columns += [f"{_strong(name, NAMES[name])}, {title}" for name in shown] + [f"best peer / gsbn, {title}"]
-    columns += ["peak MiB, PyTorch eager", "peak MiB, gsbn", "errors of what is allowed"]
+    columns += ["peak MiB, PyTorch eager", "peak MiB, gsbn", "error of what is allowed"]
     for case, results in report.by_case().items():
         cells = [case.layers, str(case.rows), case.kind]
         for way in WAYS:
@@ -178,8 +178,8 @@ def _errors(results: Results) -> list[str]:
 
 
 def _excess(results: Results) -> str:
-    excess = results["gsbn"].excess if "gsbn" in results else {}
-    return share(max(excess.values())) if excess else NOTHING
+    excess = results["gsbn"].excess if "gsbn" in results else None
+    return NOTHING if excess is None else share(excess)
 
 
 def _strong(name: str, text: str) -> str:

@@ -5,9 +5,8 @@ the wall clock over many steps, host included, from an idle device to an idle de
 replay of the step in a CUDA graph, where the host has no part. All candidates of a case live in one process and take
 turns, as in ``gsbn.bench.measure``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
 
-The first step's y and gradients stand beside those of the same model in float64, norm-wise. ``excess`` is gsbn's error
-over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter of the dtype's eps. In bfloat16 nearly all of a
-gradient's error comes from the elements that rounding carried to the other side of relu's zero, for every candidate.
+The first step's y and gradients stand beside those of the same model in float64, norm-wise. ``excess`` is the error of
+gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter of the dtype's eps.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class ModelResult:
     phases: dict[str, float] = field(default_factory=dict)  # device time of forward, backward and optimiser
     peak_bytes: int | None = None  # that one step allocates beyond parameters, momenta and input
     errors: dict[str, float] = field(default_factory=dict)  # of y and of the gradients, against float64
-    excess: dict[str, float] = field(default_factory=dict)  # those over what the accuracy rule allows
+    excess: float | None = None  # that of y over what the accuracy rule allows
     graph_failure: str = ""
     failure: str = ""
 
@@ -236,9 +235,12 @@ def _reported(result: ModelResult) -> Iterator[None]:
 
 
 def _judge(case: ModelCase, results: dict[str, ModelResult]) -> None:
-    """gsbn's errors over what the accuracy rule allows beside PyTorch eager's."""
+    """gsbn's error of y over what the accuracy rule allows beside PyTorch eager's.
+
+    Not of the gradients: they jump where an element of y is next to relu's zero, and a few such elements, of which chance
+    decides whom they meet, are far more than all roundings. `tests/` hold each call's gradients to the y that it gave.
+    """
     eager = results["pytorch"].errors if "pytorch" in results else {}
     for name, result in results.items():
         if name.startswith("gsbn") and eager and result.errors:
-            allowed = {what: 1.05 * error + 2 * ROUNDOFF[case.kind] / 4 for what, error in eager.items()}
-            result.excess = {what: error / allowed[what] for what, error in result.errors.items()}
+            result.excess = result.errors["y"] / (1.05 * eager["y"] + 2 * ROUNDOFF[case.kind] / 4)
