@@ -104,7 +104,7 @@ def report_of_a_gpu() -> models.ModelsReport:
             m = median_interval([1e-3 * times * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
             errors = {"y": 1e-3, "gradients": 2e-3}
             phases = dict.fromkeys(("forward", "backward", "optimiser"), 1e-4)
-            results.append(models.ModelResult(case, name, m, m, phases, 3 << 20, errors, {"y": 0.5, "gradients": 0.9}))
+            results.append(models.ModelResult(case, name, m, m, phases, 3 << 20, errors, 0.9))
     results[-1] = models.ModelResult(results[-1].case, "gsbn-compile", failure="it broke")
     results[-2].graph, results[-2].graph_failure = None, "refused"
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}

@@ -237,8 +237,8 @@ def _reported(result: ModelResult) -> Iterator[None]:
 def _judge(case: ModelCase, results: dict[str, ModelResult]) -> None:
     """gsbn's error of y over what the accuracy rule allows beside PyTorch eager's.
 
-    Not of the gradients: they jump where an element of y is next to relu's zero, and a few such elements, of which chance
-    decides whom they meet, are far more than all roundings. `tests/` hold each call's gradients to the y that it gave.
+    Not of the gradients: they jump where an element of y is next to relu's zero, and one such element, of which chance
+    decides, is more than all roundings. The tests hold each call's gradients to the y that it gave.
     """
     eager = results["pytorch"].errors if "pytorch" in results else {}
     for name, result in results.items():
