@@ -74,7 +74,7 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
         cells += [_mib(results.get("pytorch")), _mib(results.get("gsbn")), _excess(results)]
         rows.append(cells)
     keep = [i for i in range(len(columns)) if any(row[i].strip("*") != NOTHING for row in rows)]
-    keep = [i for i in keep if not (brief and columns[i].startswith("errors"))]
+    keep = [i for i in keep if not (brief and columns[i].startswith("error"))]
     lines = ["| " + " | ".join(columns[i] for i in keep) + " |", "| --- | ---: | --- |" + " ---: |" * (len(keep) - 3)]
     lines += ["| " + " | ".join(row[i] for i in keep) + " |" for row in rows]
     return "\n".join(lines) + "\n\n" + _caption(report, brief)
