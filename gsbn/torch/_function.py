@@ -208,14 +208,17 @@ def _apply(
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
     # in which a GPU deals with some millions of elements.
     if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23:
-        return _apply_whole(x, weight, bias, scale, gamma, beta, more)
+        return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
-    y = _apply_linear(x, weight, between, (bias, scale, gamma, beta), more)
-    return _apply_norm(y, bias, scale, gamma, beta, between)
+    y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta), more)
+    return _apply_of(_Norm)(y, bias, scale, gamma, beta, between)
 
 
-# Function's own apply takes 3 us to look for torch.func's transforms; gsbn refuses their tensors anyway.
-_apply_whole, _apply_linear, _apply_norm = (super(Function, part).apply for part in (_Whole, _Linear, _Norm))
+def _apply_of(node: Any) -> Any:
+    """Function's own apply takes 3 us to look for torch.func's transforms, whose tensors gsbn refuses anyway."""
+    return super(Function, node).apply
+
+
 _FOUR = (False,) * 4
 _ANY = Limits()
 # Whether the graph is kept for another backward; where torch cannot tell, it may be.
