@@ -1,4 +1,4 @@
-"""gsbn: Linear, per-feature scale and BatchNorm1d in one call, as raw CUDA kernels under CuPy."""
+"""gsbn: Linear, per-feature scale, BatchNorm1d and ReLU in one call, as raw CUDA kernels under CuPy."""
 
 from typing import TYPE_CHECKING
 

@@ -122,7 +122,7 @@ def forward(
     out: Any = None,
     return_saved: bool = False,
 ) -> Any:
-    """``BatchNorm1d(Linear(x) * scale)``, as PyTorch defines the three.
+    """``activation(BatchNorm1d(Linear(x) * scale))``, as PyTorch defines them.
 
     ::
 
@@ -131,6 +131,7 @@ def forward(
                     y = gamma scale r (g - m) + beta
         inference:  r = 1 / sqrt(running_var + eps)
                     y = gamma r (scale (g + bias) - running_mean) + beta
+        both:       y = activation(y), if there is one
 
     In training the bias cancels in y and only moves `running_mean`. g is float32 (float64 for float64) and the variance
     is never formed as E[g²] - E[g]²; statistics and per-feature constants are merged in float64, by "sm90" in float32

@@ -88,7 +88,7 @@ class Kind:
         return None
 
     def copy(self, array: Any) -> Any:
-        """A C-contiguous array of its own memory."""
+        """A C-contiguous array of its own memory (CPU kinds)."""
         raise NotImplementedError
 
     def written(self, arrays: list[Any]) -> None:
@@ -183,9 +183,6 @@ class _Cupy(Kind):
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
         memory = self._alloc(nbytes)
         return memory, memory.ptr
-
-    def copy(self, array: Any) -> Any:
-        return array.copy(order="C")
 
 
 class _Torch(Kind):

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from .._backward import How, backward_of
 from .._backward import run as backward_run
 from .._forward import Saved, forward_of
-from .._interop import Kind, kind_of
+from .._interop import NUMBERS, Kind, kind_of
 from .._plan import Limits
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
@@ -21,7 +21,6 @@ from ._operators import recorded
 
 __all__ = ["call", "linear_batch_norm"]
 
-_NUMBERS = (float, int)
 # The names of the gradients that are needed, by what autograd says of the arguments
 _WANTED = {
     needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
@@ -117,13 +116,13 @@ def call(
         or (gamma is not None and gamma.requires_grad)
         or (beta is not None and beta.requires_grad)
         or (bias is not None and bias.requires_grad)
-        or (scale is not None and not isinstance(scale, _NUMBERS) and scale.requires_grad)
+        or (scale is not None and not isinstance(scale, NUMBERS) and scale.requires_grad)
     )
     if is_compiling() or _watchers():
         training, *more = options
         if _exporting() and not training:  # for inference: nothing is kept for a backward
             differentiate = False
-        scale, number = (None, float(scale)) if isinstance(scale, _NUMBERS) else (scale, 1.0)
+        scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         return recorded(tensors, training, differentiate, number, *more, activation)
     if differentiate:
