@@ -6,6 +6,7 @@ from ._backward import Gradients, backward
 from ._call import Description
 from ._fold import fold
 from ._forward import Saved, describe, forward
+from ._group import Group, group
 from ._prepare import prepare
 from ._prepared import Prepared
 from ._warm_up import warm_up
@@ -13,12 +14,14 @@ from ._warm_up import warm_up
 __all__ = [
     "Description",
     "Gradients",
+    "Group",
     "Prepared",
     "Saved",
     "backward",
     "describe",
     "fold",
     "forward",
+    "group",
     "prepare",
     "warm_up",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import partial
 from typing import Any, NamedTuple, overload
 
 from . import _check, _cpu, _declared, _kernels, _plan
@@ -11,6 +12,7 @@ from ._call import ABSENT, Call, log, matrix_of, remember
 from ._device import gemm_arguments, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward import Saved
+from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
 from ._sm90 import Sm90Gemm
@@ -120,6 +122,8 @@ def backward_of(
     dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = _ANY
 ) -> Gradients[Any]:
     """`backward`, all but dy being known to be right; the wanted names are in the order of `Gradients`."""
+    if saved.group is not None:
+        saved.group.check()
     kind, given = kind_of(dy), dy
     if kind is None:  # a foreign DLPack producer, or no array at all
         kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
@@ -144,6 +148,7 @@ class How(NamedTuple):
     dtypes: tuple[str | None, ...]
     activation: str | None
     scale_shape: tuple[int, ...] | None
+    group: Group | None
     needs: tuple[str, ...]
     sms: int | None
     limits: _plan.Limits
@@ -357,11 +362,13 @@ def _multiply(
 def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients[Any]:
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
+    call = f"backward of {len(saved.weight)} features, {kind.dtype(dy)}"
     found = _cpu.backward(
         *map(kind.numpy, (dy, *saved[:4])),
         training=saved.training,
         needs=wanted,
         activation=saved.activation,
         scale_shape=saved.scale_shape,
+        gather=None if saved.group is None else partial(saved.group.gather, call),
     )
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

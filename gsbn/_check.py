@@ -23,6 +23,7 @@ __all__ = [
     "shown",
     "sm_count",
     "span",
+    "timeout_seconds",
 ]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -55,11 +56,12 @@ def forward_arguments(
     return_saved: Any,
     sms: Any,
     activation: Any,
+    group: Any,
     number: Any,
 ) -> None:
     """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None.
 
-    `number` is the scale, where it is no array.
+    `number` is the scale, where it is no array. A group has been found to be one.
     """
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
@@ -78,6 +80,9 @@ def forward_arguments(
     sm_count(sms)
     if x.device == "cpu" and gemm != "auto":
         raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
+
+    if group is not None and not training:
+        raise ValueError("group: expected None in inference (training=False), whose statistics are given")
 
     mean, count, out = views["running_mean"], views["num_batches_tracked"], views["out"]
     if mean is None and not training:
@@ -108,7 +113,7 @@ def forward_arguments(
         assert view is not None
         _writable(name, view)
     overlaps(views, training=bool(training))
-    if training and batch == 1:
+    if training and batch == 1 and group is None:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
 
@@ -167,6 +172,14 @@ def sm_count(value: Any) -> None:
         raise TypeError(f"sms: expected a number of SMs or None, got {shown(value)}")
     if value < 1:
         raise ValueError(f"sms: expected at least 1, got {shown(value)}")
+
+
+def timeout_seconds(value: Any) -> float:
+    """Raise for what is no time to wait."""
+    seconds = _number("timeout", value, "a number of seconds")
+    if seconds <= 0:
+        raise ValueError(f"timeout: expected more than 0 s, got {shown(value)}")
+    return seconds
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ float64 is computed in float64; so is, of up to 16 rows, all but the products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -23,9 +23,10 @@ import numpy as np
 from ._plan import FEW_ROWS, SAVED_ROWS
 from .reference import ACTIVATIONS, next_count, round_to
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "merge"]
 
 Array = Any  # np.ndarray, of any dtype; a number for an absent vector
+Gather = Callable[[Array], Array]  # numbers of this rank (N,) to those of all (ranks, N)
 
 CHAIN = 192  # terms that a call of BLAS adds up, as PyTorch's: OpenBLAS's own chains of 384 err by 1.4 times as much
 ROWS = 32  # rows that are added up in float32
@@ -46,12 +47,13 @@ def forward(
     keep: bool,
     activation: str | None = None,
     number: float = 1.0,
+    gather: Gather | None = None,
 ) -> tuple[Array, Array] | None:
     """Write y (B, O) and the running statistics; gives what `backward` takes, if it is to be kept.
 
     `arrays` are x (B, I), weight (O, I) and the vectors (O) of `gsbn.forward`, None for an absent one; all has been
-    checked. `number` is the scale where there is no array of it. Kept are the deviations (B, O), float64 for float64
-    and for few rows and else float32, in inference those from the first block's mean, with an activation g itself, and
+    checked. `number` is the scale where there is no array of it. `gather` brings the statistics of all ranks of a
+    group, of which any may have no rows. Kept are the deviations (B, O), float64 for float64 and for few rows and else float32, in inference those from the first block's mean, with an activation g itself, and
     vectors in float64, the rows SAVED_ of kernels/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
@@ -120,15 +122,21 @@ def forward(
                 walk.each(np.divide, d, units[-1], d)
             np.copyto(y[block], d, casting="unsafe")
 
-    mean, var = walk.merge(means, squares)
-    var *= s * s  # of z, as all that follows wants it
+    rows, mean, var = walk.merge(means, squares)
+    if gather is not None:
+        ranks = gather(np.concatenate([[rows], mean, var * rows]))
+        rows, mean, squares_of = merge(ranks[:, :1], *np.split(ranks[:, 1:], 2, axis=1))
+        if rows == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got one row on all ranks together")
+        var = squares_of / rows if rows else squares_of
+    var = var * (s * s)  # of z, as all that follows wants it
     r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
     for i, block in enumerate(walk.blocks):
         d = of_y(block) if kept is None else kept[block]
         if waits:
             np.copyto(d, y[block])
-        apart = None if walk.few else pivots[i] - mean
+        apart = None if walk.few and gather is None else pivots[i] - mean
         if f is not None and kept is not None and apart is not None:  # y of what the backward will find
             walk.each(np.add, d, apart, d)
             apart = None
@@ -136,12 +144,12 @@ def forward(
         if kept is not None and apart is not None:
             walk.each(np.add, d, apart, d)
 
-    if count is not None:
+    if rows and count is not None:
         arrays["num_batches_tracked"][...] = count
         momentum = 1 / count if momentum is None else momentum
-    if arrays["running_mean"] is not None:
+    if rows and arrays["running_mean"] is not None:
         assert momentum is not None  # for the type checker: checked before
-        unbiased = var * (len(y) / (len(y) - 1))
+        unbiased = var * (rows / (rows - 1))
         for name, old, new in (("running_mean", old_mean, s * (mean + b)), ("running_var", old_var, unbiased)):
             new = (1 - momentum) * old + momentum * new
             arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
@@ -162,19 +170,21 @@ def backward(
     needs: Mapping[str, str],
     activation: str | None = None,
     scale_shape: tuple[int, ...] | None = None,
+    gather: Gather | None = None,
 ) -> dict[str, Array]:
     """The needed gradients by name, in the dtypes of these names, from dy (B, O) and what `forward` kept.
 
     `scale_shape` is the shape of a scale of one element that serves all features, and so of its gradient; else None.
+    `gather` brings the sums of all ranks of a group: dg is the whole batch's, gradients of vectors are of these rows.
     """
     # NumPy does not know bfloat16 by its name
     dtypes = {name: x.dtype if dtype == x.dtype.name else np.dtype(dtype) for name, dtype in needs.items()}
-    if not len(x):
+    if not len(x) and gather is None:
         shapes = dict.fromkeys(dtypes, (len(weight),)) | {"x": x.shape, "weight": weight.shape}
         if scale_shape is not None:
             shapes["scale"] = scale_shape
         return {name: np.zeros(shapes[name], dtype) for name, dtype in dtypes.items()}
-    if not len(kept):
+    if not len(kept) and len(x):
         kept, vectors = _kept_anew(x, weight, vectors, training=training)
     walk = _Walk(len(dy), dy.shape[1], x.dtype)
     a, of_scale, of_gamma, rate = vectors[:4]
@@ -207,19 +217,23 @@ def backward(
         found["gamma"] = of_gamma * (s * dots + z * total)
     if scale_shape is not None:
         found["scale"] = found["scale"].sum(keepdims=True).reshape(scale_shape)
+    rows = len(dy)
+    if gather is not None:
+        ranks = gather(np.concatenate([[rows], total, dots]))
+        rows, (total, dots) = ranks[:, 0].sum(), np.split(ranks[:, 1:].sum(axis=0), 2)
     products = {"x", "weight"}.intersection(needs)
     if "x" in needs:
         found["x"] = np.empty(x.shape, x.dtype)
     if "weight" in needs:
-        found["weight"] = np.empty(weight.shape, walk.of_products)
+        found["weight"] = (np.empty if len(x) else np.zeros)(weight.shape, walk.of_products)
     scratch = walk.scratch()
     for block in walk.blocks if products else ():
         dg = scratch[: block.stop - block.start]
         du = du if len(walk.blocks) == 1 else of_u(block)
         if training:  # a (du - mean(du) - rate D / B d)
-            walk.each(np.multiply, kept[block], -rate * dots / len(dy), dg)
+            walk.each(np.multiply, kept[block], -rate * dots / rows, dg)
             np.add(dg, du, out=dg)
-            walk.each(np.subtract, dg, total / len(dy), dg)
+            walk.each(np.subtract, dg, total / rows, dg)
             du = dg
         walk.each(np.multiply, du, a, dg)
         if "x" in needs:
@@ -227,6 +241,18 @@ def backward(
         if "weight" in needs:
             walk.product(dg.T, x[block], found["weight"], add=block.start > 0)
     return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
+
+
+def merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
+    """Rows, mean and M2 of a batch from those of its parts, (parts, 1), (parts, O) and (parts, O): in order, about the
+    first part's mean, so that equal means stay exact. Without rows all is zero."""
+    given = np.flatnonzero(counts)
+    if not len(given):
+        return 0, means[0], squares[0]
+    counts, means, squares = counts[given], means[given], squares[given]
+    rows, pivot = counts.sum(), means[0]
+    mean = pivot + (counts * (means - pivot)).sum(axis=0) / rows
+    return int(rows), mean, (squares + counts * (means - mean) ** 2).sum(axis=0)
 
 
 class _Walk:
@@ -241,7 +267,7 @@ class _Walk:
         self.blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def scratch(self) -> Array:
-        return np.empty((self.blocks[0].stop, self.features), self.dtype)
+        return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
         """out = a b, or out += a b, in chains of equal length."""
@@ -300,14 +326,16 @@ class _Walk:
             found = found + np.einsum(",".join(["ij"] * len(blocks)) + "->j", *rest, dtype=np.float64)
         return found
 
-    def merge(self, means: list[Array], squares: list[Array]) -> tuple[Array, Array]:
-        """Mean and biased variance of the batch from each block's mean and sum of squared deviations."""
-        if len(means) == 1:
-            return means[0], squares[0] / self.blocks[0].stop
+    def merge(self, means: list[Array], squares: list[Array]) -> tuple[int, Array, Array]:
+        """Rows, mean and biased variance of the batch from each block's mean and sum of squared deviations."""
+        if len(means) <= 1:
+            rows = self.blocks[0].stop if means else 0
+            zeros = np.zeros(self.features)
+            return (rows, means[0], squares[0] / rows) if means else (rows, zeros, zeros)
         counts = np.array([[block.stop - block.start] for block in self.blocks], np.float64)
         rows = self.blocks[-1].stop
         mean = (counts * means).sum(axis=0) / rows
-        return mean, (np.sum(squares, axis=0) + (counts * (means - mean) ** 2).sum(axis=0)) / rows
+        return rows, mean, (np.sum(squares, axis=0) + (counts * (means - mean) ** 2).sum(axis=0)) / rows
 
 
 def _as(a: Array, dtype: Any) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -13,13 +13,14 @@ from ._call import Description, log, remember
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
+from ._group import Group
 from ._interop import NUMBERS, Kind, kind_of, kinds_of
 from ._prepared import Prepared
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
 __all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
 
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation")
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
 
 
 class Saved(NamedTuple):
@@ -54,6 +55,8 @@ class Saved(NamedTuple):
         other side, its nearest neighbour on the right side is kept, so that this agrees with y in every element.
     scale_shape : tuple or None
         The shape of a scale of one element that serves all features, and so of its gradient.
+    group : Group or None
+        As it was given: the backward is a call of all ranks, too.
     """
 
     x: Any
@@ -67,6 +70,7 @@ class Saved(NamedTuple):
     versions: tuple[int | None, int | None] = (None, None)
     activation: Activation | None = None
     scale_shape: tuple[int, ...] | None = None
+    group: Group | None = None
 
     def __reduce__(self) -> Any:
         return Saved, (*self[:8], (None, None), *self[9:])  # what is loaded or copied begins to count anew
@@ -79,8 +83,8 @@ def forward(
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
-    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
-    return_saved: Literal[False] = False,
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
+    out: AnyArray | None = None, return_saved: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
 def forward(
@@ -88,8 +92,8 @@ def forward(
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
-    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
-    return_saved: Literal[True],
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
+    out: AnyArray | None = None, return_saved: Literal[True],
 ) -> tuple[A, Saved]: ...  # fmt: skip
 @overload
 def forward(
@@ -97,8 +101,8 @@ def forward(
     gamma: AnyArray | None = None, beta: AnyArray | None = None, running_mean: AnyArray | None = None,
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
-    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, out: AnyArray | None = None,
-    return_saved: bool = False,
+    precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
+    out: AnyArray | None = None, return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
 @outside_graphs
 def forward(
@@ -119,6 +123,7 @@ def forward(
     precision: str = "highest",
     gemm: str = "auto",
     sms: int | None = None,
+    group: Group | None = None,
     out: Any = None,
     return_saved: bool = False,
 ) -> Any:
@@ -178,6 +183,11 @@ def forward(
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in
         training "sm90" needs all the SMs that it takes at once (unless all rows fit one tile), and would wait for the
         other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the CPU.
+    group : Group, optional
+        Of `gsbn.group`: the statistics are those of all its ranks' rows, as with ``torch.nn.SyncBatchNorm``. Every rank
+        calls with the same features, dtype and options and any number of rows, none included; y is of its own rows. The
+        running statistics come out the same, bit for bit, on every rank. In training alone. A weight that is split by
+        features needs no group: each rank has all rows of its features.
     out : (B, O) array, optional
         Where y is written: x's dtype and kind, any strides, memory of its own.
     return_saved : bool
@@ -199,7 +209,8 @@ def forward(
         A shape, device, stride or value that is not allowed, one element per feature in training, a `gemm` that
         cannot serve; an argument that is written and read-only, self-overlapping or overlapped by another.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on, or has a tangent: gsbn is outside autograd.
+        A torch tensor that requires grad while grad mode is on, or has a tangent: gsbn is outside autograd. A group
+        that is closed or has failed; on the CPU, a rank of it that makes another call, or none before the timeout.
     ImportError
         A bfloat16 tensor on the CPU where ml_dtypes is not installed, an array on a GPU where CuPy is not.
 
@@ -222,7 +233,7 @@ def forward(
     which is one stream at a time.
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
     return _read(arrays, options, _ANY)
 
 
@@ -270,7 +281,7 @@ def _describe(
     read_only: frozenset[str] = frozenset(),
 ) -> Description:
     views = _views(kind, arrays, options, read_only)
-    if not kind.on_gpu or views["x"].shape[0] == 0:
+    if not kind.on_gpu or (views["x"].shape[0] == 0 and options[8] is None):
         return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
     device = kind.device(arrays[0])
     with on_device(device):
@@ -301,7 +312,11 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
     """What kind of arrays these are, and the rest by it: the forward, or `act` in its place."""
     act = act or _forward
     prepared = None
-    x, weight, scale, precision = arrays[0], arrays[1], arrays[2], options[3]
+    x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[3], options[8]
+    if group is not None:
+        if not isinstance(group, Group):
+            raise TypeError(f"group: expected what gsbn.group(comm) returned, got {_check.shown(group)}")
+        group.check()
     if isinstance(scale, NUMBERS):  # which then stands among the options
         arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
     else:
@@ -342,7 +357,7 @@ def _forward(
     found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
     if found is None:
         views = _views(kind, arrays, options, read_only)
-        if views["x"].shape[0] == 0:
+        if views["x"].shape[0] == 0 and options[8] is None:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
@@ -387,13 +402,13 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
 def _saved(
     kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
 ) -> Saved:
-    training, _, _, precision, gemm, _, _, activation, _ = options
+    training, _, _, precision, gemm, _, _, activation, group, _ = options
     x, weight, scale, *_ = arrays
     versions = kind.version(x), kind.version(weight)
     one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
     return Saved(
         x, weight, deviations, vectors, bool(training), precision, gemm, dtypes, versions, activation,
-        tuple(scale.shape) if one else None,
+        tuple(scale.shape) if one else None, group,
     )  # fmt: skip
 
 
@@ -421,10 +436,10 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         remember(_checked, key, found)
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    training, momentum, eps, _, _, return_saved, _, activation, number = options
+    training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
-    if len(x) == 0:
+    if len(x) == 0 and group is None:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
     kept = _cpu.forward(
@@ -436,6 +451,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         keep=return_saved,
         activation=activation,
         number=float(number),
+        gather=None if group is None else partial(group.gather, f"forward of {len(weight)} features, {x.dtype}"),
     )
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])

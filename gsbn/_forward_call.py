@@ -77,7 +77,7 @@ def prepare_call(
     limits: _plan.Limits,
 ) -> ForwardCall:
     """Plan a forward of arrays like these, and lay out what it allocates and launches; nothing is launched yet."""
-    training, momentum, eps, precision, gemm, return_saved, sms, activation, number = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)

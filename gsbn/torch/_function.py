@@ -126,10 +126,10 @@ def call(
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         return recorded(tensors, training, differentiate, number, *more, activation)
     if differentiate:
-        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation), dtype)
+        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, None), dtype)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
-    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation))
+    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, None))
 
 
 def _cast(array: Any, dtype: Any) -> Any:
@@ -236,8 +236,9 @@ def _forward(
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
     """All six."""
     if not dy.is_cuda:
-        training, precision, gemm, dtypes, activation, scale_shape, *_ = how
-        settings = training, precision, gemm, dtypes, (None, None), activation, scale_shape  # autograd counts changes
+        training, precision, gemm, dtypes, activation, scale_shape, group, *_ = how
+        versions = (None, None)  # autograd counts changes
+        settings = training, precision, gemm, dtypes, versions, activation, scale_shape, group
         return backward_of(dy, Saved(x, weight, deviations, vectors, *settings), how.needs)  # type: ignore[arg-type]
     found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), _in_place(how, dy, deviations))
     return [None if place is None else made[place] for place in found.places]

@@ -31,7 +31,7 @@ def _run(training: bool, keep: bool, x: Any, weight: Any, bias: Any, scale: Any,
     gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation = more
     arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
     with torch.no_grad():
-        return forward_of(arrays, (training, momentum, eps, precision, gemm, keep, None, activation))
+        return forward_of(arrays, (training, momentum, eps, precision, gemm, keep, None, activation, None))
 
 
 def _train(*arguments: Any) -> Any:

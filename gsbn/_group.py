@@ -1,0 +1,266 @@
+"""Groups: ranks that share a batch. Who they are, and how their numbers reach each other on the host."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+
+from ._check import shown, timeout_seconds
+
+__all__ = ["Group", "group"]
+
+_HEADER = 64  # bytes: what a rank calls, in words that an error can show
+
+
+class Engine(Protocol):
+    """The user's own communication, as far as gsbn uses it on the host; every method is collective."""
+
+    rank: int
+    size: int
+    on_host: bool  # bytes need no GPU
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        """Every rank's bytes, of one length, in rank order; RuntimeError or TimeoutError if that takes longer."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Group:
+    """Ranks that share a batch, one process or thread each; `gsbn.group` makes one, and its docstring tells more.
+
+    Attributes
+    ----------
+    rank, size : int
+        Which of how many.
+    timeout : float
+        Seconds that a call waits for the others at most.
+    """
+
+    def __init__(self, engine: Engine, timeout: float) -> None:
+        self._engine, self.timeout = engine, timeout
+        self.rank, self.size = engine.rank, engine.size
+        self._calls = 0
+        self._obstacle = ""  # why it cannot be used any more
+        self.on_device: Any = None  # gsbn._ranks.Exchange, once a call on a GPU has needed one
+        self._closers: list[Callable[[], None]] = [engine.close]
+
+    def check(self) -> None:
+        """Raise RuntimeError if the group is closed, or has lost a rank or the order of its calls."""
+        if not self._obstacle and self.on_device is not None:
+            self._obstacle = self.on_device.obstacle()
+        if self._obstacle:
+            raise RuntimeError(f"group: {self._obstacle}; it cannot be used any more")
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, of one length."""
+        self.check()
+        try:
+            return self._engine.gather(data, self.timeout)
+        except Exception as error:
+            self._obstacle = (
+                f"rank {self.rank} of {self.size} waited for the others {self.timeout:g} s at most: {error}"
+            )
+            raise RuntimeError(f"group: {self._obstacle}") from error
+
+    def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Every rank's numbers, float64 (size, numbers) in rank order, on the host.
+
+        All ranks must make the same `call`; RuntimeError where one makes another.
+        """
+        if not self._engine.on_host:
+            raise ValueError(
+                "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
+                "CPU, got NCCL's"
+            )
+        self._calls += 1
+        header = f"call {self._calls}, {call}".encode()[:_HEADER].ljust(_HEADER)
+        headers = self.gather_bytes(header)
+        for rank, other in enumerate(headers):
+            if other != header:
+                theirs, ours = (text.decode().rstrip() for text in (other, header))
+                self._obstacle = f"rank {rank} makes {theirs}, and rank {self.rank} makes {ours}"
+                raise RuntimeError(f"group: {self._obstacle}")
+        rows = self.gather_bytes(np.ascontiguousarray(numbers, np.float64).tobytes())
+        return np.stack([np.frombuffer(row) for row in rows])
+
+    def at_close(self, closer: Callable[[], None]) -> None:
+        self._closers.append(closer)
+
+    def close(self) -> None:
+        """Free what the group holds, after its last call has ended on all ranks. The communicator stays the user's."""
+        self._obstacle = self._obstacle or "it is closed"
+        while self._closers:
+            self._closers.pop()()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("group: expected to stay in its process, got pickled or copied")
+
+    def __repr__(self) -> str:
+        state = f", {self._obstacle}" if self._obstacle else ""
+        return f"gsbn.Group(rank={self.rank}, size={self.size}, timeout={self.timeout:g}{state})"
+
+
+def group(comm: Any, *, timeout: float = 300.0) -> Group:
+    """Ranks that share a batch: ``gsbn.forward(..., training=True, group=...)`` takes the statistics of all their rows.
+
+    Collective: every rank of the communicator makes one, once. A context manager; `close` frees what it holds.
+
+    Parameters
+    ----------
+    comm
+        The communication that is there already: a ``torch.distributed`` ProcessGroup (of any backend), an mpi4py
+        communicator, a ``cupy.cuda.nccl.NcclCommunicator`` or a backend of ``cupyx.distributed``. The last two serve
+        arrays on a GPU alone, gloo and MPI both sides.
+    timeout : float
+        Seconds that a call waits for the other ranks at most. A rank that died, or calls something else, is an error
+        on all others within this time: on the CPU of the call itself, on a GPU, where the host never waits, of the
+        next call. Compiling kernels on one rank counts, so seconds are too few.
+
+    Returns
+    -------
+    Group
+
+    Raises
+    ------
+    TypeError
+        A `comm` that is none of these.
+    ValueError
+        A `timeout` that is not above 0, a ProcessGroup that this process is not a member of.
+    RuntimeError
+        A rank that does not come.
+
+    Notes
+    -----
+    On a GPU the first call with the group sets up, once, how statistics travel: through memory of the other GPUs where
+    every rank can map every other's, which CUDA allows processes of one host, over NVLink or PCIe; else through NCCL.
+    All ranks' calls must come in one order, as with any collective, on one stream at a time.
+    """
+    seconds = timeout_seconds(timeout)
+    engine = _torch(comm) or _mpi(comm) or _nccl(comm)
+    if engine is None:
+        raise TypeError(
+            "comm: expected a torch.distributed ProcessGroup, an mpi4py communicator, a cupy NcclCommunicator or a "
+            f"cupyx.distributed backend, got {shown(comm)}"
+        )
+    made = Group(engine, seconds)
+    made.gather_bytes(b"gsbn.group")  # nobody goes on before all are here
+    return made
+
+
+class _Torch:
+    """A ProcessGroup of torch's."""
+
+    def __init__(self, torch: Any, comm: Any) -> None:
+        self._torch, self._comm = torch, comm
+        self.rank, self.size = torch.distributed.get_rank(comm), torch.distributed.get_world_size(comm)
+        self.on_host = "cpu:" in torch.distributed.get_backend_config(comm)
+        if self.rank < 0:
+            raise ValueError("comm: expected a ProcessGroup that this process is a member of")
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        torch = self._torch
+        device = "cpu" if self.on_host else f"cuda:{torch.cuda.current_device()}"
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        all_ = [torch.empty_like(mine) for _ in range(self.size)]
+        work = torch.distributed.all_gather(all_, mine, group=self._comm, async_op=True)
+        if self.on_host:
+            work.wait(timedelta(seconds=timeout))
+        else:
+            _until(work.is_completed, timeout)
+        return [row.cpu().numpy().tobytes() for row in all_]
+
+    def close(self) -> None:
+        pass
+
+
+def _torch(comm: Any) -> Engine | None:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return None
+    if comm is torch.distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("comm: expected a ProcessGroup that this process is a member of")
+    return _Torch(torch, comm) if isinstance(comm, torch.distributed.ProcessGroup) else None
+
+
+class _Mpi:
+    """A communicator of mpi4py's: a copy of it, so that no message of ours meets one of the user's."""
+
+    on_host = True
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm.Dup()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        all_ = bytearray(len(data) * self.size)
+        request = self._comm.Iallgather(bytearray(data), all_)
+        _until(request.Test, timeout)
+        return [bytes(all_[i : i + len(data)]) for i in range(0, len(all_), len(data))]
+
+    def close(self) -> None:
+        with suppress(Exception):  # MPI may be over by now
+            self._comm.Free()
+
+
+def _mpi(comm: Any) -> Engine | None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return _Mpi(comm) if mpi is not None and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL else None
+
+
+class _Nccl:
+    """A communicator of CuPy's NCCL, which knows memory of GPUs alone."""
+
+    on_host = False
+
+    def __init__(self, comm: Any, rank: int, size: int) -> None:
+        self.comm, self.rank, self.size = comm, rank, size
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        import cupy
+
+        mine = cupy.asarray(np.frombuffer(data, np.uint8))
+        all_ = cupy.empty((self.size, len(data)), np.uint8)
+        stream, done = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
+        self.comm.allGather(mine.data.ptr, all_.data.ptr, len(data), cupy.cuda.nccl.NCCL_UINT8, stream.ptr)
+        done.record(stream)
+        _until(lambda: done.done, timeout)
+        return [row.tobytes() for row in all_.get()]
+
+    def close(self) -> None:
+        pass
+
+
+def _nccl(comm: Any) -> Engine | None:
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not getattr(cupy.cuda.nccl, "available", False):
+        return None
+    backends = sys.modules.get("cupyx.distributed")
+    if backends is not None and isinstance(comm, backends.NCCLBackend):
+        comm = comm._comm  # there is no other way to its communicator
+    if not isinstance(comm, cupy.cuda.nccl.NcclCommunicator):
+        return None
+    return _Nccl(comm, comm.rank_id(), comm.size())
+
+
+def _until(done: Callable[[], bool], timeout: float) -> None:
+    """Wait: at first without sleeping, for what is near is there in microseconds."""
+    start = time.monotonic()
+    while not done():
+        waited = time.monotonic() - start
+        if waited > timeout:
+            raise TimeoutError("they did not come")
+        if waited > 0.001:
+            time.sleep(0.0001)
