@@ -64,9 +64,7 @@ class Group:
         try:
             return self._engine.gather(data, self.timeout)
         except Exception as error:
-            self._obstacle = (
-                f"rank {self.rank} of {self.size} waited for the others {self.timeout:g} s at most: {error}"
-            )
+            self._obstacle = f"rank {self.rank} of {self.size}, waiting for the others ({self.timeout:g} s): {error}"
             raise RuntimeError(f"group: {self._obstacle}") from error
 
     def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
