@@ -15,6 +15,7 @@ from ._forward import Saved
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Multiply
+from ._ranks import Exchange, exchange_of, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
@@ -170,6 +171,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
             return run(kind, arrays, how, saved)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
+    exchange = None if how.group is None or not how.norm else exchange_of(how.group, device)
     found = key = None
     pointers: list[int] = []
     try:
@@ -185,11 +187,17 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
         else:
             kinds_of({"dy": arrays[0]}, ("dy",))
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = _prepare_call(kind, arrays, how, device, capturing)
+        found = _prepare_call(kind, arrays, how, device, capturing, exchange)
         remember(_calls, key, found)
     if saved is not None:
         _check_versions(kind, saved)
-    return found, found.call.run(arrays[0], pointers, stream, capturing)
+    if exchange is None:
+        return found, found.call.run(arrays[0], pointers, stream, capturing)
+    pointers.append(exchange.address)
+    exchange.enter(stream, capturing)
+    made = found.call.run(arrays[0], pointers, stream, capturing)
+    exchange.leave(stream, capturing)
+    return found, made
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -226,7 +234,9 @@ class _Backward(NamedTuple):
 _calls: dict[Any, _Backward] = {}
 
 
-def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, capturing: bool) -> _Backward:
+def _prepare_call(
+    kind: Kind, arrays: tuple[Any, ...], how: How, device: int, capturing: bool, exchange: Exchange | None
+) -> _Backward:
     like, needs = arrays[0], how.needs
     dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
     assert dy is not None
@@ -234,7 +244,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    call = Call(kind, device, ARGUMENTS)
+    call = Call(kind, device, ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks"))
     shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTORS)]
     one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
     if one_scale:
@@ -249,7 +259,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
             nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
             made.append(name)
     places = [made.index(name) if name in made else None for name in Gradients._fields]
-    if m == 0:
+    if m == 0 and exchange is None:
         if not how.linear:
             call.make("dg", dy.shape, like, dy.dtype)
         for name in made:
@@ -260,7 +270,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
     plan = _plan.backward_plan(
-        _plan.Matmul(m, n, k, dy.dtype, gpu, x_at, w_at, matrix_of(dy), how.limits),
+        _plan.Matmul(max(m, 1), n, k, dy.dtype, gpu, x_at, w_at, matrix_of(dy), how.limits),
         training=how.training,
         needs=wanted,
         precision=how.precision,
@@ -271,6 +281,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
         linear=how.linear,
         wide=how.wide,
         in_place=how.in_place,
+        ranks=exchange is not None,
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -283,22 +294,24 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
         "ld_across": plan.across,
         "sums_rows": plan.sums_rows,
         "dg_rows": plan.dg_rows,
-        "splits": plan.splits,
+        "splits": plan.splits if m else 0,
+        "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
         "vector_dy": plan.vector_dy,
         **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
     }
-    of_dy = call.copy("dy", dy, like, gpu) if plan.copy_dy else "dy"
+    of_dy = call.copy("dy", dy, like, gpu) if plan.copy_dy and m else "dy"
     of_x, of_w = "x", "weight"
-    if x is not None and plan.weight is not None and plan.weight.copy:
+    if m and x is not None and plan.weight is not None and plan.weight.copy:
         of_x = call.copy("x", x, like, gpu)
-    if weight is not None and plan.x is not None and plan.x.copy:
+    if m and weight is not None and plan.x is not None and plan.x.copy:
         of_w = call.copy("weight", weight, like, gpu)
     dg = across = ABSENT if how.norm else "dy"
     if plan.across and not how.norm:
         across = call.copy("dy", dy._replace(shape=(n, m), strides=dy.strides[::-1]), like, gpu)
     if plan.dg and not how.linear:
         dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
-    call.workspace(plan.workspace + (8 * n if one_scale else 0))
+    posted, gathered, end = posts_at(plan.workspace + (8 * n if one_scale else 0), n, exchange)
+    call.workspace(plan.workspace + (8 * n if one_scale else 0) if exchange is None else end)
     if plan.dg and how.linear:
         dg = "deviations" if how.in_place else call.at(plan.dg_at)
         across = call.at(plan.across_at) if plan.across else dg
@@ -309,20 +322,36 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ca
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
     if plan.fused:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors})
-    elif plan.sums:
+    elif plan.sums and m:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0)})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
-    if (plan.sums or plan.dg) and not plan.fused:
-        reads |= {"d": "deviations", "workspace": call.at(0), "dg": dg, "across": across}
+    sums = call.at(0)
+    if exchange is not None and plan.merge_kernel is not None:
+        totals = call.at(plan.totals_at)
+        passed = {"saved": "vectors", "workspace": sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
+        passed |= {"totals": totals, **to_vectors}
+        if not exchange.waits:
+            of_posted, of_gathered = call.at(posted), call.at(gathered)
+            first = {**passed, "posted": of_posted, "totals": ABSENT}
+            call.launch(plan.merge_kernel, plan.merge_grid, fields, first)
+            call.gather(exchange, letters(n), of_posted, of_gathered)
+            passed["gathered"] = of_gathered
+        call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
+        sums = totals
+        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTORS}}  # the gradients of vectors are there
+    if m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
+        reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     products = (plan.x, (dg, of_w, of["x"]), of["weight"]), (plan.weight, (across, of_x, of["weight"]), dg)
     for product, operands, elsewhere in products:
-        if product is not None:
+        if product is not None and m:
             _multiply(call, product, operands, plan.limbs_at, elsewhere, how.precision, device)
+    if m == 0 and "weight" in made:
+        call.clear(of["weight"], nbytes["weight"])
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
     log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
     return _Backward(call, places)

@@ -150,6 +150,13 @@ class Call:
         else:
             self._steps.append((lambda words, stream: gemm(*words, stream), (), self._of(names)))
 
+    def gather(self, exchange: Any, count: int, posted: str, gathered: str) -> None:
+        """So many doubles of every rank, by NCCL."""
+        self._kernels.append("ncclAllGather")
+        gather = exchange.gather
+        step = (lambda words, stream: gather(count, *words, stream)), (), self._of((posted, gathered))
+        self._steps.append(step)
+
     def clear(self, name: str, nbytes: int) -> None:
         """Zeros."""
         memset = cuda().runtime.memsetAsync

@@ -16,6 +16,7 @@ from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vecto
 from ._group import Group
 from ._interop import NUMBERS, Kind, kind_of, kinds_of
 from ._prepared import Prepared
+from ._ranks import exchange_of
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
 __all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
@@ -303,7 +304,7 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
-_NUMERIC = (0, 1, 2, 5, 6, 8)  # of the options
+_NUMERIC = (0, 1, 2, 5, 6, 9)  # of the options
 _calls: dict[Any, ForwardCall] = {}
 _checked: dict[Any, CheckedCall] = {}  # on the CPU
 
@@ -354,13 +355,14 @@ def _forward(
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     limbs = prepared is not None and prepared.limbs is not None
+    exchange = None if options[8] is None else exchange_of(options[8], device)
     found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
     if found is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0 and options[8] is None:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits)
+        found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits, exchange)
         remember(_calls, key, found)
         log.debug(
             "forward %s x %s, %s: %s", views["x"].shape, views["weight"].shape, views["x"].dtype, found.description
@@ -369,7 +371,12 @@ def _forward(
         _views(kind, arrays, options, read_only)
     if limbs:
         pointers += prepared.limbs[1:]  # type: ignore[union-attr, index]
+    if exchange is not None:
+        pointers.append(exchange.address)
+        exchange.enter(stream, capturing)
     made = found.call.run(arrays[0], pointers, stream, capturing, prepared)
+    if exchange is not None:
+        exchange.leave(stream, capturing)
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if found.y is None else made[found.y]

@@ -10,6 +10,7 @@ from ._device import gemm_arguments
 from ._interop import Kind
 from ._limbs import Multiply
 from ._prepared import Prepared
+from ._ranks import Exchange, letters, posts_at, signature
 
 __all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
@@ -26,6 +27,7 @@ ARRAYS = (
     "out",
 )
 PREPARED = ("limbs of weight", "exponents of weight")  # what a prepared weight brings
+RANKS = ("ranks",)  # what a group brings
 _MAX_APART = 64
 
 
@@ -75,25 +77,36 @@ def prepare_call(
     capturing: bool,
     prepared: Prepared | None,
     limits: _plan.Limits,
+    exchange: Exchange | None = None,
 ) -> ForwardCall:
-    """Plan a forward of arrays like these, and lay out what it allocates and launches; nothing is launched yet."""
+    """Plan a forward of arrays like these, and lay out what it allocates and launches; nothing is launched yet.
+
+    `exchange` is the group's, or None where nothing will be launched.
+    """
     training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     gpu = (limits.gpu or _kernels.gpu(device)).at_most(sms)
-    p = _plan.Matmul(m, n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
+    p = _plan.Matmul(max(m, 1), n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
     limbs = prepared is not None and prepared.limbs is not None
+    ranks = None
+    if group is not None:
+        if exchange is not None and exchange.waits and n > exchange.features:
+            raise ValueError(f"weight: expected at most {exchange.features} features with a group, got {n}")
+        # Of a row or none of its own a rank has no statistics to begin with: it takes a launch for each step.
+        ranks = "inside" if m > 1 and (exchange is None or exchange.waits) else "between"
     plan = _plan.plan(
         p,
         training=bool(training),
         precision=precision,
-        gemm=gemm,
+        gemm="auto" if group is not None and m <= 1 else gemm,
         capturing=capturing,
         prepared=limbs,
         saved=bool(return_saved),
         cumulative=momentum is None,
         activation=activation,
+        ranks=ranks,
     )
     x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
     w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
@@ -123,15 +136,16 @@ def prepare_call(
         "partials": plan.partials,
         "tickets": plan.tickets,
         "flags": flags,
+        "signature": signature(f"forward of {n} features, {x.dtype}") if group is not None else 0,
         **vector_codes(views),
         "momentum": 0.0 if momentum is None else momentum,
         "eps": eps,
         "number": number,
     }
 
-    call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ())))
-    of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x else "x"
-    of_w = call.copy("weight", weight, arrays[1], gpu) if plan.copy_w else "weight"
+    call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ()), *(RANKS if group is not None else ())))
+    of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x and m else "x"
+    of_w = call.copy("weight", weight, arrays[1], gpu) if plan.copy_w and m else "weight"
     y = "out" if out is not None else call.make("y", (m, n), arrays[0])
     deviations = vectors = ABSENT
     if plan.keep is not None:
@@ -162,12 +176,17 @@ def prepare_call(
             boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
             mapped += (deviations,)
             passed |= {"kept": deviations, "saved": vectors}
+        if group is not None:
+            passed |= {"ranks": "ranks"}
         call.launch_mapped(one, fields, boxes, mapped, passed)
     else:
-        call.workspace(plan.workspace)
+        posted, gathered, end = posts_at(plan.workspace, n, exchange)
+        call.workspace(plan.workspace if group is None else end)
         workspace = call.at(0)
         g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
-        if plan.through is not None:
+        if m == 0:  # the group's other ranks have some
+            pass
+        elif plan.through is not None:
             q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
             limbs_at = map(call.at, plan.through.places(plan.limbs_at)[:3])
             call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, *limbs_at)
@@ -177,21 +196,35 @@ def prepare_call(
             shape, ldg = (m, n, k), plan.ldg
             product = gemm_arguments(shape, x_at, w_at, ldg, x.dtype, precision, wide=True, sms=gpu.target)
             call.multiply(product, of_x, of_w, g)
-        if training:
+        of_posted = ABSENT if group is None else call.at(posted)
+        if training and m:
             if plan.tickets_bytes:
                 call.clear(call.at(plan.tickets), plan.tickets_bytes)
             passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
-            call.launch(plan.stats_kernel, plan.stats_grid, fields, {**passed, "saved": vectors})
-        else:
+            passed |= {"saved": vectors, "posted": of_posted}
+            call.launch(plan.stats_kernel, plan.stats_grid, fields, passed)
+        elif not training:
             passed = {"workspace": workspace, **own, "g": g, "saved": vectors}
             call.launch(plan.affine_kernel, plan.affine_grid, fields, passed)
-        passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
-        passed |= {"deviations": deviations, "saved": vectors}
-        call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
+        if group is not None:
+            of_gathered = ABSENT
+            if exchange is not None and not exchange.waits:
+                of_gathered = call.at(gathered)
+                if m == 0:
+                    call.clear(of_posted, 8 * letters(n))
+                call.gather(exchange, letters(n), of_posted, of_gathered)
+            passed = {"posted": of_posted, "ranks": "ranks", "gathered": of_gathered, "workspace": workspace, **own}
+            passed |= {"num_batches_tracked": count, "saved": vectors}
+            call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
+            count = ABSENT  # it has counted
+        if m:
+            passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
+            passed |= {"deviations": deviations, "saved": vectors}
+            call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 
     dtypes = None if plan.keep is None else vector_dtypes(kind, arrays)
     found = ForwardCall(views, bool(training), call, call.describe(plan.gemm, plan.why), dtypes)
-    found.y = None if out is not None else plan.copy_x + plan.copy_w
+    found.y = None if out is not None else (plan.copy_x + plan.copy_w) * (m > 0)
     return found
 
 

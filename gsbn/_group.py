@@ -43,13 +43,18 @@ class Group:
         Seconds that a call waits for the others at most.
     """
 
-    def __init__(self, engine: Engine, timeout: float) -> None:
-        self._engine, self.timeout = engine, timeout
+    def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
+        self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
         self._calls = 0
         self._obstacle = ""  # why it cannot be used any more
         self.on_device: Any = None  # gsbn._ranks.Exchange, once a call on a GPU has needed one
-        self._closers: list[Callable[[], None]] = [engine.close]
+        self._closers: list[Callable[[bool], None]] = []
+
+    @property
+    def nccl(self) -> Any:
+        """The communicator of NCCL's that it was made of, if it was."""
+        return getattr(self._engine, "comm", None)
 
     def check(self) -> None:
         """Raise RuntimeError if the group is closed, or has lost a rank or the order of its calls."""
@@ -88,20 +93,25 @@ class Group:
         rows = self.gather_bytes(np.ascontiguousarray(numbers, np.float64).tobytes())
         return np.stack([np.frombuffer(row) for row in rows])
 
-    def at_close(self, closer: Callable[[], None]) -> None:
+    def at_close(self, closer: Callable[[bool], None]) -> None:
+        """Call it once, when the group is closed, with whether all ranks close it now."""
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Free what the group holds, after its last call has ended on all ranks. The communicator stays the user's."""
-        self._obstacle = self._obstacle or "it is closed"
+        """Free what the group holds: collective, after its last call. The communicator stays the user's."""
+        self._close(together=not self._obstacle)
+
+    def _close(self, together: bool) -> None:
         while self._closers:
-            self._closers.pop()()
+            self._closers.pop()(together)
+        self._obstacle = self._obstacle or "it is closed"
+        self._engine.close()
 
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self._close(together=error is None and not self._obstacle)
 
     def __reduce__(self) -> Any:
         raise TypeError("group: expected to stay in its process, got pickled or copied")
@@ -111,7 +121,7 @@ class Group:
         return f"gsbn.Group(rank={self.rank}, size={self.size}, timeout={self.timeout:g}{state})"
 
 
-def group(comm: Any, *, timeout: float = 300.0) -> Group:
+def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Group:
     """Ranks that share a batch: ``gsbn.forward(..., training=True, group=...)`` takes the statistics of all their rows.
 
     Collective: every rank of the communicator makes one, once. A context manager; `close` frees what it holds.
@@ -126,6 +136,8 @@ def group(comm: Any, *, timeout: float = 300.0) -> Group:
         Seconds that a call waits for the other ranks at most. A rank that died, or calls something else, is an error
         on all others within this time: on the CPU of the call itself, on a GPU, where the host never waits, of the
         next call. Compiling kernels on one rank counts, so seconds are too few.
+    peer_memory : bool
+        Whether GPUs may write into each other's memory (see Notes).
 
     Returns
     -------
@@ -153,7 +165,7 @@ def group(comm: Any, *, timeout: float = 300.0) -> Group:
             "comm: expected a torch.distributed ProcessGroup, an mpi4py communicator, a cupy NcclCommunicator or a "
             f"cupyx.distributed backend, got {shown(comm)}"
         )
-    made = Group(engine, seconds)
+    made = Group(engine, seconds, bool(peer_memory))
     made.gather_bytes(b"gsbn.group")  # nobody goes on before all are here
     return made
 

@@ -24,12 +24,16 @@
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
+// Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
+// of all ranks (ranks.cuh), which are then the sums of one split.
+//
 // backward_fused is both where rows are few: an item is all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
 // their sums need nobody else's, and reads them once more from L2. No workspace.
 //
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
 // 403 MB. backward_fused moves dy, d and dg once, and dy and d once more from L2.
 #include "backward_rows.cuh"
+#include "ranks.cuh"
 
 constexpr int GROUP = 16;
 
@@ -127,20 +131,26 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
     }
 }
 
+// The gradients of size O, of feature c.
+__device__ inline void store_gradients(const Problem& p, const double* saved, long long c, double S, double E,
+                                       void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    const auto of = [&](int row) { return saved[row * p.n + c]; };
+    store_vector(to_bias, p.to_bias, c, TRAINING ? 0.0 : of(SAVED_A) * S);
+    store_vector(to_scale, p.to_scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
+    store_vector(to_gamma, p.to_gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
+    store_vector(to_beta, p.to_beta, c, S);
+}
+
 // Of feature c, everything of size O: its gradients, if `gradients`, and in training the coefficients of dg, rows of
 // `pitch`, at `at`.
 __device__ inline void store_feature(const Problem& p, const double* saved, long long c, double S, double E,
                                      bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
                                      G* coefficients, long long pitch, long long at) {
+    if (gradients) store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+    if (!TRAINING) return;
+
     const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-    if (gradients) {
-        store_vector(to_bias, p.to_bias, c, TRAINING ? 0.0 : a * S);
-        store_vector(to_scale, p.to_scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
-        store_vector(to_gamma, p.to_gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
-        store_vector(to_beta, p.to_beta, c, S);
-    }
-    if (!TRAINING) return;
 
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
     const G mean_high = static_cast<G>(mean);
@@ -366,6 +376,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         T* to = dg + down * p.lddg + col;
         while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.lddg, [](const Vector<T, VEC>&, int) {});
     });
+}
+
+// What a rank's sums become, in training; a thread has one column. First, unless `gathered` is given, the splits are merged,
+// the O(O) gradients stored, and S and D posted, to the other ranks or, for another library to gather, to `posted`. Then,
+// unless `totals` is null, those of all ranks are collected, added in the order of the ranks, and left in `totals` (2, n)
+// as sums that backward_dg takes for those of this rank's p.m rows: they are scaled by p.m over the rows of all.
+// It waits for the other ranks as merge_statistics does.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    merge_sums(const __grid_constant__ Problem p, const double* saved, const char* workspace, double* posted,
+               Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
+               void* to_beta) {
+    await_kernel_ahead();
+    const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
+    const double own = static_cast<double>(p.m);
+    if (gathered == nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+        if (posted == nullptr) {
+            exchange.post_header(own);
+        } else {
+            posted[ROWS_AT] = own;
+            posted[CALL_AT] = static_cast<double>(p.signature);
+        }
+    }
+    for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
+        const long long c = item * THREADS + threadIdx.x;
+        if (c >= p.n) return;
+        const double unit = saved[SAVED_UNIT * p.n + c];
+        if (gathered == nullptr) {
+            const double* partials = reinterpret_cast<const double*>(workspace) + c;
+            double S = 0.0, E = 0.0;
+#pragma unroll 8
+            for (long long i = 0; i < p.splits; ++i) {
+                S += partials[i * 2 * p.n];
+                E += partials[(i * 2 + 1) * p.n];
+            }
+            store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+            if (posted == nullptr) {
+                exchange.post_feature(c, S, unit * E);
+            } else {
+                posted[FEATURES_AT + 2 * c] = S;
+                posted[FEATURES_AT + 2 * c + 1] = unit * E;
+            }
+        }
+        if (totals == nullptr) return;
+        double all = 0.0, S = 0.0, D = 0.0;
+        for (int from = 0; from < exchange.size; ++from) {
+            double rows, of_S, of_D;
+            if (!exchange.collect(from, c, rows, of_S, of_D)) S = __longlong_as_double(0x7FF8000000000000LL);
+            all += rows;
+            S += of_S;
+            D += of_D;
+        }
+        totals[c] = S * (own / all);
+        totals[p.n + c] = D / unit * (own / all);
+    });
+    __syncthreads();
+    if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);
 }
 
 // The gradient of one scale that served all features, in float64: the sum of theirs, in a fixed order, by one CTA.

@@ -35,6 +35,10 @@
 // With KEEP, step 5 also writes what a backward needs, g - mean in y's type (float16 in units, see SAVED_UNIT), and the
 // merger its float64 vectors.
 //
+// Ranks. With RANKS the batch is spread over several GPUs: in step 4 the merger posts the statistics of its share to all
+// of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
+// (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
+//
 // Flags. Every 16-byte word of the workspace carries the launch's number, so a word says by itself whether it is of
 // this launch: no flag is ever reset, the workspace may be uninitialised memory, and what an aborted launch or the last
 // replay of a graph left behind cannot be mistaken. The number is a time that all CTAs agree on (agree_on_number).
@@ -79,6 +83,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     ,
     char* kept, double* saved  // g - mean (m, n), and rows of n: SAVED_
 #endif
+#if RANKS
+    ,
+    Ranks* ranks
+#endif
 ) {
     const long long m = p.m, n = p.n, k = p.k, panel = p.panel, y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
@@ -99,8 +107,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #else
     const Kept keeps = {};
 #endif
+#if !RANKS
+    Ranks* const ranks = nullptr;
+#endif
     const Cta cta = {p,       x_map,    w_map,   y_map,       keeps,       y,    partial, merged,
-                     roll,    f,        batches, x_exponents, w_exponents, sh,   m,       n,
+                     roll,    f,        batches, x_exponents, w_exponents, ranks, sh,   m,       n,
                      y_pitch, clusters, steps,   blocks,      features,    order};
 
     if (threadIdx.x == 0) {
@@ -130,6 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
                 cta.merge(lane, rank);
             } else {
                 if (warp == 2) cta.lay_out_last_tile(lane);
+#if RANKS
+                if (warp == 2) cta.join(lane, rank);
+#endif
                 mbar_wait(&sh.agreed, 0);
                 cta.finish_tiles(LONG_NAP);
             }

@@ -17,11 +17,14 @@
 //   m = sum n_i mean_i / B,  M2 = sum M2_i + sum n_i (mean_i - m)^2
 // All in an order that depends on the shape alone; equal rows give exactly M2 = 0.
 //
+// Where ranks share the batch (`posted`), scale_stats ends with mean and M2 of its own rows; merge_statistics takes them to
+// the other ranks, and goes on with those of all (ranks.cuh).
+//
 // The CTA that draws a column block's last ticket adds that block's partial sums: who that is depends on timing, what
 // it computes does not. Tickets start at zero, set by the caller.
 //
 // Moves: g once, and per column 16 bytes a split: at (16384, 4096) 268 MB + 1 MB.
-#include "common.cuh"
+#include "ranks.cuh"
 
 #ifndef G_TYPE
 #define G_TYPE float
@@ -35,6 +38,7 @@ struct Problem {
     long long splits;                     // items that share a column block
     long long affine, partials, tickets;  // where they start in the workspace, in bytes
     long long flags;                      // FLAG_CUMULATIVE, FLAG_UNITS
+    long long signature;                  // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };
@@ -50,11 +54,47 @@ __device__ inline double unit_near(double spread) {
     return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
 }
 
+// The arguments of feature c, on their way.
+struct Arguments {
+    Fetched s, gamma, beta, b, mean, var;
+
+    __device__ Arguments(const Problem& p, long long c, const void* bias, const void* scale, const void* gamma,
+                         const void* beta, const void* running_mean, const void* running_var)
+        : s(fetch(scale, p.scale, c)),
+          gamma(fetch(gamma, p.gamma, c)),
+          beta(fetch(beta, p.beta, c)),
+          b(fetch(bias, p.bias, c)),
+          mean(fetch(running_mean, p.running_mean, c)),
+          var(fetch(running_var, p.running_var, c)) {}
+};
+
+// All that follows from mean and M2 of feature c over `rows` rows. `batches`: the count before this one.
+__device__ __forceinline__ void store_feature(const Problem& p, long long c, double rows, double mean, double m2,
+                                              const Arguments& of, long long batches, bool tracked, char* workspace,
+                                              void* running_mean, void* running_var, double* saved) {
+    const double v = m2 / rows, s = of.s.or_else(p.number), r = 1.0 / sqrt(s * s * v + p.eps);
+    const double gamma = of.gamma.or_else(1.0), a = gamma * s * r;
+    const double beta = of.beta.or_else(0.0), unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+    store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, mean, a, beta);
+    if (saved != nullptr)
+        store_saved(saved, p.n, c, s, gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta));
+    if (p.running_mean != 0 && tracked) {
+        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+        const double to_mean = s * (mean + of.b.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
+        store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean.or_else(0.0) + mu * to_mean);
+        store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var.or_else(0.0) + mu * to_var);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
     scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace, const void* bias, const void* scale,
                 const void* gamma, const void* beta, void* running_mean, void* running_var,
-                const long long* num_batches_tracked, double* saved) {
+                const long long* num_batches_tracked, double* saved, double* posted) {
     await_kernel_ahead();
+    if (posted != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+        posted[ROWS_AT] = static_cast<double>(p.m);
+        posted[CALL_AT] = static_cast<double>(p.signature);
+    }
     __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
     __shared__ G pivot_of[COLUMNS];
     __shared__ bool last;
@@ -139,10 +179,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
             __threadfence();  // the ticket before the others' partials
         }
         if (!mine) return;
-        const Fetched s_at = fetch(scale, p.scale, c), gamma_at = fetch(gamma, p.gamma, c),
-                      beta_at = fetch(beta, p.beta, c);
-        const Fetched b_at = fetch(bias, p.bias, c), mean_at = fetch(running_mean, p.running_mean, c);
-        const Fetched var_at = fetch(running_var, p.running_var, c);
+        const Arguments of(p, c, bias, scale, gamma, beta, running_mean, running_var);
+        // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
         const long long batches = p.flags & FLAG_CUMULATIVE ? *num_batches_tracked : 0;
 
         if (p.splits > 1) {
@@ -163,20 +201,54 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
                 m2 += __ldcg(&partials[(i * 2 + 1) * p.ldg + c]) + n_i * d * d;
             }
         }
-        const double rows = p.m, v = m2 / rows, s = s_at.or_else(p.number), r = 1.0 / sqrt(s * s * v + p.eps);
-        const double gamma_of = gamma_at.or_else(1.0), a = gamma_of * s * r;
-        const double beta_of = beta_at.or_else(0.0), unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, mean, a, beta_of);
-        if (saved != nullptr)
-            store_saved(saved, p.n, c, s, gamma_of, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta_of));
-        if (p.running_mean != 0) {
-            // normalize, a later launch, is what raises the count: here every CTA still reads the old one.
-            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
-            const double to_mean = s * (mean + b_at.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
-            store_vector(running_mean, p.running_mean, c, (1.0 - mu) * mean_at.or_else(0.0) + mu * to_mean);
-            store_vector(running_var, p.running_var, c, (1.0 - mu) * var_at.or_else(0.0) + mu * to_var);
+        if (posted != nullptr) {
+            posted[FEATURES_AT + 2 * c] = mean;
+            posted[FEATURES_AT + 2 * c + 1] = m2;
+        } else {
+            store_feature(p, c, static_cast<double>(p.m), mean, m2, of, batches, true, workspace, running_mean,
+                          running_var, saved);
         }
     });
+}
+
+// merge_statistics: of mean and M2 of every rank's rows those of all, and what scale_stats makes of them; a thread has one
+// column. `posted` are this rank's own, as scale_stats left them (not read where it has no rows, p.m = 0), which go to the
+// others, unless another library has `gathered` them already. Moves 16 bytes a feature to each rank.
+//
+// It waits for the other ranks. A CTA takes its columns in the order in which every rank's CTAs take them, and posts before
+// it waits, so that no two ranks wait for each other, however many CTAs each has.
+extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+    merge_statistics(const __grid_constant__ Problem p, const double* posted, Ranks* ranks, const double* gathered,
+                     char* workspace, const void* bias, const void* scale, const void* gamma, const void* beta,
+                     void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
+    await_kernel_ahead();
+    constexpr int THREADS = LANES * WARPS;
+    __shared__ bool counted;
+    const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
+    const long long batches = num_batches_tracked != nullptr ? *num_batches_tracked : 0;
+    if (threadIdx.x == 0) {
+        counted = true;
+        if (blockIdx.x == 0 && gathered == nullptr) exchange.post_header(static_cast<double>(p.m));
+    }
+    __syncthreads();
+    for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
+        const long long c = item * THREADS + threadIdx.x;
+        if (c >= p.n) return;
+        if (gathered == nullptr) {
+            const bool rows = p.m > 0;
+            exchange.post_feature(c, rows ? posted[FEATURES_AT + 2 * c] : 0.0,
+                                  rows ? posted[FEATURES_AT + 2 * c + 1] : 0.0);
+        }
+        const Arguments of(p, c, bias, scale, gamma, beta, running_mean, running_var);
+        const Whole all = exchange.statistics(c);
+        const bool tracked = all.right && all.rows > 1.0;
+        if (!tracked) counted = false;
+        store_feature(p, c, fmax(all.rows, 1.0), all.mean, all.m2, of, batches, tracked, workspace, running_mean,
+                      running_var, saved);
+    });
+    __syncthreads();
+    if (threadIdx.x == 0 && exchange.leave(gridDim.x) && num_batches_tracked != nullptr && counted)
+        *num_batches_tracked = batches + 1;  // every CTA has read it
 }
 
 // What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for

@@ -1,6 +1,7 @@
 // What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from them.
 #pragma once
 #include "activation.cuh"
+#include "ranks.cuh"
 
 enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
 enum Mode { GEMM, INFERENCE, TRAINING };
@@ -16,6 +17,7 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
 #define X_ACROSS 0         // 1: x is (k, m)
 #define WIDE 0             // 1: y is float32 though x and w have 16 bits
+#define RANKS 0            // 1, in training: ranks share the batch
 #endif
 
 struct Problem {
@@ -24,6 +26,7 @@ struct Problem {
     long long ld_kept;  // and of what is kept
     long long panel;    // column blocks that are taken row by row, see Order
     long long flags;    // FLAG_CUMULATIVE, FLAG_ALONE
+    long long signature;  // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };
@@ -31,8 +34,8 @@ struct Problem {
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#if ELEMENT == 3      // LIMBS
-typedef double Wide;  // what updates the running statistics: limbs are so exact that float32's roundings would show
+#if ELEMENT == 3 || RANKS  // LIMBS
+typedef double Wide;       // what updates the running statistics: limbs are so exact that float32's roundings would show
 #else
 typedef float Wide;
 #endif

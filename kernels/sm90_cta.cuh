@@ -61,6 +61,7 @@ struct Cta {
     const Features f;
     long long* batches;
     const int *x_exponents, *w_exponents;
+    Ranks* const ranks;
     Shared& sh;
     const long long m, n, y_pitch;      // y_pitch in bytes
     const int clusters, steps, blocks;  // steps of k, blocks of features
@@ -73,6 +74,7 @@ struct Cta {
     __device__ void produce(int rank) const;                                // loads x and w
     __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
     __device__ void merge(int lane, int rank) const;       // training: the statistics of a share of the features
+    __device__ void join(int lane, int rank) const;        // RANKS: the statistics of these over all ranks
     __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
     __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
     __device__ void finish_unit(int unit, int nap) const;  // some rows of that

@@ -5,8 +5,14 @@
 __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
     const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
+#if RANKS
+    const Exchange exchange(ranks, nullptr, 0, p.signature);
+#endif
     if (lane == 0) {
         sh.launch = number;
+#if RANKS
+        if (blockIdx.x == 0) exchange.post_header((double)m);
+#endif
         sh.momentum = p.flags & FLAG_CUMULATIVE ? (Wide)1 / (Wide)count : (Wide)p.momentum;
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
@@ -15,7 +21,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
     const int share = share_of(order.rows), lanes = lanes_of(order.rows);
     const Wide unbiased = (Wide)m / (Wide)(m - 1);
     const long long n = this->n;
-    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
+    const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
@@ -57,6 +63,10 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
             await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
             float mean, var;
             merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
+#if RANKS
+            if (mine) exchange.post_feature(feature, mean, (double)var * (double)m);
+            continue;
+#endif
             if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
             if (KEEP && IN_UNITS && speaks)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
@@ -73,3 +83,53 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
         }
     }
 }
+
+#if RANKS
+// The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features that
+// this CTA's merger merges, and updates the running statistics. The merger never waits for other ranks, so that no two
+// ranks wait for each other, in whatever order their CTAs take their tiles.
+__device__ __forceinline__ void Cta::join(int lane, int rank) const {
+    mbar_wait(&sh.agreed, 0);
+    const Exchange exchange(ranks, nullptr, 0, p.signature);
+    const u64 launch = *(volatile u64*)&sh.launch;
+    const int share = share_of(order.rows);
+    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
+    int nth = 0;
+    for (int i; (i = tile(nth)) < order.count(); nth++) {
+        const auto [row, block] = order.at(i, rank);
+        if (block >= blocks) continue;
+        const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
+#pragma unroll 1
+        for (int at = lane; at < share; at += 32) {
+            const int c = row * share + at, feature = block * BLOCK_N + c;
+            if (c >= BLOCK_N) break;
+            float mean = 0.f, slope = 0.f, unit = 1.f;
+            if (feature < n) {
+                const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
+                const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
+                const Whole all = exchange.statistics(feature, nap);
+                const double v = all.m2 / all.rows, r = 1.0 / sqrt(s * s * v + p.eps);
+                mean = (float)all.mean;
+                slope = (float)(gamma * s * r);
+                unit = deviation_unit((float)v, 1);
+                if (tracked && all.right) {
+                    const double mu = sh.momentum, b = fetch(f.bias, f.bias_code, feature).or_else(0.0);
+                    const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
+                    const double rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
+                    store_vector(f.running_mean, f.running_mean_code, feature,
+                                 (1.0 - mu) * rm + mu * (s * (all.mean + b)));
+                    store_vector(f.running_var, f.running_var_code, feature,
+                                 (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
+                }
+                if (KEEP)
+                    store_saved(kept.vectors, n, feature, s, gamma, v, p.eps, unit, slope,
+                                fetch(f.beta, f.beta_code, feature).or_else(0.0));
+            }
+            publish(merged + (size_t)block * BLOCK_N + c, mean, slope, launch);
+            if (KEEP && IN_UNITS) publish(merged + features + (size_t)block * BLOCK_N + c, unit, 0.f, launch);
+        }
+    }
+    __syncwarp();
+    if (lane == 0) exchange.leave(gridDim.x);
+}
+#endif

@@ -16,6 +16,7 @@ from .gemm import (
     takes,
     takes_limbs,
     tiled,
+    waiting_grid,
 )
 from .h200 import H200
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
@@ -59,7 +60,9 @@ class BackwardPlan(NamedTuple):
     sums_rows: int
     splits: int
     dg_grid: int
+    merge_grid: int
     dg_rows: int
+    totals_at: int  # of all ranks
     dg_at: int
     across_at: int
     limbs_at: int  # one product's after the other's: a's, then b's unless they are elsewhere, then the rest
@@ -67,6 +70,7 @@ class BackwardPlan(NamedTuple):
     sums_kernel: Kernel
     dg_kernel: Kernel
     total_kernel: Kernel
+    merge_kernel: Kernel | None
     x: Product | None  # dx = dg w
     weight: Product | None  # dw = dgᵀ x
 
@@ -84,12 +88,14 @@ def backward_plan(
     linear: bool = True,
     wide: bool = False,
     in_place: bool = False,
+    ranks: bool = False,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
     from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
-    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay.
+    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay. `ranks` share the batch: the
+    sums of all are merged, whatever this one needs.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -97,7 +103,7 @@ def backward_plan(
     size = ITEMSIZE[dtype]
     dg = "x" in needs or "weight" in needs
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
-    dg, sums = dg and norm, sums and norm
+    dg, sums = dg and norm, (sums or ranks) and norm
     copy_dy = norm and dy.strides[1] not in (0, 1)
     if copy_dy:
         dy = Matrix((n, 1), True)
@@ -122,11 +128,12 @@ def backward_plan(
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = ceil_div(n, 64 // size)
-    fused = sums and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
+    fused = sums and not ranks and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
     fused = fused and (columns <= device.ctas(FUSED_CTAS) if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
-    dg_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
+    totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
+    dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     # dx is made first. The weight's limbs then lie where dw will: they take the same bytes; and x's where dg lay.
@@ -141,12 +148,12 @@ def backward_plan(
     ]
     kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
-    sums_kernel, dg_kernel, fused_kernel, total_kernel = (with_activation(kernel, activation) for kernel in kernels)
+    sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
         sums=sums,
         dg=dg,
         fused=fused,
-        reads_d=(dg and training) or "scale" in needs or "gamma" in needs or activation is not None,
+        reads_d=ranks or (dg and training) or "scale" in needs or "gamma" in needs or activation is not None,
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
@@ -156,7 +163,9 @@ def backward_plan(
         sums_rows=sums_rows,
         splits=splits,
         dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
+        merge_grid=waiting_grid(n, device),
         dg_rows=dg_rows,
+        totals_at=totals_at,
         dg_at=dg_at,
         across_at=across_at,
         limbs_at=limbs_at,
@@ -164,6 +173,7 @@ def backward_plan(
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
+        merge_kernel=merge[0] if merge else None,
         x=dx,
         weight=dw,
     )

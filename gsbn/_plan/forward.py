@@ -17,9 +17,20 @@ from .gemm import (
     sm90_obstacle,
     takes,
     tiled,
+    waiting_grid,
 )
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
-from .variants import THREADS, WARPS, Kernel, element_for, normalize, running_affine, scale_stats, with_activation
+from .variants import (
+    THREADS,
+    WARPS,
+    Kernel,
+    element_for,
+    merge_statistics,
+    normalize,
+    running_affine,
+    scale_stats,
+    with_activation,
+)
 
 __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 
@@ -49,6 +60,7 @@ class Plan(NamedTuple):
     stats_rows: int
     splits: int
     affine_grid: int
+    merge_grid: int
     normalize_grid: int
     normalize_rows: int
     affine: int
@@ -61,6 +73,7 @@ class Plan(NamedTuple):
     gemm_grid: int
     gemm_block: int
     stats_kernel: Kernel
+    merge_kernel: Kernel
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
@@ -81,14 +94,25 @@ def plan(
     saved: bool = False,
     cumulative: bool = False,
     activation: str | None = None,
+    ranks: str | None = None,
 ) -> Plan:
     """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
-    running statistics are averages over all batches; `activation`: what y is put through.
+    running statistics are averages over all batches; `activation`: what y is put through; `ranks`: where they share the
+    batch, how their statistics travel, "peer" memory, which a kernel waits for, or "gathered" between two launches.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
+    if ranks == "peer":
+        p = p._replace(device=p.device.with_room())
     chosen, why = gemm_for(
-        p, precision=precision, gemm=gemm, capturing=capturing, training=training, prepared=prepared, saved=saved
+        p,
+        precision=precision,
+        gemm=gemm,
+        capturing=capturing,
+        training=training,
+        prepared=prepared,
+        saved=saved,
+        gathered=ranks == "gathered",
     )
     m, n, k, dtype, device, x, w, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -100,7 +124,8 @@ def plan(
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
-    keep, fused = None, chosen == "sm90" and parking_obstacle(p) is None
+    fused = chosen == "sm90" and parking_obstacle(p) is None and ranks != "gathered"
+    keep = None
     if saved:
         kept = kept_dtype(dtype, m, training=training)
         keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
@@ -125,7 +150,15 @@ def plan(
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
         workspace = through.places(limbs_at)[-1]
     elif fused:
-        one = one_launch(p, _mode(training), precision, prepared=prepared, keeps=saved, cumulative=cumulative)
+        one = one_launch(
+            p,
+            _mode(training),
+            precision,
+            prepared=prepared,
+            keeps=saved,
+            cumulative=cumulative,
+            ranks=ranks is not None,
+        )
         one = one._replace(kernel=with_activation(one.kernel, activation))
     limbs = one is not None and one.limbs is not None
     return Plan(
@@ -140,6 +173,7 @@ def plan(
         stats_rows=stats_rows,
         splits=splits,
         affine_grid=device.grid(ceil_div(n, THREADS)),
+        merge_grid=waiting_grid(n, device),
         normalize_grid=device.grid(blocks * row_blocks),
         normalize_rows=normalize_rows,
         affine=affine,
@@ -152,6 +186,7 @@ def plan(
         gemm_grid=grid,
         gemm_block=block,
         stats_kernel=scale_stats(dtype),
+        merge_kernel=merge_statistics(dtype),
         affine_kernel=running_affine(dtype),
         normalize_kernel=with_activation(
             normalize(dtype, keep.dtype if keep is not None and training else None), activation
@@ -172,10 +207,14 @@ def gemm_for(
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
+    gathered: bool = False,
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    sm90 = sm90_obstacle(p, precision, training, saved)
+    if sm90 is None and gathered and element_for(p.dtype, precision) != "limbs":  # whose product may stand alone
+        sm90 = "one launch cannot wait for statistics that are gathered between two"
     obstacles = {
-        "sm90": sm90_obstacle(p, precision, training, saved),
+        "sm90": sm90,
         "cublas": cublas_obstacle(p, capturing),
         "tiled": None,
     }

@@ -156,9 +156,10 @@ def one_launch(
     keeps: bool = False,
     cumulative: bool = False,
     wide: bool = False,
+    ranks: bool = False,
 ) -> OneLaunch:
     """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too; `wide`:
-    a product of 16-bit operands in float32.
+    a product of 16-bit operands in float32; `ranks`: training of a batch that ranks share.
 
     CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
     read the count of batches that one raises.
@@ -176,7 +177,7 @@ def one_launch(
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide),
+        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks),
         cooperative=mode == "training" and (rows > 1 or cumulative),
         element=element,
         limbs=split,
@@ -254,6 +255,11 @@ def column_grids(k: int, count: int, device: Device) -> tuple[int, int, int]:
     blocks = ceil_div(count, 128)
     rows = round_up(ceil_div(k, max(1, 1024 // blocks)), 64)
     return device.grid(blocks * ceil_div(k, rows)), rows, device.grid(ceil_div(count, 64) * ceil_div(k, 64))
+
+
+def waiting_grid(features: int, device: Device) -> int:
+    """CTAs, a thread for a feature, of a kernel that waits for other ranks: half of the SMs stay free at least."""
+    return min(ceil_div(features, THREADS), max(1, device.sms // 2))
 
 
 def copy_grid(rows: int, cols: int, device: Device) -> int:

@@ -9,6 +9,7 @@ __all__ = [
     "FEW_ROWS",
     "INT32_MAX",
     "ITEMSIZE",
+    "ROOM",
     "SPLITS",
     "Device",
     "Limits",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 INT32_MAX = 2**31 - 1
+ROOM = 4  # SMs that a kernel which waits for another GPU leaves to others: enough for any one CTA of theirs to advance
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
 SPLITS = 64  # CTAs at most that share a column block of scale_stats or backward_sums: merging them takes time
@@ -46,6 +48,12 @@ class Device(NamedTuple):
             return self
         pairs = min(sms // 2, max(0, self.clusters(2) - (self.sms - sms)))
         return self._replace(sms=sms, pairs=pairs, limited=True)
+
+    def with_room(self) -> Device:
+        """The same for a launch that waits for another GPU: that one may wait for another kernel to run here."""
+        if self.limited or self.sms <= 2 * ROOM:  # whoever gave `sms` has left what room he wants
+            return self
+        return self._replace(sms=self.sms - ROOM, pairs=max(0, self.clusters(2) - ROOM // 2))
 
     @property
     def target(self) -> int:

@@ -32,6 +32,7 @@ __all__ = [
     "fold",
     "forward_sm90",
     "gemm_tiled",
+    "merge_statistics",
     "normalize",
     "running_affine",
     "scale_stats",
@@ -90,13 +91,13 @@ def _plain_kernels() -> Iterator[Kernel]:
             if dtype == "float32":
                 yield backward_kernels(dtype, kept, training=training, across=True)[1]
         yield from (normalize(dtype, kept) for kept in (None, *sorted(kept_in_training)))
-        yield from (scale_stats(dtype), running_affine(dtype))
+        yield from (scale_stats(dtype), merge_statistics(dtype), running_affine(dtype))
     yield from map(copy_matrix, (2, 4, 8))
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
         if (element, block_m) != ("limbs", 256):
-            for keeps in (False, True) if mode == "training" else (False,):
-                yield forward_sm90(element, mode, block_m, cluster, keeps)
+            for keeps, ranks in itertools.product((False, True), repeat=2) if mode == "training" else ((False, False),):
+                yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=ranks)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         for x_across in (False, True):  # dx and dw of the backward
             if not x_across or block_m // cluster >= COLUMN:
@@ -110,6 +111,11 @@ def _plain_kernels() -> Iterator[Kernel]:
 def scale_stats(dtype: str) -> Kernel:
     """The variant of scale_stats for an x of this dtype."""
     return Kernel("scale_stats", "scale_stats", (("G_TYPE", "double" if dtype == "float64" else "float"),))
+
+
+def merge_statistics(dtype: str) -> Kernel:
+    """The variant of merge_statistics for an x of this dtype."""
+    return scale_stats(dtype)._replace(name="merge_statistics")
 
 
 def running_affine(dtype: str) -> Kernel:
@@ -151,16 +157,17 @@ def column_kernels() -> tuple[Kernel, Kernel]:
 
 
 def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
-    """The variants of backward_sums, _dg and _fused, and of sum_features, for a dy of this dtype and what was kept."""
+    """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
+    dtype and what was kept."""
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    names = ("backward_sums", "backward_dg", "backward_fused", "sum_features")
-    sums, dg, fused, total = (Kernel(name, "backward", defines) for name in names)
+    names = ("backward_sums", "backward_dg", "backward_fused", "sum_features", "merge_sums")[: 4 + training]
+    sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
     if across:
         tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
-    return sums, dg, fused, total
+    return sums, dg, *others
 
 
 def split_limbs(k: int) -> Kernel:
@@ -177,11 +184,12 @@ def forward_sm90(
     x_across: bool = False,
     w_across: bool = False,
     wide: bool = False,
+    ranks: bool = False,
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
 
     `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k;
-    `wide`: one whose result is float32.
+    `wide`: one whose result is float32; `ranks`: training of a batch that ranks share.
     """
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
@@ -197,6 +205,7 @@ def forward_sm90(
         "X_ACROSS": int(x_across),
         "W_ACROSS": int(w_across),
         "WIDE": int(wide),
+        "RANKS": int(ranks),
     }
     return Kernel(
         "forward_sm90",

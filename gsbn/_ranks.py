@@ -1,0 +1,243 @@
+"""How numbers of a group's ranks reach each other's GPUs: through peer memory, else through NCCL."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import struct
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._device import cuda, on_device
+from ._driver import driver
+from ._group import Group
+
+__all__ = ["Exchange", "exchange_of", "letters", "posts_at", "signature"]
+
+_MAILBOX = 64 << 20  # bytes at most, of all slots and ranks: at 8 ranks 131,000 features
+_FEATURES = 1 << 20
+_LETTER = 16
+_INFO = struct.Struct("16s q q q ? 64s")  # of a rank: its host, its process, its mailbox, its device, what others open
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_STATUS = {  # STATUS_ of kernels/ranks.cuh
+    1: "a rank did not come within {timeout:g} s",
+    2: "a rank makes another call: of other features or another dtype, or a forward where this one makes a backward",
+    3: "Expected more than 1 value per channel when training, got one row on all ranks together",
+}
+
+
+def letters(features: int) -> int:
+    """How many numbers a rank posts."""
+    return 2 + 2 * features
+
+
+def posts_at(start: int, features: int, exchange: Exchange | None) -> tuple[int, int, int]:
+    """In a call's workspace, from an offset on: what this rank posts, what NCCL gathers, and the end."""
+    nbytes = 8 * letters(features) + -8 * letters(features) % 256
+    start += -start % 256
+    return start, start + nbytes, start + nbytes * (1 if exchange is None or exchange.waits else 1 + exchange.size)
+
+
+def signature(what: str) -> int:
+    """A number for a call, exact in float64."""
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
+
+
+def exchange_of(group: Group, device: int) -> Exchange:
+    """The group's, made by its first call on a GPU: that is collective."""
+    found = group.on_device
+    if found is None:
+        with on_device(device):
+            found = group.on_device = Exchange(group, device)
+    elif found.device != device:
+        raise ValueError(f"x: expected the group's device cuda:{found.device}, got cuda:{device}")
+    return found  # type: ignore[no-any-return]
+
+
+class Exchange:
+    """What a group has on its GPU; `address` is that of struct Ranks (kernels/ranks.cuh).
+
+    `waits`: kernels of ours wait for letters in peer memory; else `gather` is to be called between two.
+    """
+
+    def __init__(self, group: Group, device: int) -> None:
+        self._group, self.device, self.size = group, device, group.size
+        self._mapped: list[int] = []
+        self._comm: Any = None
+        self._own_comm = False
+        runtime = cuda().runtime
+        self.features = min(_FEATURES, (_MAILBOX // (2 * group.size * _LETTER) - 2) // 2)
+        nbytes = 2 * group.size * letters(self.features) * _LETTER
+        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # of no pool: others open it as it is
+        boxes = self._open(nbytes) if group.peer_memory else None
+        ready = all(flag == b"\1" for flag in group.gather_bytes(b"\1" if boxes is not None else b"\0"))
+        self.waits = ready and boxes is not None
+        if not self.waits:
+            self._unmap()
+            self._join()
+        self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
+        ctypes.memset(self._status.ptr, 0, 8)
+        fields = [group.rank, group.size, letters(self.features), int(group.timeout * 1e9), self._status.ptr, 0, 0, 0]
+        self._ranks = cuda().cupy.asarray(np.array([*fields, *(boxes or ())], np.uint64))
+        self.address: int = self._ranks.data.ptr
+        self._event = cuda().cupy.cuda.Event(disable_timing=True)  # after the last call
+        self._stream: int | None = None
+        self._watch = None if self.waits else _Watch(group.timeout, self._comm)
+        cuda().cupy.cuda.get_current_stream().synchronize()  # before a call on another stream reads what was copied
+        group.at_close(self._close)
+
+    def _open(self, nbytes: int) -> list[int] | None:
+        """The addresses of all mailboxes; None where one is out of reach. Collective."""
+        group, runtime = self._group, cuda().runtime
+        stream = cuda().cupy.cuda.Stream(non_blocking=True)
+        runtime.memsetAsync(self._mailbox, 0, nbytes, stream.ptr)  # no call has the number 0
+        stream.synchronize()
+        try:
+            handle, offered = runtime.ipcGetMemHandle(self._mailbox), True
+        except runtime.CUDARuntimeError:
+            handle, offered = b"", False
+        info = _INFO.pack(_host(), os.getpid(), self._mailbox, self.device, offered, handle)
+        infos = [_INFO.unpack(row) for row in group.gather_bytes(info)]
+        boxes = []
+        for rank, (host, process, mailbox, device, offers, handle) in enumerate(infos):
+            try:
+                if rank == group.rank:
+                    boxes.append(self._mailbox)
+                elif host != _host():
+                    return None
+                elif process == os.getpid():  # its threads share addresses
+                    if device != self.device:
+                        _reach(device)
+                    boxes.append(mailbox)
+                elif offers:
+                    opened = runtime.ipcOpenMemHandle(handle)
+                    self._mapped.append(opened)
+                    boxes.append(opened)
+                else:
+                    return None
+            except runtime.CUDARuntimeError:
+                return None
+        return boxes
+
+    def _join(self) -> None:
+        """A communicator of NCCL's: the user's if the group was made of one. Collective."""
+        group, nccl = self._group, cuda().cupy.cuda.nccl
+        self._comm = group.nccl
+        if self._comm is not None:
+            return
+        available = bool(getattr(nccl, "available", False))
+        number = nccl.get_unique_id() if available and group.rank == 0 else (0,) * 128
+        rows = group.gather_bytes(struct.pack("?128b", available, *number))
+        if not all(row[0] for row in rows):
+            raise RuntimeError(
+                "group: expected NCCL in CuPy on every rank, since not every GPU reaches every other's memory: "
+                "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever CUDA CuPy has"
+            )
+        self._comm = nccl.NcclCommunicator(group.size, struct.unpack("?128b", rows[0])[1:], group.rank)
+        self._own_comm = True
+
+    # ---- a call
+
+    def enter(self, stream: int, capturing: bool) -> None:
+        """Before a call's launches: after those of the last call, if that was on another stream."""
+        if self._stream not in (None, stream) and not capturing:
+            cuda().runtime.streamWaitEvent(stream, self._event.ptr)
+
+    def leave(self, stream: int, capturing: bool) -> None:
+        """After a call's launches."""
+        if not capturing:
+            cuda().runtime.eventRecord(self._event.ptr, stream)
+            self._stream = stream
+            if self._watch is not None:
+                self._watch.add(stream)
+
+    def gather(self, count: int, posted: int, gathered: int, stream: int) -> None:
+        """Launch: `count` doubles of every rank, in rank order."""
+        nccl = cuda().cupy.cuda.nccl
+        self._comm.allGather(posted, gathered, count, nccl.NCCL_FLOAT64, stream)
+
+    def obstacle(self) -> str:
+        """What has gone wrong in a call so far; empty if nothing has."""
+        status = ctypes.c_longlong.from_address(self._status.ptr).value
+        if status:
+            return _STATUS[status].format(timeout=self._group.timeout)
+        return _STATUS[1].format(timeout=self._group.timeout) if self._watch is not None and self._watch.late else ""
+
+    # ---- the end
+
+    def _unmap(self) -> None:
+        for address in self._mapped:
+            cuda().runtime.ipcCloseMemHandle(address)
+        self._mapped = []
+        if self._mailbox:
+            cuda().runtime.free(self._mailbox)
+        self._mailbox = 0
+
+    def _close(self, together: bool) -> None:
+        """`together`: all ranks close now. Else others may still write to the mailbox, and it stays."""
+        if self._watch is not None:
+            self._watch.end()
+        with on_device(self.device):
+            if together:
+                cuda().runtime.deviceSynchronize()
+                self._group.gather_bytes(b"close")
+                self._unmap()
+            if self._own_comm and not (self._watch is not None and self._watch.late):
+                self._comm.destroy()
+
+
+class _Watch:
+    """A thread that aborts NCCL where a call does not end: NCCL itself would wait for ever."""
+
+    def __init__(self, timeout: float, comm: Any) -> None:
+        self._timeout, self._comm, self.late = timeout, comm, False
+        self._calls: deque[tuple[float, Any]] = deque()
+        self._ended = threading.Event()
+        self._device = cuda().runtime.getDevice()
+        threading.Thread(target=self._run, name="gsbn-nccl", daemon=True).start()
+
+    def add(self, stream: int) -> None:
+        event = cuda().cupy.cuda.Event(disable_timing=True)
+        cuda().runtime.eventRecord(event.ptr, stream)
+        self._calls.append((time.monotonic() + self._timeout, event))
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        cuda().runtime.setDevice(self._device)
+        # A capture of another thread, in torch's usual mode, would be spoilt by whoever asks for an event.
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+        while not self._ended.wait(min(1.0, self._timeout / 4)):
+            while self._calls and self._calls[0][1].done:
+                self._calls.popleft()
+            if self._calls and time.monotonic() > self._calls[0][0]:
+                self.late = True
+                self._comm.abort()
+                return
+
+
+def _host() -> bytes:
+    """What two processes have in common that may open each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_bytes() if boot.exists() else b""
+    return hashlib.sha256(name + platform.node().encode()).digest()[:16]
+
+
+def _reach(device: int) -> None:
+    runtime = cuda().runtime
+    try:
+        runtime.deviceEnablePeerAccess(device)
+    except runtime.CUDARuntimeError as error:
+        if error.status != _ALREADY:
+            raise
+
+
+_ALREADY = 704  # cudaErrorPeerAccessAlreadyEnabled

@@ -1,0 +1,166 @@
+// How GPUs that share a batch bring their numbers together: a rank posts doubles, and collects those of all ranks in the
+// order of the ranks. No kernels.
+//
+// Peer memory. Every rank has a mailbox in its own memory, which all others can write to: two slots that alternate from
+// call to call, in each a row of letters for every rank. A letter is 16 bytes that are written and read at once, a double
+// and the number of the call that it belongs to: no flag is ever reset, and no fence is needed. A slot is free again
+// when it is written: a rank posts call c + 2 after it has collected c + 1 from all, who posted that after they had
+// collected c. The number is counted on the device, so that a replayed graph counts on.
+//
+// Gathered. Where another library has brought the numbers, they lie in rows of doubles, one for every rank.
+//
+// What a rank posts: its rows, what it calls (a rank that calls something else is found by it), then two doubles for
+// every feature.
+//
+// Waiting ends: after `timeout` a call fails, leaves a status in the host's memory, and so does every later one.
+#pragma once
+#include "common.cuh"
+
+enum : int { STATUS_TIMEOUT = 1, STATUS_OTHER_CALL = 2, STATUS_ONE_ROW = 3 };
+enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // of what a rank posts
+
+struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
+    long long rank, size;
+    long long letters;          // of a row of a mailbox
+    unsigned long long timeout;  // ns
+    volatile long long* status;  // in the host's memory
+    unsigned long long call;     // calls of this rank that have ended
+    unsigned long long leaving;  // CTAs of the present call that need it no more
+    unsigned long long broken;   // a call has failed
+    char* mailbox[1];            // of each rank, its own too
+};
+
+struct Whole {  // a feature's statistics over all ranks
+    double rows, mean, m2;
+    bool right;
+};
+
+// One call, as a thread sees it.
+struct Exchange {
+    Ranks* ranks;
+    const double* gathered;  // rows of `pitch` numbers, or null
+    long long pitch;
+    double signature;
+    unsigned long long call, deadline;
+    int size;
+
+    __device__ static unsigned long long time() {
+        unsigned long long t;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+        return t;
+    }
+
+    __device__ Exchange(Ranks* ranks, const double* gathered, long long pitch, long long signature)
+        : ranks(ranks),
+          gathered(gathered),
+          pitch(pitch),
+          signature(static_cast<double>(signature)),
+          call(*static_cast<volatile unsigned long long*>(&ranks->call) + 1),
+          deadline(time() + ranks->timeout),
+          size(static_cast<int>(ranks->size)) {}
+
+    __device__ char* letter(int to, int from, long long i) const {
+        return ranks->mailbox[to] + (((call & 1) * size + from) * ranks->letters + i) * 16;
+    }
+
+    __device__ void post(long long i, double value) const {
+        for (int to = 0; to < size; ++to)
+            asm volatile(
+                "{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.sys.global.b128 [%0], all;\n}" ::"l"(
+                    letter(to, static_cast<int>(ranks->rank), i)),
+                "l"(__double_as_longlong(value)), "l"(call)
+                : "memory");
+    }
+
+    __device__ void post_header(double rows) const {
+        post(ROWS_AT, rows);
+        post(CALL_AT, signature);
+    }
+
+    __device__ void post_feature(long long c, double first, double second) const {
+        post(FEATURES_AT + 2 * c, first);
+        post(FEATURES_AT + 2 * c + 1, second);
+    }
+
+    __device__ bool peek(int from, long long i, double& value) const {
+        if (gathered != nullptr) {
+            value = gathered[from * pitch + i];
+            return true;
+        }
+        unsigned long long bits, of;
+        asm volatile("{\n.reg .b128 all;\nld.relaxed.sys.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
+                     : "=l"(bits), "=l"(of)
+                     : "l"(letter(static_cast<int>(ranks->rank), from, i))
+                     : "memory");
+        value = __longlong_as_double(bits);
+        return of == call;
+    }
+
+    __device__ void fail(int status) const {
+        *static_cast<volatile unsigned long long*>(&ranks->broken) = 1;
+        *ranks->status = status;
+        __threadfence_system();
+    }
+
+    // The rows of a rank and its two numbers of feature c; false where it calls something else, or does not come.
+    __device__ bool collect(int from, long long c, double& rows, double& first, double& second, int nap = 20) const {
+        double theirs;
+        while (true) {
+            const bool header = peek(from, ROWS_AT, rows) & peek(from, CALL_AT, theirs);
+            // A rank without rows has nothing else to say where another library gathers.
+            if (header && theirs != signature && !(gathered != nullptr && rows == 0.0)) {
+                fail(STATUS_OTHER_CALL);
+                return false;
+            }
+            if (peek(from, FEATURES_AT + 2 * c, first) & peek(from, FEATURES_AT + 2 * c + 1, second) & header)
+                return true;
+            if (*static_cast<volatile unsigned long long*>(&ranks->broken)) return false;
+            if (time() > deadline) {
+                fail(STATUS_TIMEOUT);
+                return false;
+            }
+            __nanosleep(nap);
+        }
+    }
+
+    // Mean and M2 of feature c over all rows, of what each rank posted: in the order of the ranks, about the mean of the
+    // first one that has rows, so that equal means stay exact. Every rank computes the same bits.
+    __device__ Whole statistics(long long c, int nap = 20) const {
+        Whole all = {0.0, 0.0, 0.0, true};
+        double pivot = 0.0, sum = 0.0, rows, mean, m2;
+        for (int from = 0; from < size; ++from) {
+            all.right &= collect(from, c, rows, mean, m2, nap);
+            if (!all.right || rows == 0.0) continue;
+            if (all.rows == 0.0) pivot = mean;
+            all.rows += rows;
+            sum += rows * (mean - pivot);
+        }
+        if (!all.right) {
+            all.mean = all.m2 = __longlong_as_double(0x7FF8000000000000LL);
+            return all;
+        }
+        if (all.rows == 0.0) return all;
+        all.mean = pivot + sum / all.rows;
+        for (int from = 0; from < size; ++from) {
+            peek(from, ROWS_AT, rows);
+            peek(from, FEATURES_AT + 2 * c, mean);
+            peek(from, FEATURES_AT + 2 * c + 1, m2);
+            const double d = mean - all.mean;
+            if (rows != 0.0) all.m2 += m2 + rows * d * d;
+        }
+        if (all.rows == 1.0) {
+            fail(STATUS_ONE_ROW);
+            all.right = false;
+        }
+        return all;
+    }
+
+    // By one thread of each of `ctas` CTAs when its CTA needs the call no more. True for the last one of all.
+    __device__ bool leave(unsigned ctas) const {
+        __threadfence();
+        if (atomicAdd(&ranks->leaving, 1ULL) != ctas - 1) return false;
+        ranks->leaving = 0;
+        ranks->call = call;
+        return true;
+    }
+};
