@@ -30,7 +30,7 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
         self._grid = one.clusters * one.cluster
-        of_statistics = ("ld_kept", "flags", *SM90_WORDS[4:10], "momentum", "eps", "number")
+        of_statistics = ("ld_kept", "flags", "signature", *SM90_WORDS[4:10], "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
         self._at = self._record.ctypes.data

@@ -387,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     merge_sums(const __grid_constant__ Problem p, const double* saved, const char* workspace, double* posted,
                Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
                void* to_beta) {
-    await_kernel_ahead();
+    await_kernel_ahead<true>();
     const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
     const double own = static_cast<double>(p.m);
     if (gathered == nullptr && blockIdx.x == 0 && threadIdx.x == 0) {

@@ -24,7 +24,7 @@ struct Problem {
     long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
     long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
     long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
-    long long signature;                  // what this call is, of a group
+    long long signature;             // what this call is, of a group
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 };
 

@@ -110,9 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if !RANKS
     Ranks* const ranks = nullptr;
 #endif
-    const Cta cta = {p,       x_map,    w_map,   y_map,       keeps,       y,    partial, merged,
-                     roll,    f,        batches, x_exponents, w_exponents, ranks, sh,   m,       n,
-                     y_pitch, clusters, steps,   blocks,      features,    order};
+    const Cta cta = {p,    x_map,   w_map,    y_map,       keeps,       y,        partial, merged,
+                     roll, f,       batches,  x_exponents, w_exponents, ranks,    sh,      m,
+                     n,    y_pitch, clusters, steps,       blocks,      features, order};
 
     if (threadIdx.x == 0) {
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
-    await_kernel_ahead();
+    await_kernel_ahead<RANKS>();
 
     if (warpgroup == 0) {
         give_registers<HELPER_REGISTERS>();

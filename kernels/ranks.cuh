@@ -21,7 +21,7 @@ enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // of what a rank pos
 
 struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
     long long rank, size;
-    long long letters;          // of a row of a mailbox
+    long long letters;           // of a row of a mailbox
     unsigned long long timeout;  // ns
     volatile long long* status;  // in the host's memory
     unsigned long long call;     // calls of this rank that have ended
@@ -65,11 +65,10 @@ struct Exchange {
 
     __device__ void post(long long i, double value) const {
         for (int to = 0; to < size; ++to)
-            asm volatile(
-                "{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.sys.global.b128 [%0], all;\n}" ::"l"(
-                    letter(to, static_cast<int>(ranks->rank), i)),
-                "l"(__double_as_longlong(value)), "l"(call)
-                : "memory");
+            asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.sys.global.b128 [%0], all;\n}" ::"l"(
+                             letter(to, static_cast<int>(ranks->rank), i)),
+                         "l"(__double_as_longlong(value)), "l"(call)
+                         : "memory");
     }
 
     __device__ void post_header(double rows) const {

@@ -76,8 +76,7 @@ __device__ __forceinline__ void store_feature(const Problem& p, long long c, dou
     const double gamma = of.gamma.or_else(1.0), a = gamma * s * r;
     const double beta = of.beta.or_else(0.0), unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
     store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, mean, a, beta);
-    if (saved != nullptr)
-        store_saved(saved, p.n, c, s, gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta));
+    if (saved != nullptr) store_saved(saved, p.n, c, s, gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta));
     if (p.running_mean != 0 && tracked) {
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
         const double to_mean = s * (mean + of.b.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
@@ -221,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     merge_statistics(const __grid_constant__ Problem p, const double* posted, Ranks* ranks, const double* gathered,
                      char* workspace, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
-    await_kernel_ahead();
+    await_kernel_ahead<true>();
     constexpr int THREADS = LANES * WARPS;
     __shared__ bool counted;
     const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);

@@ -21,11 +21,11 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #endif
 
 struct Problem {
-    long long m, n, k;  // B, O, I
-    long long y_row;    // row pitch of y, in elements
-    long long ld_kept;  // and of what is kept
-    long long panel;    // column blocks that are taken row by row, see Order
-    long long flags;    // FLAG_CUMULATIVE, FLAG_ALONE
+    long long m, n, k;    // B, O, I
+    long long y_row;      // row pitch of y, in elements
+    long long ld_kept;    // and of what is kept
+    long long panel;      // column blocks that are taken row by row, see Order
+    long long flags;      // FLAG_CUMULATIVE, FLAG_ALONE
     long long signature;  // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
@@ -35,7 +35,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #if ELEMENT == 3 || RANKS  // LIMBS
-typedef double Wide;       // what updates the running statistics: limbs are so exact that float32's roundings would show
+typedef double Wide;  // what updates the running statistics: limbs are so exact that float32's roundings would show
 #else
 typedef float Wide;
 #endif
