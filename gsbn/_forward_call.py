@@ -11,6 +11,7 @@ from ._interop import Kind
 from ._limbs import Multiply
 from ._prepared import Prepared
 from ._ranks import Exchange, letters, posts_at, signature
+from ._sm90 import Sm90Gemm
 
 __all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
@@ -190,6 +191,9 @@ def prepare_call(
             q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
             limbs_at = map(call.at, plan.through.places(plan.limbs_at)[:3])
             call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, *limbs_at)
+        elif plan.product is not None:
+            q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
+            call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)
         elif plan.gemm_kernel is not None:
             call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
         else:

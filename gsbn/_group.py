@@ -15,6 +15,7 @@ from ._check import shown, timeout_seconds
 
 __all__ = ["Group", "group"]
 
+_NCCL_UINT8 = 1
 _HEADER = 64  # bytes: what a rank calls, in words that an error can show
 
 
@@ -244,7 +245,7 @@ class _Nccl:
         mine = cupy.asarray(np.frombuffer(data, np.uint8))
         all_ = cupy.empty((self.size, len(data)), np.uint8)
         stream, done = cupy.cuda.get_current_stream(), cupy.cuda.Event(disable_timing=True)
-        self.comm.allGather(mine.data.ptr, all_.data.ptr, len(data), cupy.cuda.nccl.NCCL_UINT8, stream.ptr)
+        self.comm.allGather(mine.data.ptr, all_.data.ptr, len(data), _NCCL_UINT8, stream.ptr)
         done.record(stream)
         _until(lambda: done.done, timeout)
         return [row.tobytes() for row in all_.get()]
@@ -254,13 +255,13 @@ class _Nccl:
 
 
 def _nccl(comm: Any) -> Engine | None:
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not getattr(cupy.cuda.nccl, "available", False):
+    nccl = sys.modules.get("cupy.cuda.nccl")
+    if nccl is None or not nccl.available:
         return None
     backends = sys.modules.get("cupyx.distributed")
     if backends is not None and isinstance(comm, backends.NCCLBackend):
         comm = comm._comm  # there is no other way to its communicator
-    if not isinstance(comm, cupy.cuda.nccl.NcclCommunicator):
+    if not isinstance(comm, nccl.NcclCommunicator):
         return None
     return _Nccl(comm, comm.rank_id(), comm.size())
 

@@ -25,6 +25,7 @@ _MAILBOX = 64 << 20  # bytes at most, of all slots and ranks: at 8 ranks 131,000
 _FEATURES = 1 << 20
 _LETTER = 16
 _INFO = struct.Struct("16s q q q ? 64s")  # of a rank: its host, its process, its mailbox, its device, what others open
+_NCCL_FLOAT64 = 8
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _STATUS = {  # STATUS_ of kernels/ranks.cuh
     1: "a rank did not come within {timeout:g} s",
@@ -128,19 +129,21 @@ class Exchange:
 
     def _join(self) -> None:
         """A communicator of NCCL's: the user's if the group was made of one. Collective."""
-        group, nccl = self._group, cuda().cupy.cuda.nccl
+        from cupy.cuda import nccl  # which CuPy itself does not import
+
+        group = self._group
         self._comm = group.nccl
         if self._comm is not None:
             return
         available = bool(getattr(nccl, "available", False))
-        number = nccl.get_unique_id() if available and group.rank == 0 else (0,) * 128
-        rows = group.gather_bytes(struct.pack("?128b", available, *number))
+        number = nccl.get_unique_id() if available and group.rank == 0 else bytes(128)
+        rows = group.gather_bytes(bytes([available]) + number)
         if not all(row[0] for row in rows):
             raise RuntimeError(
                 "group: expected NCCL in CuPy on every rank, since not every GPU reaches every other's memory: "
                 "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, whichever CUDA CuPy has"
             )
-        self._comm = nccl.NcclCommunicator(group.size, struct.unpack("?128b", rows[0])[1:], group.rank)
+        self._comm = nccl.NcclCommunicator(group.size, rows[0][1:], group.rank)
         self._own_comm = True
 
     # ---- a call
@@ -160,8 +163,7 @@ class Exchange:
 
     def gather(self, count: int, posted: int, gathered: int, stream: int) -> None:
         """Launch: `count` doubles of every rank, in rank order."""
-        nccl = cuda().cupy.cuda.nccl
-        self._comm.allGather(posted, gathered, count, nccl.NCCL_FLOAT64, stream)
+        self._comm.allGather(posted, gathered, count, _NCCL_FLOAT64, stream)
 
     def obstacle(self) -> str:
         """What has gone wrong in a call so far; empty if nothing has."""

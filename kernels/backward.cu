@@ -419,14 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         }
         if (totals == nullptr) return;
-        double all = 0.0, S = 0.0, D = 0.0;
-        for (int from = 0; from < exchange.size; ++from) {
-            double rows, of_S, of_D;
-            if (!exchange.collect(from, c, rows, of_S, of_D)) S = __longlong_as_double(0x7FF8000000000000LL);
-            all += rows;
-            S += of_S;
-            D += of_D;
-        }
+        double all, S, D;
+        exchange.sums(c, all, S, D);
         totals[c] = S * (own / all);
         totals[p.n + c] = D / unit * (own / all);
     });

@@ -37,12 +37,16 @@ struct Whole {  // a feature's statistics over all ranks
 
 // One call, as a thread sees it.
 struct Exchange {
+    static constexpr int BATCH = 4;  // ranks whose letters are on their way at once
+
     Ranks* ranks;
     const double* gathered;  // rows of `pitch` numbers, or null
     long long pitch;
     double signature;
     unsigned long long call, deadline;
-    int size;
+    int rank, size;
+    const char* own;  // where this rank's letters of the call begin, a row for every rank
+    long long letters;
 
     __device__ static unsigned long long time() {
         unsigned long long t;
@@ -57,16 +61,20 @@ struct Exchange {
           signature(static_cast<double>(signature)),
           call(*static_cast<volatile unsigned long long*>(&ranks->call) + 1),
           deadline(time() + ranks->timeout),
-          size(static_cast<int>(ranks->size)) {}
-
-    __device__ char* letter(int to, int from, long long i) const {
-        return ranks->mailbox[to] + (((call & 1) * size + from) * ranks->letters + i) * 16;
+          rank(static_cast<int>(ranks->rank)),
+          size(static_cast<int>(ranks->size)),
+          letters(ranks->letters) {
+        if (gathered == nullptr) own = ranks->mailbox[rank] + row(0);
     }
 
+    // Where the letters of a rank begin in anybody's mailbox, in bytes.
+    __device__ long long row(int from) const { return ((call & 1) * size + from) * letters * 16; }
+
     __device__ void post(long long i, double value) const {
+#pragma unroll 4
         for (int to = 0; to < size; ++to)
             asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.sys.global.b128 [%0], all;\n}" ::"l"(
-                             letter(to, static_cast<int>(ranks->rank), i)),
+                             ranks->mailbox[to] + row(rank) + i * 16),
                          "l"(__double_as_longlong(value)), "l"(call)
                          : "memory");
     }
@@ -89,7 +97,7 @@ struct Exchange {
         unsigned long long bits, of;
         asm volatile("{\n.reg .b128 all;\nld.relaxed.sys.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
                      : "=l"(bits), "=l"(of)
-                     : "l"(letter(static_cast<int>(ranks->rank), from, i))
+                     : "l"(own + (from * letters + i) * 16)
                      : "memory");
         value = __longlong_as_double(bits);
         return of == call;
@@ -101,23 +109,27 @@ struct Exchange {
         __threadfence_system();
     }
 
-    // The rows of a rank and its two numbers of feature c; false where it calls something else, or does not come.
-    __device__ bool collect(int from, long long c, double& rows, double& first, double& second, int nap = 20) const {
-        double theirs;
+    // What BATCH ranks from `from` on have posted of feature c, without rows for ranks that there are not; false where one
+    // calls something else, or does not come.
+    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
+                            double (&second)[BATCH], int nap = 20) const {
         while (true) {
-            const bool header = peek(from, ROWS_AT, rows) & peek(from, CALL_AT, theirs);
-            // A rank without rows has nothing else to say where another library gathers.
-            if (header && theirs != signature && !(gathered != nullptr && rows == 0.0)) {
-                fail(STATUS_OTHER_CALL);
-                return false;
+            bool here = true, wrong = false;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                rows[i] = first[i] = second[i] = 0.0;
+                if (from + i >= size) continue;
+                double theirs;
+                const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
+                here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
+                        peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
+                // A rank without rows has nothing else to say where another library gathers.
+                wrong |= header && theirs != signature && !(gathered != nullptr && rows[i] == 0.0);
             }
-            if (peek(from, FEATURES_AT + 2 * c, first) & peek(from, FEATURES_AT + 2 * c + 1, second) & header)
-                return true;
-            if (*static_cast<volatile unsigned long long*>(&ranks->broken)) return false;
-            if (time() > deadline) {
-                fail(STATUS_TIMEOUT);
-                return false;
-            }
+            if (wrong) fail(STATUS_OTHER_CALL);
+            if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return false;
+            if (here) return true;
+            if (time() > deadline) fail(STATUS_TIMEOUT);
             __nanosleep(nap);
         }
     }
@@ -126,13 +138,17 @@ struct Exchange {
     // first one that has rows, so that equal means stay exact. Every rank computes the same bits.
     __device__ Whole statistics(long long c, int nap = 20) const {
         Whole all = {0.0, 0.0, 0.0, true};
-        double pivot = 0.0, sum = 0.0, rows, mean, m2;
-        for (int from = 0; from < size; ++from) {
+        double pivot = 0.0, sum = 0.0, rows[BATCH], mean[BATCH], m2[BATCH];
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
             all.right &= collect(from, c, rows, mean, m2, nap);
-            if (!all.right || rows == 0.0) continue;
-            if (all.rows == 0.0) pivot = mean;
-            all.rows += rows;
-            sum += rows * (mean - pivot);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (rows[i] == 0.0) continue;
+                if (all.rows == 0.0) pivot = mean[i];
+                all.rows += rows[i];
+                sum += rows[i] * (mean[i] - pivot);
+            }
         }
         if (!all.right) {
             all.mean = all.m2 = __longlong_as_double(0x7FF8000000000000LL);
@@ -140,18 +156,36 @@ struct Exchange {
         }
         if (all.rows == 0.0) return all;
         all.mean = pivot + sum / all.rows;
-        for (int from = 0; from < size; ++from) {
-            peek(from, ROWS_AT, rows);
-            peek(from, FEATURES_AT + 2 * c, mean);
-            peek(from, FEATURES_AT + 2 * c + 1, m2);
-            const double d = mean - all.mean;
-            if (rows != 0.0) all.m2 += m2 + rows * d * d;
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
+            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2, nap);  // else they are still there
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const double d = mean[i] - all.mean;
+                if (rows[i] != 0.0) all.m2 += m2[i] + rows[i] * d * d;
+            }
         }
         if (all.rows == 1.0) {
             fail(STATUS_ONE_ROW);
             all.right = false;
         }
         return all;
+    }
+
+    // The sums of what all ranks posted of feature c, and of their rows; NaN where a rank is missing.
+    __device__ void sums(long long c, double& rows, double& first, double& second) const {
+        double of_rows[BATCH], of_first[BATCH], of_second[BATCH];
+        rows = first = second = 0.0;
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
+            if (!collect(from, c, of_rows, of_first, of_second)) first = __longlong_as_double(0x7FF8000000000000LL);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                rows += of_rows[i];
+                first += of_first[i];
+                second += of_second[i];
+            }
+        }
     }
 
     // By one thread of each of `ctas` CTAs when its CTA needs the call no more. True for the last one of all.

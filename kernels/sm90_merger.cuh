@@ -103,30 +103,31 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         for (int at = lane; at < share; at += 32) {
             const int c = row * share + at, feature = block * BLOCK_N + c;
             if (c >= BLOCK_N) break;
-            float mean = 0.f, slope = 0.f, unit = 1.f;
-            if (feature < n) {
-                const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
-                const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
-                const Whole all = exchange.statistics(feature, nap);
-                const double v = all.m2 / all.rows, r = 1.0 / sqrt(s * s * v + p.eps);
-                mean = (float)all.mean;
-                slope = (float)(gamma * s * r);
-                unit = deviation_unit((float)v, 1);
-                if (tracked && all.right) {
-                    const double mu = sh.momentum, b = fetch(f.bias, f.bias_code, feature).or_else(0.0);
-                    const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
-                    const double rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
-                    store_vector(f.running_mean, f.running_mean_code, feature,
-                                 (1.0 - mu) * rm + mu * (s * (all.mean + b)));
-                    store_vector(f.running_var, f.running_var_code, feature,
-                                 (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
-                }
-                if (KEEP)
-                    store_saved(kept.vectors, n, feature, s, gamma, v, p.eps, unit, slope,
-                                fetch(f.beta, f.beta_code, feature).or_else(0.0));
+            const bool mine = feature < n, running = mine && tracked;
+            double s = 0.0, gamma = 0.0, beta = 0.0, b = 0.0, rm = 0.0,
+                   rv = 0.0;  // they travel while others are waited for
+            if (mine) {
+                s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
+                gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
+                if (KEEP) beta = fetch(f.beta, f.beta_code, feature).or_else(0.0);
             }
-            publish(merged + (size_t)block * BLOCK_N + c, mean, slope, launch);
+            if (running) {
+                b = fetch(f.bias, f.bias_code, feature).or_else(0.0);
+                rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
+                rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
+            }
+            Whole all = {1.0, 0.0, 0.0, true};
+            if (mine) all = exchange.statistics(feature, nap);
+            const double v = all.m2 / all.rows, r = 1.0 / sqrt(s * s * v + p.eps), mu = sh.momentum;
+            const float slope = (float)(gamma * s * r), unit = deviation_unit((float)v, 1);
+            publish(merged + (size_t)block * BLOCK_N + c, (float)all.mean, slope, launch);
             if (KEEP && IN_UNITS) publish(merged + features + (size_t)block * BLOCK_N + c, unit, 0.f, launch);
+            if (running && all.right) {
+                store_vector(f.running_mean, f.running_mean_code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
+                store_vector(f.running_var, f.running_var_code, feature,
+                             (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
+            }
+            if (KEEP && mine) store_saved(kept.vectors, n, feature, s, gamma, v, p.eps, unit, slope, beta);
         }
     }
     __syncwarp();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .cost import cublas_us, split_us
 from .gemm import (
@@ -77,7 +77,8 @@ class Plan(NamedTuple):
     affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
-    through: LimbGemm | None  # float32's g, where one launch does not serve
+    product: OneLaunch | None  # g alone, by forward_sm90
+    through: LimbGemm | None  # the same of float32
     limbs_at: int
     keep: Keep | None
 
@@ -94,15 +95,15 @@ def plan(
     saved: bool = False,
     cumulative: bool = False,
     activation: str | None = None,
-    ranks: str | None = None,
+    ranks: Literal["inside", "between"] | None = None,
 ) -> Plan:
     """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
     running statistics are averages over all batches; `activation`: what y is put through; `ranks`: where they share the
-    batch, how their statistics travel, "peer" memory, which a kernel waits for, or "gathered" between two launches.
+    batch, whether their statistics come "inside" a launch, which waits for them, or "between" two.
 
     Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
     """
-    if ranks == "peer":
+    if ranks == "inside":
         p = p._replace(device=p.device.with_room())
     chosen, why = gemm_for(
         p,
@@ -112,7 +113,7 @@ def plan(
         training=training,
         prepared=prepared,
         saved=saved,
-        gathered=ranks == "gathered",
+        gathered=ranks == "between",
     )
     m, n, k, dtype, device, x, w, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -124,7 +125,7 @@ def plan(
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
-    fused = chosen == "sm90" and parking_obstacle(p) is None and ranks != "gathered"
+    fused = chosen == "sm90" and parking_obstacle(p) is None and ranks != "between"
     keep = None
     if saved:
         kept = kept_dtype(dtype, m, training=training)
@@ -145,7 +146,10 @@ def plan(
     if chosen == "tiled":
         kernel, grid, block = tiled(p, "forward")
     through, limbs_at = None, round_up(workspace, 256)
-    if chosen == "sm90" and not fused:
+    product = None
+    if chosen == "sm90" and not fused and element_for(dtype, precision) != "limbs":
+        product = one_launch(p._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
+    elif chosen == "sm90" and not fused:
         a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
         through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
         workspace = through.places(limbs_at)[-1]
@@ -192,6 +196,7 @@ def plan(
             normalize(dtype, keep.dtype if keep is not None and training else None), activation
         ),
         one=one,
+        product=product,
         through=through,
         limbs_at=limbs_at,
         keep=keep,
@@ -211,8 +216,6 @@ def gemm_for(
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     sm90 = sm90_obstacle(p, precision, training, saved)
-    if sm90 is None and gathered and element_for(p.dtype, precision) != "limbs":  # whose product may stand alone
-        sm90 = "one launch cannot wait for statistics that are gathered between two"
     obstacles = {
         "sm90": sm90,
         "cublas": cublas_obstacle(p, capturing),
@@ -225,6 +228,8 @@ def gemm_for(
         return gemm, "asked for"
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
+        if gathered and element != "limbs":
+            return "cublas", "statistics are gathered between two launches, which leaves a bare GEMM"
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
         ours = cheapest_tile(p, _mode(training), element, keeps=saved).us + split_us(p, element, prepared=prepared)

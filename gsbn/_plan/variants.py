@@ -99,6 +99,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             for keeps, ranks in itertools.product((False, True), repeat=2) if mode == "training" else ((False, False),):
                 yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=ranks)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
+        yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
         for x_across in (False, True):  # dx and dw of the backward
             if not x_across or block_m // cluster >= COLUMN:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
