@@ -172,6 +172,8 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     exchange = None if how.group is None or not how.norm else exchange_of(how.group, device)
+    if exchange is not None:
+        how.group.check()  # type: ignore[union-attr]
     found = key = None
     pointers: list[int] = []
     try:

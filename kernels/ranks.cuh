@@ -109,39 +109,56 @@ struct Exchange {
         __threadfence_system();
     }
 
-    // What BATCH ranks from `from` on have posted of feature c, without rows for ranks that there are not; false where one
-    // calls something else, or does not come.
-    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
-                            double (&second)[BATCH], int nap = 20) const {
-        while (true) {
-            bool here = true, wrong = false;
+    enum Found { NOT_YET, HERE, NEVER };
+
+    // What BATCH ranks from `from` on have posted of feature c, without rows for ranks that there are not. It is never here
+    // where one calls something else, or has not come in time.
+    __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
+                          double (&second)[BATCH]) const {
+        bool here = true, wrong = false;
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                rows[i] = first[i] = second[i] = 0.0;
-                if (from + i >= size) continue;
-                double theirs;
-                const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
-                here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
-                        peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
-                // A rank without rows has nothing else to say where another library gathers.
-                wrong |= header && theirs != signature && !(gathered != nullptr && rows[i] == 0.0);
-            }
-            if (wrong) fail(STATUS_OTHER_CALL);
-            if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return false;
-            if (here) return true;
-            if (time() > deadline) fail(STATUS_TIMEOUT);
-            __nanosleep(nap);
+        for (int i = 0; i < BATCH; ++i) {
+            rows[i] = first[i] = second[i] = 0.0;
+            if (from + i >= size) continue;
+            double theirs;
+            const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
+            here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
+                    peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
+            // A rank without rows has nothing else to say where another library gathers.
+            wrong |= header && theirs != signature && !(gathered != nullptr && rows[i] == 0.0);
         }
+        if (wrong) fail(STATUS_OTHER_CALL);
+        if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return NEVER;
+        if (here) return HERE;
+        if (time() > deadline) fail(STATUS_TIMEOUT);
+        return NOT_YET;
+    }
+
+    // The same after a wait; false where it will never be here.
+    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
+                            double (&second)[BATCH]) const {
+        Found found;
+        while ((found = look(from, c, rows, first, second)) == NOT_YET) __nanosleep(20);
+        return found == HERE;
+    }
+
+    // Whether `statistics` would not wait.
+    __device__ bool ready(long long c) const {
+        double rows[BATCH], first[BATCH], second[BATCH];
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH)
+            if (look(from, c, rows, first, second) == NOT_YET) return false;
+        return true;
     }
 
     // Mean and M2 of feature c over all rows, of what each rank posted: in the order of the ranks, about the mean of the
     // first one that has rows, so that equal means stay exact. Every rank computes the same bits.
-    __device__ Whole statistics(long long c, int nap = 20) const {
+    __device__ Whole statistics(long long c) const {
         Whole all = {0.0, 0.0, 0.0, true};
         double pivot = 0.0, sum = 0.0, rows[BATCH], mean[BATCH], m2[BATCH];
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            all.right &= collect(from, c, rows, mean, m2, nap);
+            all.right &= collect(from, c, rows, mean, m2);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 if (rows[i] == 0.0) continue;
@@ -158,7 +175,7 @@ struct Exchange {
         all.mean = pivot + sum / all.rows;
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2, nap);  // else they are still there
+            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // else they are still there
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const double d = mean[i] - all.mean;

@@ -78,4 +78,5 @@ struct Cta {
     __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
     __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
     __device__ void finish_unit(int unit, int nap) const;  // some rows of that
+    __device__ void finish_meanwhile(int nap) const;       // or a nap
 };

@@ -2,6 +2,20 @@
 #pragma once
 #include "sm90_finisher.cuh"
 
+// What a warp does that waits for something else.
+__device__ __forceinline__ void Cta::finish_meanwhile(int nap) const {
+    int unit = -1;
+    if (lane_id() == 0) {
+        const int next = *(volatile int*)&sh.ticket;
+        if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
+    }
+    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+    if (unit < 0)
+        __nanosleep(nap);
+    else
+        finish_unit(unit, nap);
+}
+
 __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
     const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
@@ -43,19 +57,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
             }
             // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
             const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
-            while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) {
-                int unit = -1;
-                if (lane == 0) {
-                    const int next = *(volatile int*)&sh.ticket;
-                    if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next)
-                        unit = next;
-                }
-                unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-                if (unit < 0)
-                    __nanosleep(nap);
-                else
-                    finish_unit(unit, nap);
-            }
+            while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) finish_meanwhile(nap);
             __syncwarp();
             if (row * share >= BLOCK_N) break;  // more tiles than features: those before have merged them all
             const u64 launch = *(volatile u64*)&sh.launch;
@@ -100,12 +102,11 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         if (block >= blocks) continue;
         const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
 #pragma unroll 1
-        for (int at = lane; at < share; at += 32) {
-            const int c = row * share + at, feature = block * BLOCK_N + c;
-            if (c >= BLOCK_N) break;
-            const bool mine = feature < n, running = mine && tracked;
-            double s = 0.0, gamma = 0.0, beta = 0.0, b = 0.0, rm = 0.0,
-                   rv = 0.0;  // they travel while others are waited for
+        for (int base = 0; base < share && row * share + base < BLOCK_N; base += 32) {
+            const int lane = lane_id(), c = row * share + base + lane, feature = block * BLOCK_N + c;
+            const bool speaks = base + lane < share && c < BLOCK_N;
+            const bool mine = speaks && feature < n, running = mine && tracked;
+            double s = 0.0, gamma = 0.0, beta = 0.0, b = 0.0, rm = 0.0, rv = 0.0;  // on their way meanwhile
             if (mine) {
                 s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
                 gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
@@ -116,12 +117,13 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
                 rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
                 rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
             }
+            while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) finish_meanwhile(nap);
             Whole all = {1.0, 0.0, 0.0, true};
-            if (mine) all = exchange.statistics(feature, nap);
+            if (mine) all = exchange.statistics(feature);
             const double v = all.m2 / all.rows, r = 1.0 / sqrt(s * s * v + p.eps), mu = sh.momentum;
             const float slope = (float)(gamma * s * r), unit = deviation_unit((float)v, 1);
-            publish(merged + (size_t)block * BLOCK_N + c, (float)all.mean, slope, launch);
-            if (KEEP && IN_UNITS) publish(merged + features + (size_t)block * BLOCK_N + c, unit, 0.f, launch);
+            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, (float)all.mean, slope, launch);
+            if (KEEP && IN_UNITS && speaks) publish(merged + features + (size_t)block * BLOCK_N + c, unit, 0.f, launch);
             if (running && all.right) {
                 store_vector(f.running_mean, f.running_mean_code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
                 store_vector(f.running_var, f.running_var_code, feature,
