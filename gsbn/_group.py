@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -102,6 +103,10 @@ class Group:
         """Free what the group holds: collective, after its last call. The communicator stays the user's."""
         self._close(together=not self._obstacle)
 
+    def leave(self) -> None:
+        """`close` on this rank alone; what others may still write to stays."""
+        self._close(together=False)
+
     def _close(self, together: bool) -> None:
         while self._closers:
             self._closers.pop()(together)
@@ -175,18 +180,20 @@ class _Torch:
     """A ProcessGroup of torch's."""
 
     def __init__(self, torch: Any, comm: Any) -> None:
-        self._torch, self._comm = torch, comm
+        self._torch, self._of = torch, weakref.ref(comm)  # torch keeps it until it is destroyed, which joins threads
         self.rank, self.size = torch.distributed.get_rank(comm), torch.distributed.get_world_size(comm)
         self.on_host = "cpu:" in torch.distributed.get_backend_config(comm)
         if self.rank < 0:
             raise ValueError("comm: expected a ProcessGroup that this process is a member of")
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
-        torch = self._torch
+        torch, comm = self._torch, self._of()
+        if comm is None:
+            raise RuntimeError("its ProcessGroup was destroyed")
         device = "cpu" if self.on_host else f"cuda:{torch.cuda.current_device()}"
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         all_ = [torch.empty_like(mine) for _ in range(self.size)]
-        work = torch.distributed.all_gather(all_, mine, group=self._comm, async_op=True)
+        work = torch.distributed.all_gather(all_, mine, group=comm, async_op=True)
         if self.on_host:
             work.wait(timedelta(seconds=timeout))
         else:

@@ -138,7 +138,6 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a strange scale": (lambda: row(nn.Identity(), Scale(6)), "3", "follows a Identity, not an nn.Linear"),
     "a large scale": (lambda: row(Scale(8, 6)), "2", "its Scale holds something else"),
     "other features": (lambda: nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(5)), "1", "5 features, its nn.Linear 6"),
-    "SyncBatchNorm": (lambda: nn.SyncBatchNorm.convert_sync_batchnorm(row()), "1", "SyncBatchNorm, not an nn.Batch"),
     "a subclass": (lambda: nn.Sequential(nn.Linear(I, 6), Doubled(6)), "1", "it is a Doubled"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "1", "follows a LazyLinear"),
     "a subclass of Sequential": (lambda: Backwards(*row()), "1", "its row is a Backwards"),
@@ -267,6 +266,32 @@ def test_where_the_modules_win_they_run(calls: list[Any], monkeypatch: pytest.Mo
     ours, plain = converted(row().double())
     for rows in (8, 20):
         assert_same(step(ours, batch(shape=(rows, I))), step(plain, batch(shape=(rows, I))))
+    assert calls == ["relu"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sync_batch_norm_of_one_process(device: str, calls: list[Any], training: bool) -> None:
+    """As BatchNorm1d; only the class of the module changes, and `revert` undoes it."""
+    plain = row(Scale(6), momentum=None).to(device, torch.float64).train(training)
+    ours = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    norm, printed, state = ours[2], repr(ours), list(ours.state_dict())
+    assert str(convert(ours, scales=(Scale,))) == "replaced 0 + 1 + 2 + 3" == str(convert(ours, scales=(Scale,)))
+    assert ours[2] is norm and type(norm) is gsbn.torch.SyncBatchNorm
+    assert repr(ours) == printed and list(ours.state_dict()) == state
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert_same(step(model, batch(device)), step(copy.deepcopy(plain), batch(device)))
+    assert calls == ["relu"] * 3
+    revert(ours)
+    assert type(norm) is nn.SyncBatchNorm and repr(ours) == printed
+    assert_same([ours.eval()(batch(device))], [step(plain, batch(device)) and plain.eval()(batch(device))])
+
+
+def test_sync_batch_norm_that_comes_later(calls: list[Any]) -> None:
+    """PyTorch's own conversion, after gsbn's."""
+    ours, plain = converted(row().double())
+    nn.SyncBatchNorm.convert_sync_batchnorm(ours)
+    assert type(ours[1]) is nn.SyncBatchNorm
+    assert_same(step(ours, batch()), step(plain, batch()))
     assert calls == ["relu"]
 
 

@@ -86,6 +86,7 @@ NEEDS = {
     "published_head": ("torch",),
     "barlow_twins_head": ("torch", "sklearn"),
     "torch_autograd": ("torch", "sklearn", "ml_dtypes"),
+    "torch_ddp": ("torch",),
     "train_digits": ("sklearn", "rich", "matplotlib"),
     "jax_handoff": ("jax",),
 }
@@ -163,6 +164,31 @@ def test_torch_autograd(gpu: bool) -> None:
     assert f"{'cuda' if gpu else 'cpu'}: loss" in output
     assert "torch.compile: furthest" in output
     assert ("CUDA graph: loss" in output) == gpu
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_torch_ddp(gpu: bool) -> None:
+    """Ten losses of two ranks, each within 1e-10 of one process; it fails itself if they are not."""
+    torch = pytest.importorskip("torch")
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this PyTorch has no torch.distributed with gloo")
+    if gpu and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs that this PyTorch sees")
+    launch = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+    output = run(*launch, EXAMPLES / "torch_ddp.py", "--width", 64, gpu=gpu)
+    assert "replaced 0 + 1 + 2\nreplaced 3 + 4 + 5\n" in output
+    assert f"{'cuda' if gpu else 'cpu'}, 2 ranks by {'nccl' if gpu else 'gloo'}: 64 rows each" in output
+    pairs = re.findall(r"^ +\d+ +(\d\S+) +(\d\S+) ", output, re.MULTILINE)
+    assert len(pairs) == 10 and max(abs(float(one) - float(all_)) for one, all_ in pairs) <= 1e-10
+
+
+def test_torch_ddp_says_how_to_start_it() -> None:
+    pytest.importorskip("torch")
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environment |= {"PYTHONPATH": str(GSBN), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, EXAMPLES / "torch_ddp.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "torchrun --nproc-per-node 2" in done.stderr
 
 
 @pytest.mark.parametrize("gpu", devices())

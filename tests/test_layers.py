@@ -35,6 +35,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._forward"},
     {"gsbn._backward"},
     {"gsbn"},
+    {"gsbn.torch._groups"},
     {"gsbn.torch._operators"},
     {"gsbn.torch._function"},
     {"gsbn.torch._modules"},

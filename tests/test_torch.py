@@ -172,7 +172,7 @@ def test_functional_call() -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("what", ["a hook", "weight_norm", "spectral_norm", "scale", "a subclass", "SyncBatchNorm"])
+@pytest.mark.parametrize("what", ["a hook", "weight_norm", "spectral_norm", "scale", "a subclass"])
 def test_modules_that_are_not_plain_are_called(what: str) -> None:
     ours, theirs = pair(scale=True, activation="relu")
     for model in (ours, theirs):
@@ -185,12 +185,19 @@ def test_modules_that_are_not_plain_are_called(what: str) -> None:
             nn.utils.parametrizations.spectral_norm(model.linear)
         elif what == "scale":
             nn.utils.parametrize.register_parametrization(model, "scale", nn.Tanh())
-        elif what == "a subclass":
-            model.norm.__class__ = type("Doubled", (nn.BatchNorm1d,), {"forward": lambda self, x: 2 * x})
         else:
-            nn.SyncBatchNorm.convert_sync_batchnorm(model).eval()
+            model.norm.__class__ = type("Doubled", (nn.BatchNorm1d,), {"forward": lambda self, x: 2 * x})
     assert_same(step(ours, batch()), step(theirs, batch()))
     assert_same(step(ours, batch(shape=(4, I, 6))), step(theirs, batch(shape=(4, I, 6))))
+
+
+def test_sync_batch_norm_is_plain() -> None:
+    """PyTorch's own in place of the layer's norm, in one process."""
+    ours, theirs = pair(scale=True, activation="relu")
+    nn.SyncBatchNorm.convert_sync_batchnorm(ours)
+    y = ours(batch())
+    assert type(ours.norm) is nn.SyncBatchNorm and y.grad_fn.name() == "_WholeBackward"
+    assert_same([y], [theirs(batch())])
 
 
 # ---- autograd

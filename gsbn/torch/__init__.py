@@ -11,5 +11,15 @@ Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` kn
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
 from ._layer import LinearBatchNorm1d
+from ._modules import SyncBatchNorm
 
-__all__ = ["Conversion", "Left", "LinearBatchNorm1d", "Sequential", "convert", "linear_batch_norm", "revert"]
+__all__ = [
+    "Conversion",
+    "Left",
+    "LinearBatchNorm1d",
+    "Sequential",
+    "SyncBatchNorm",
+    "convert",
+    "linear_batch_norm",
+    "revert",
+]

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from .._check import PRECISIONS
 from .._typing import Precision
-from ._modules import Group, is_plain, run
+from ._modules import NORMS, Row, SyncBatchNorm, is_plain, run
 
 __all__ = ["Conversion", "Left", "Sequential", "convert", "revert"]
 
@@ -64,7 +64,7 @@ class Sequential(nn.Sequential):
         """The output of the last child."""
         x: Any = input
         for step in self._steps():
-            x = run(step, x, self._precision) if step.__class__ is Group else step(x)
+            x = run(step, x, self._precision) if step.__class__ is Row else step(x)
         return x
 
     def _steps(self) -> tuple[Any, ...]:
@@ -86,7 +86,8 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
 
     The modules stay where they are, with their parameters, hooks and dtypes, and so do the names in the state_dict; an
     optimiser that was made before goes on. What changes is the class of the ``nn.Sequential`` around them, to
-    `gsbn.torch.Sequential`, which is one. ``print`` what this returns to see what was found.
+    `gsbn.torch.Sequential`, which is one, and that of each ``nn.SyncBatchNorm`` that runs in a row, to
+    `gsbn.torch.SyncBatchNorm`. ``print`` what this returns to see what was found.
 
     Parameters
     ----------
@@ -110,7 +111,7 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
 
     Notes
     -----
-    Whether a group runs as one call is decided again in every call. Its modules run one by one, as before, while one of
+    Whether a row runs as one call is decided again in every call. Its modules run one by one, as before, while one of
     them has hooks or a parametrization, and for an input that is not a plain tensor of (B, I): of three dimensions
     Linear and BatchNorm1d do not agree which one is the features. A ReLU with hooks runs on its own.
 
@@ -138,6 +139,8 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
                     left.append(Left(names[i], found))
                 else:
                     replaced.append(tuple(names[j] for j in _places(i, found)))
+                    if child.__class__ is nn.SyncBatchNorm:
+                        child.__class__ = SyncBatchNorm
         if len(replaced) > before:
             parent.__class__ = Sequential
             parent.__dict__.update(_scales=scales, _precision=precision, _plan=None)
@@ -155,6 +158,9 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Sequential:
             module.__class__ = nn.Sequential
+            for child in module._modules.values():
+                if child.__class__ is SyncBatchNorm:
+                    child.__class__ = nn.SyncBatchNorm
             for name in _OURS:
                 module.__dict__.pop(name, None)
 
@@ -163,7 +169,7 @@ _NO_ROW = "it is not in an nn.Sequential"
 
 
 def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ...]:
-    """What runs one after the other: groups, and children that are in none."""
+    """What runs one after the other: rows, and children that are in none."""
     steps = list(children)
     for i in range(len(children) - 1, -1, -1):
         if isinstance(children[i], _NORMS):
@@ -174,16 +180,16 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
     return tuple(steps)
 
 
-def _places(i: int, group: Group) -> range:
-    """Where the modules of a group stand whose norm is child i."""
-    return range(i - (1 if group.scale is None else 2), i + (1 if group.relu is None else 2))
+def _places(i: int, row: Row) -> range:
+    """Where the modules of a row stand whose norm is child i."""
+    return range(i - (1 if row.scale is None else 2), i + (1 if row.relu is None else 2))
 
 
-def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Group | str:
-    """The group whose norm is child i, or why there is none, by what the modules are."""
+def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
+    """The row whose norm is child i, or why there is none, by what the modules are."""
     norm = children[i]
-    if norm.__class__ is not nn.BatchNorm1d:
-        return f"it is a {_title(norm)}, not an nn.BatchNorm1d"
+    if norm.__class__ not in NORMS:
+        return f"it is a {_title(norm)}, not an nn.BatchNorm1d or nn.SyncBatchNorm"
     scaled = i > 0 and children[i - 1].__class__ in scales
     scale, at = (children[i - 1], i - 2) if scaled else (None, i - 1)
     if at < 0:
@@ -197,7 +203,7 @@ def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Grou
     if scale is not None and not _is_scale(scale, features):
         return f"its {_title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
     follows = i + 1 < len(children) and children[i + 1].__class__ is nn.ReLU
-    return Group(linear, scale, norm, children[i + 1] if follows else None)
+    return Row(linear, scale, norm, children[i + 1] if follows else None)
 
 
 def _is_scale(module: Any, features: int) -> bool:
@@ -207,11 +213,11 @@ def _is_scale(module: Any, features: int) -> bool:
     return tuple(factor.shape) == (features,) or factor.numel() == 1
 
 
-def _hindrance(parent: Any, group: Group) -> str | None:
-    """What keeps a group from running as one call now."""
+def _hindrance(parent: Any, row: Row) -> str | None:
+    """What keeps a row from running as one call now."""
     if type(parent) not in (nn.Sequential, Sequential):
         return f"its row is a {_title(parent)}, which may have a forward of its own"
-    modules = [module for module in group[:3] if module is not None]
+    modules = [module for module in row[:3] if module is not None]
     for module in modules:
         if not is_plain(module, type(module)):
             return f"its {_title(module)} has hooks or a forward of its own"

@@ -17,6 +17,7 @@ from .._interop import NUMBERS, Kind, kind_of
 from .._plan import Limits
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
+from ._groups import group_of, name_of
 from ._operators import recorded
 
 __all__ = ["call", "linear_batch_norm"]
@@ -52,6 +53,7 @@ def linear_batch_norm(
     activation: Activation | None = None,
     precision: Precision = "highest",
     gemm: Gemm = "auto",
+    process_group: Any = None,
 ) -> Tensor:
     """`gsbn.forward` as a part of PyTorch: autograd, autocast and torch.compile know it.
 
@@ -83,6 +85,10 @@ def linear_batch_norm(
         What y is put through.
     precision, gemm : str
         As in `gsbn.forward`.
+    process_group : torch.distributed.ProcessGroup, optional
+        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``; None is this
+        rank's rows alone. Forward and backward are then calls of all ranks, with any number of rows each, none
+        included. It has no effect in inference, and where there is but one rank.
 
     Returns
     -------
@@ -92,21 +98,23 @@ def linear_batch_norm(
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.forward`. RuntimeError where a gradient is differentiated once more.
+        As `gsbn.forward`, with `process_group` as `gsbn.group` and with a `group`. RuntimeError where a gradient is
+        differentiated once more.
     """
     state = running_mean, running_var, num_batches_tracked
     options = training, momentum, eps, precision, gemm
-    return call(x, weight, bias, scale, gamma, beta, state, options, activation)
+    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group)
 
 
 def call(
-    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any
-) -> Any:
+    x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
+    process_group: Any = None,
+) -> Any:  # fmt: skip
     """`linear_batch_norm` of the statistics and of (training, momentum, eps, precision, gemm) as tuples."""
     if x.dim() == 3:
         n, features, length = x.shape
         rows = x.transpose(1, 2).reshape(n * length, features)
-        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation)
+        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)
         return y.view(n, length, weight.shape[0]).transpose(1, 2)
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
@@ -124,12 +132,14 @@ def call(
             differentiate = False
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
-        return recorded(tensors, training, differentiate, number, *more, activation)
+        name = name_of(process_group) if training else None
+        return recorded(tensors, training, differentiate, number, *more, activation, name)
+    group = None if process_group is None or not options[0] else group_of(process_group)
     if differentiate:
-        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, None), dtype)
+        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group), dtype)
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
-    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, None))
+    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
 
 
 def _cast(array: Any, dtype: Any) -> Any:
@@ -168,7 +178,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False)
+        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # `_Norm`'s matter
         if not how.wide:
             dx, dweight = _compute(_products, how, dg, *ctx.saved_tensors)
             return dx, dweight, None, None, None

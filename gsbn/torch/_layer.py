@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._check import ACTIVATIONS
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
-from ._modules import are_plain, fused
+from ._modules import SyncBatchNorm, are_plain, fused
 
 __all__ = ["LinearBatchNorm1d"]
 
@@ -38,6 +38,9 @@ class LinearBatchNorm1d(nn.Module):
         Where the parameters are made, and of what dtype.
     precision, gemm : str
         As in `gsbn.forward`.
+    process_group : torch.distributed.ProcessGroup, optional
+        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``; None is this
+        rank's rows alone. `norm` is a `gsbn.torch.SyncBatchNorm` then.
 
     Attributes
     ----------
@@ -84,12 +87,17 @@ class LinearBatchNorm1d(nn.Module):
         dtype: torch.dtype | None = None,
         precision: Precision = "highest",
         gemm: Gemm = "auto",
+        process_group: Any = None,
     ) -> None:
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation: expected one of {ACTIVATIONS} or None, got {activation!r}")
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
-        self.norm = nn.BatchNorm1d(out_features, eps, momentum, affine, track_running_stats, device, dtype)
+        of_norm = out_features, eps, momentum, affine, track_running_stats, device, dtype
+        if process_group is None:
+            self.norm = nn.BatchNorm1d(*of_norm)
+        else:
+            self.norm = SyncBatchNorm(*of_norm, process_group=process_group)
         ones = nn.Parameter(torch.ones(out_features, device=device, dtype=dtype)) if scale else None
         self.register_parameter("scale", ones)
         self.activation = activation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,15 +11,49 @@ from torch.nn.modules import module as _module
 
 from .._typing import Activation, Gemm, Precision
 from ._function import call
+from ._groups import world
 
-__all__ = ["Group", "are_plain", "fused", "is_plain", "run"]
+__all__ = ["NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run"]
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
 _NO_STATISTICS = (None, None, None)
 _hooks_of_all: Any = getattr(_module, "_has_any_global_hook", lambda: False)
 
 
-class Group(NamedTuple):
+class SyncBatchNorm(nn.BatchNorm1d):
+    """``nn.SyncBatchNorm`` where gsbn runs it: what `convert` makes of one, and a layer's `norm` with a process group.
+
+    It has the same parameters, statistics and names in the state_dict, and called by itself gives the same output. It
+    is no ``nn.SyncBatchNorm``, since DistributedDataParallel refuses these on the CPU, where gsbn runs them. A copy by
+    ``copy.deepcopy`` is of the same ranks. Only one of the world's process group can be pickled, as with theirs.
+
+    Parameters
+    ----------
+    *arguments, **options
+        ``nn.BatchNorm1d``'s.
+    process_group : torch.distributed.ProcessGroup, optional
+        Whose ranks share their rows; None is the world, of which there is one when training begins.
+    """
+
+    def __init__(self, *arguments: Any, process_group: Any = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.process_group = None if process_group is world() else process_group  # which can be pickled
+
+    forward = nn.SyncBatchNorm.forward
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        memo[id(self.process_group)] = self.process_group
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
+
+
+class Row(NamedTuple):
     """The modules, in the order in which they run; None for one that is not there."""
 
     linear: Any
@@ -27,12 +62,12 @@ class Group(NamedTuple):
     relu: Any
 
 
-def run(group: Group, x: Any, precision: Precision) -> Any:
+def run(row: Row, x: Any, precision: Precision) -> Any:
     """What the modules give one after the other; they do it themselves where gsbn cannot, or would not win."""
-    linear, scale, norm, relu = group
+    linear, scale, norm, relu = row
     # Of three dimensions Linear and BatchNorm1d do not agree which one is the features
     if not are_plain(x, linear, norm) or x.dim() != 2 or not (scale is None or is_plain(scale, scale.__class__)):
-        for module in group:
+        for module in row:
             x = x if module is None else module(x)
         return x
     factor = None if scale is None else scale._parameters["scale"]
@@ -57,7 +92,9 @@ def is_plain(module: Any, type_: Any) -> bool:
 
 def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     """Whether one call may take the place of the two modules' for this input."""
-    if not (is_plain(linear, nn.Linear) and is_plain(norm, nn.BatchNorm1d)) or _hooks_of_all():
+    if norm.__class__ not in NORMS or not is_plain(norm, norm.__class__):
+        return False
+    if not is_plain(linear, nn.Linear) or _hooks_of_all():
         return False
     weight = linear._parameters.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
@@ -76,7 +113,10 @@ def fused(
     """The call that the modules stand for. It reads their own dictionaries: their attributes cost 1 us each."""
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
-    # As BatchNorm1d chooses its statistics
+    # As BatchNorm1d and SyncBatchNorm choose their statistics
+    process_group = None
+    if training and norm.__class__ is not nn.BatchNorm1d:
+        process_group = norm.process_group or world()
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
         state = mean, buffers["running_var"], count
@@ -88,5 +128,5 @@ def fused(
         state = mean, buffers["running_var"], None
     return call(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
-        (training, momentum, norm.eps, precision, gemm), activation,
+        (training, momentum, norm.eps, precision, gemm), activation, process_group,
     )  # fmt: skip

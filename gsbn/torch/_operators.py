@@ -15,6 +15,7 @@ from .._backward import backward_of
 from .._forward import Saved, forward_of
 from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
 from ..reference import Gradients
+from ._groups import group_named
 
 __all__ = ["recorded"]
 
@@ -22,16 +23,18 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
-    "str precision, str gemm, str? activation) -> "
+    "str precision, str gemm, str? activation, str? group=None) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
 
 def _run(training: bool, keep: bool, x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
-    gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation = more
+    gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *group = more
     arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
     with torch.no_grad():
-        return forward_of(arrays, (training, momentum, eps, precision, gemm, keep, None, activation, None))
+        return forward_of(
+            arrays, (training, momentum, eps, precision, gemm, keep, None, activation, group_named(*group))
+        )
 
 
 def _train(*arguments: Any) -> Any:
@@ -78,16 +81,17 @@ INFER = _operator("infer", f"{_READ}Tensor", _infer, lambda x, weight, *_: x.new
 
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
-    training, precision, gemm, activation, dtypes, scale_shape, needs = more
+    training, precision, gemm, activation, dtypes, scale_shape, needs, *group = more
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, uncounted = None if scale_shape is None else tuple(scale_shape), (None, None)
-    saved = Saved(x, weight, deviations, vectors, training, precision, gemm, of_vectors, uncounted, activation, one)
+    settings = training, precision, gemm, of_vectors, uncounted, activation, one, group_named(*group)
+    saved = Saved(x, weight, deviations, vectors, *settings)
     with torch.no_grad():
         return [gradient for gradient in backward_of(dy, saved, tuple(needs.split())) if gradient is not None]
 
 
 def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
-    *_, dtypes, scale_shape, needs = more
+    dtypes, scale_shape, needs = more[4:7]
     made = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape)}
     for name, dtype in zip(Gradients._fields[2:], dtypes.split(), strict=True):
         shape = scale_shape if name == "scale" and scale_shape is not None else (weight.shape[0],)
@@ -99,7 +103,7 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
-    "str? activation, str dtypes, int[]? scale_shape, str needs) -> Tensor[]",
+    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -110,21 +114,21 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, training, number, momentum, eps, precision, gemm, activation = arguments
+        *tensors, training, number, momentum, eps, precision, gemm, activation, group = arguments
         run = TRAIN if training else INFER_SAVED
-        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation)
+        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation, group)
         x, weight, bias, scale, gamma, beta = tensors[:6]
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest = training, precision, gemm, activation, dtypes, one
+        ctx.rest, ctx.group = (training, precision, gemm, activation, dtypes, one), group
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad
         needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
-        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs)))
+        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), ctx.group))
         gradients = [next(found) if name in needs else None for name in Gradients._fields]
         return *gradients, *[None] * (len(wanted) - len(gradients))
 
