@@ -283,7 +283,7 @@ def _prepare_call(
         linear=how.linear,
         wide=how.wide,
         in_place=how.in_place,
-        ranks=exchange is not None,
+        ranks=None if exchange is None else "inside" if exchange.waits and m else "between",
     )
     codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
@@ -323,13 +323,14 @@ def _prepare_call(
         fields["to_scale"] = 8 + _declared.kind_code("float64")
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
     if plan.fused:
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors})
+        ranks = ABSENT if exchange is None else "ranks"
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors, "ranks": ranks})
     elif plan.sums and m:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0)})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
     sums = call.at(0)
-    if exchange is not None and plan.merge_kernel is not None:
+    if exchange is not None and plan.merge_kernel is not None and not plan.fused:
         totals = call.at(plan.totals_at)
         passed = {"saved": "vectors", "workspace": sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
         passed |= {"totals": totals, **to_vectors}

@@ -27,8 +27,8 @@
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
 // of all ranks (ranks.cuh), which are then the sums of one split.
 //
-// backward_fused is both where rows are few: an item is all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
-// their sums need nobody else's, and reads them once more from L2. No workspace.
+// backward_fused is all of that where rows are few: an item is all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
+// their sums need nobody else's, or other ranks' alone, and reads them once more from L2. No workspace.
 //
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
 // 403 MB. backward_fused moves dy, d and dg once, and dy and d once more from L2.
@@ -212,6 +212,17 @@ __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, lo
     }
 }
 
+// S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
+// the rows of all.
+__device__ inline void merge_totals(const Exchange& exchange, const Problem& p, long long c, double unit, double& S,
+                                    double& E) {
+    double rows, D;
+    exchange.sums(c, rows, S, D);
+    const double own = static_cast<double>(p.m) / rows;
+    S *= own;
+    E = D / unit * own;
+}
+
 // S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
@@ -323,11 +334,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
+// S and E of feature c: posted, and made those of all ranks.
+__device__ inline void exchange_sums(const Problem& p, Ranks* ranks, const double* saved, long long c, double& S,
+                                     double& E) {
+    const Exchange exchange(ranks, nullptr, 0, p.signature);
+    if (c == 0) exchange.post_header(static_cast<double>(p.m));
+    const double unit = saved[SAVED_UNIT * p.n + c];
+    exchange.post_feature(c, S, unit * E);
+    merge_totals(exchange, p, c, unit, S, E);
+}
+
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
-                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
-    await_kernel_ahead();
+                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, Ranks* ranks) {
+    await_kernel_ahead(ranks != nullptr);
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
@@ -366,7 +387,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
                 S += sums[0][i][threadIdx.x];
                 E += sums[1][i][threadIdx.x];
             }
-            store_feature(p, saved, col0 + threadIdx.x, S, E, true, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+            const long long c = col0 + threadIdx.x;
+            if (TRAINING && ranks != nullptr) {
+                store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+                exchange_sums(p, ranks, saved, c, S, E);
+            }
+            store_feature(p, saved, c, S, E, ranks == nullptr, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
                           NARROW_COLUMNS, threadIdx.x);
         }
         if (dg == nullptr) return;
@@ -376,25 +402,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         T* to = dg + down * p.lddg + col;
         while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.lddg, [](const Vector<T, VEC>&, int) {});
     });
+    if (ranks == nullptr) return;
+    __syncthreads();
+    if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);
 }
 
 // What a rank's sums become, in training; a thread has one column. First, unless `gathered` is given, the splits are merged,
 // the O(O) gradients stored, and S and D posted, to the other ranks or, for another library to gather, to `posted`. Then,
-// unless `totals` is null, those of all ranks are collected, added in the order of the ranks, and left in `totals` (2, n)
-// as sums that backward_dg takes for those of this rank's p.m rows: they are scaled by p.m over the rows of all.
+// unless `totals` is null, those of all ranks are collected, added in the order of the ranks, and left in `totals` (2, n).
 // It waits for the other ranks as merge_statistics does.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_sums(const __grid_constant__ Problem p, const double* saved, const char* workspace, double* posted,
                Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
                void* to_beta) {
-    await_kernel_ahead<true>();
+    await_kernel_ahead(true);
     const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
-    const double own = static_cast<double>(p.m);
     if (gathered == nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
         if (posted == nullptr) {
-            exchange.post_header(own);
+            exchange.post_header(static_cast<double>(p.m));
         } else {
-            posted[ROWS_AT] = own;
+            posted[ROWS_AT] = static_cast<double>(p.m);
             posted[CALL_AT] = static_cast<double>(p.signature);
         }
     }
@@ -419,10 +446,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         }
         if (totals == nullptr) return;
-        double all, S, D;
-        exchange.sums(c, all, S, D);
-        totals[c] = S * (own / all);
-        totals[p.n + c] = D / unit * (own / all);
+        double S, E;
+        merge_totals(exchange, p, c, unit, S, E);
+        totals[c] = S;
+        totals[p.n + c] = E;
     });
     __syncthreads();
     if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);

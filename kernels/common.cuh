@@ -158,12 +158,11 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 // What every kernel does first. A launch may begin while the kernel ahead of it in the stream is still running
 // (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py): this waits until all of that one is done
 // and seen, and only then lets the next launch begin in its turn, so that no more than two overlap. Launched otherwise it
-// does nothing. With WAITS, of a kernel that waits for another GPU, the next one begins when this one has ended: its CTAs
-// would hold the SMs that others need (ranks.cuh).
-template <bool WAITS = false>
-__device__ inline void await_kernel_ahead() {
+// does nothing. Behind a kernel that `waits` for another GPU the next one begins when that has ended: its CTAs would hold
+// the SMs that others need (ranks.cuh).
+__device__ inline void await_kernel_ahead(bool waits = false) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (!WAITS) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (!waits) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_sync();
-    await_kernel_ahead<RANKS>();
+    await_kernel_ahead(RANKS);
 
     if (warpgroup == 0) {
         give_registers<HELPER_REGISTERS>();

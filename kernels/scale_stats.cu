@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     merge_statistics(const __grid_constant__ Problem p, const double* posted, Ranks* ranks, const double* gathered,
                      char* workspace, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
-    await_kernel_ahead<true>();
+    await_kernel_ahead(true);
     constexpr int THREADS = LANES * WARPS;
     __shared__ bool counted;
     const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .cost import ieee_us, limb_product_us
 from .gemm import (
@@ -88,14 +88,14 @@ def backward_plan(
     linear: bool = True,
     wide: bool = False,
     in_place: bool = False,
-    ranks: bool = False,
+    ranks: Literal["inside", "between"] | None = None,
 ) -> BackwardPlan:
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
     from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
-    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay. `ranks` share the batch: the
-    sums of all are merged, whatever this one needs.
+    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay. `ranks`: where they share the
+    batch, whether their sums come "inside" a launch, which waits for them, or "between" two; whatever this one needs.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -103,7 +103,7 @@ def backward_plan(
     size = ITEMSIZE[dtype]
     dg = "x" in needs or "weight" in needs
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
-    dg, sums = dg and norm, (sums or ranks) and norm
+    dg, sums = dg and norm, (sums or ranks is not None) and norm
     copy_dy = norm and dy.strides[1] not in (0, 1)
     if copy_dy:
         dy = Matrix((n, 1), True)
@@ -128,8 +128,9 @@ def backward_plan(
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = ceil_div(n, 64 // size)
-    fused = sums and not ranks and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
-    fused = fused and (columns <= device.ctas(FUSED_CTAS) if limits.fused is None else limits.fused)
+    fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
+    resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
+    fused = fused and (columns <= resident if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
@@ -153,7 +154,11 @@ def backward_plan(
         sums=sums,
         dg=dg,
         fused=fused,
-        reads_d=ranks or (dg and training) or "scale" in needs or "gamma" in needs or activation is not None,
+        reads_d=ranks is not None
+        or (dg and training)
+        or "scale" in needs
+        or "gamma" in needs
+        or activation is not None,
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
