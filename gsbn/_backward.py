@@ -171,7 +171,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
             return run(kind, arrays, how, saved)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    exchange = None if how.group is None or not how.norm else exchange_of(how.group, device)
+    exchange = None if how.group is None or not how.norm else exchange_of(how.group, device, capturing)
     if exchange is not None:
         how.group.check()  # type: ignore[union-attr]
     found = key = None

@@ -355,7 +355,7 @@ def _forward(
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     limbs = prepared is not None and prepared.limbs is not None
-    exchange = None if options[8] is None else exchange_of(options[8], device)
+    exchange = None if options[8] is None else exchange_of(options[8], device, capturing)
     found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
     if found is None:
         views = _views(kind, arrays, options, read_only)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ def signature(what: str) -> int:
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
 
 
-def exchange_of(group: Group, device: int) -> Exchange:
-    """The group's, made by its first call on a GPU: that is collective."""
+def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
+    """The group's, made by its first call on a GPU: that is collective, and waits."""
     found = group.on_device
     if found is None:
+        if capturing:
+            raise RuntimeError("group: expected a first call before a capture, got none: it sets up the group")
         with on_device(device):
             found = group.on_device = Exchange(group, device)
     elif found.device != device:
@@ -189,8 +192,9 @@ class Exchange:
         with on_device(self.device):
             if together:
                 cuda().runtime.deviceSynchronize()
-                self._group.gather_bytes(b"close")
-                self._unmap()
+                with suppress(RuntimeError):  # a rank does not come: it may still write
+                    self._group.gather_bytes(b"close")
+                    self._unmap()
             if self._own_comm and not (self._watch is not None and self._watch.late):
                 self._comm.destroy()
 
