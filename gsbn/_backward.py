@@ -298,6 +298,7 @@ def _prepare_call(
         "dg_rows": plan.dg_rows,
         "splits": plan.splits if m else 0,
         "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
+        "words": plan.limbs.maxima_bytes // 4,
         "vector_dy": plan.vector_dy,
         **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
     }
@@ -322,10 +323,11 @@ def _prepare_call(
         to_vectors["to_scale"] = call.at(plan.workspace)
         fields["to_scale"] = 8 + _declared.kind_code("float64")
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
+    zeros = call.at(plan.limbs.maxima) if plan.limbs.maxima_bytes else ABSENT
     if plan.fused:
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors})
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors, "zeros": zeros})
     elif plan.sums and m:
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0)})
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0), "zeros": zeros})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
     sums = call.at(0)
@@ -349,7 +351,8 @@ def _prepare_call(
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     if m:
-        limbs = Limbs(call, plan.limbs, {"dg": dg, "x": of_x, "weight": of_w, "dweight": of["weight"]}, gpu, device)
+        names = {"dg": dg, "x": of_x, "weight": of_w, "dweight": of["weight"]}
+        limbs = Limbs(call, plan.limbs, names, gpu, device, cleared=plan.sums)
         if plan.x is not None:
             _multiply(call, plan.x, (dg, of_w, of["x"]), limbs, "weight", how.precision, device)
         limbs.make(late=True)

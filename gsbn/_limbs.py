@@ -15,12 +15,25 @@ SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
 
 
 class Limbs:
-    """The steps of a call that make limbs, and the products of these; `names` are those of memory, by the plan's."""
+    """The steps of a call that make limbs, and the products of these.
 
-    def __init__(self, call: Call, splits: _plan.Splits, names: dict[str, str], gpu: _plan.Device, device: int) -> None:
+    `names` are those of memory, by the plan's; `cleared`: an earlier step makes zeros of the maxima.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        splits: _plan.Splits,
+        names: dict[str, str],
+        gpu: _plan.Device,
+        device: int,
+        *,
+        cleared: bool = False,
+    ) -> None:
         self._call, self._splits, self._names, self._gpu, self._device = call, splits, names, gpu, device
         if across := [split for split in splits.of if split.across is not None]:
-            call.clear(call.at(splits.maxima), splits.exponents - splits.maxima)
+            if not cleared:
+                call.clear(call.at(splits.maxima), splits.maxima_bytes)
             kernel, _ = _plan.tile_kernels()
             grid, rows = _plan.maxima_grid(across, gpu)
             passed = {**self._sources(across), "maxima": call.at(splits.maxima)}

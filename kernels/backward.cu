@@ -214,8 +214,10 @@ __device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, lo
 
 // S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
+    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
+                  unsigned* zeros) {
     await_kernel_ahead();
+    clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 ring[STAGES * CHUNKS * THREADS];
         double sums[2][WARPS][COLUMNS];
@@ -326,8 +328,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
-                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros) {
     await_kernel_ahead();
+    clear(zeros, p.words);
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];

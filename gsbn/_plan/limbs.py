@@ -58,6 +58,11 @@ class Splits(NamedTuple):
     exponents: int
     end: int
 
+    @property
+    def maxima_bytes(self) -> int:
+        """Of those of columns, and of rows with them, which must start at zero."""
+        return self.exponents - self.maxima if any(split.across is not None for split in self.of) else 0
+
     def operand(self, name: str, at: Matrix) -> Operand:
         """The limbs of a matrix, for a product that takes it as it lies `at`."""
         split = next(split for split in self.of if split.name == name)
