@@ -14,7 +14,7 @@ from ._dynamo import outside_graphs
 from ._forward import Saved
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
-from ._limbs import Multiply
+from ._limbs import Limbs
 from ._ranks import Exchange, exchange_of, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
@@ -298,6 +298,7 @@ def _prepare_call(
         "dg_rows": plan.dg_rows,
         "splits": plan.splits if m else 0,
         "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
+        "words": plan.limbs.maxima_bytes // 4,
         "vector_dy": plan.vector_dy,
         **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
     }
@@ -322,11 +323,13 @@ def _prepare_call(
         to_vectors["to_scale"] = call.at(plan.workspace)
         fields["to_scale"] = 8 + _declared.kind_code("float64")
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
+    zeros = call.at(plan.limbs.maxima) if plan.limbs.maxima_bytes else ABSENT
     if plan.fused:
         ranks = ABSENT if exchange is None else "ranks"
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "dg": dg, **to_vectors, "ranks": ranks})
+        passed = {**reads, "dg": dg, **to_vectors, "zeros": zeros, "ranks": ranks}
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, passed)
     elif plan.sums and m:
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0)})
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0), "zeros": zeros})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
         call.clear(of["bias"], nbytes["bias"])
     sums = call.at(0)
@@ -349,11 +352,15 @@ def _prepare_call(
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
-    products = (plan.x, (dg, of_w, of["x"]), of["weight"]), (plan.weight, (across, of_x, of["weight"]), dg)
-    for product, operands, elsewhere in products:
-        if product is not None and m:
-            _multiply(call, product, operands, plan.limbs_at, elsewhere, how.precision, device)
-    if m == 0 and "weight" in made:
+    if m:
+        names = {"dg": dg, "x": of_x, "weight": of_w, "dweight": of["weight"]}
+        limbs = Limbs(call, plan.limbs, names, gpu, device, cleared=plan.sums)
+        if plan.x is not None:
+            _multiply(call, plan.x, (dg, of_w, of["x"]), limbs, "weight", how.precision, device)
+        limbs.make(late=True)
+        if plan.weight is not None:
+            _multiply(call, plan.weight, (across, of_x, of["weight"]), limbs, "x", how.precision, device)
+    elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"])
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
     log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
@@ -364,17 +371,15 @@ def _multiply(
     call: Call,
     product: _plan.Product,
     operands: tuple[str, str, str],
-    limbs_at: int,
-    elsewhere: str,
+    limbs: Limbs,
+    b: str,
     precision: str,
     device: int,
 ) -> None:
-    """The step that makes c of a and b, whose names these are; `elsewhere` is where limbs of b lie that borrow."""
+    """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
     p = product.p
-    if product.through is not None:
-        of_a, of_b, rest, _ = product.through.places(limbs_at, borrows=product.borrows)
-        limbs = call.at(of_a), elsewhere if product.borrows else call.at(of_b), call.at(rest)
-        call.multiply(Multiply(p, product.through, device), *operands, *limbs)
+    if product.one is not None and product.of_limbs:
+        limbs.multiply(p, product.one, "dg", b, operands[-1])
     elif product.one is not None:
         call.multiply(Sm90Gemm(p, product.one, device), *operands)
     elif product.kernel is None:

@@ -143,12 +143,10 @@ class Call:
         self._steps.append((act, (), _all))
 
     def multiply(self, gemm: Gemm | Callable[..., None], *names: str) -> None:
-        """cuBLAS, or a product that is ready but for its addresses: those of a, b and c, and what else it takes."""
+        """cuBLAS, or a product that takes the addresses of a, b and c, and what else it wants, as one tuple."""
         self._kernels += getattr(gemm, "kernels", ("cuBLAS",))
-        if isinstance(gemm, Gemm):
-            self._steps.append((gemm_ex, (gemm,), self._of(names)))
-        else:
-            self._steps.append((lambda words, stream: gemm(*words, stream), (), self._of(names)))
+        act, told = (gemm_ex, (gemm,)) if isinstance(gemm, Gemm) else (gemm, ())
+        self._steps.append((act, told, self._of(names)))
 
     def gather(self, exchange: Any, count: int, posted: str, gathered: str) -> None:
         """So many doubles of every rank, by NCCL."""

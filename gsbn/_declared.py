@@ -25,6 +25,7 @@ def _find() -> Path:
 
 KERNEL_DIR = _find()
 _NUMPY = {"long long": np.int64, "double": np.float64}
+_FIELD = r"(\w+)(?:\[(\d+)\])?"  # of a struct: a name, and how many there are if it is an array
 
 
 @cache
@@ -49,7 +50,8 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
     body = re.search(rf"struct {first[1]} \{{(.*?)\}};", text, re.DOTALL)
     assert body is not None, kernel
     declarations = (re.fullmatch(r"\s*(long long|double)\s+(.+)", d, re.DOTALL) for d in body[1].split(";")[:-1])
-    return np.dtype([(name.strip(), _NUMPY[d[1]]) for d in declarations if d for name in d[2].split(",")])
+    fields = [(name, _NUMPY[d[1]], size) for d in declarations if d for name, size in re.findall(_FIELD, d[2])]
+    return np.dtype([(name, number, (int(size),)) if size else (name, number) for name, number, size in fields])
 
 
 @cache

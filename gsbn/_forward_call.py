@@ -8,7 +8,7 @@ from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
 from ._device import gemm_arguments
 from ._interop import Kind
-from ._limbs import Multiply
+from ._limbs import Limbs
 from ._prepared import Prepared
 from ._ranks import Exchange, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
@@ -168,6 +168,7 @@ def prepare_call(
                 split |= dict.fromkeys(("w", "w_limbs", "w_exponents"), ABSENT)
             call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
             of_x, of_w = at_x, at_w
+            x_at = w_at = _plan.Matrix((one.limbs.pitch, 1), True)
         boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
         mapped: tuple[str, ...] = (of_x, of_w, y)
         passed = {"y": y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
@@ -187,13 +188,13 @@ def prepare_call(
         g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
         if m == 0:  # the group's other ranks have some
             pass
-        elif plan.through is not None:
-            q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-            limbs_at = map(call.at, plan.through.places(plan.limbs_at)[:3])
-            call.multiply(Multiply(q, plan.through, device), of_x, of_w, g, *limbs_at)
         elif plan.product is not None:
             q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-            call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)
+            if plan.limbs.of:
+                made = Limbs(call, plan.limbs, {"x": of_x, "weight": of_w}, gpu, device)
+                made.multiply(q, plan.product, "x", "weight", g)
+            else:
+                call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)
         elif plan.gemm_kernel is not None:
             call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
         else:

@@ -164,7 +164,8 @@ class Launcher:
         parameters.pack(parameters.memory, 0, *words, *values)
         if self._overlapping:
             parameters.configure(parameters.config, 0, grid, 1, 1, block, 1, 1, self._shared, stream)
-            _driver.check(self._launch(parameters.config_at, self.pointer, parameters.at, None), "launching a kernel")
+            if result := self._launch(parameters.config_at, self.pointer, parameters.at, None):
+                _driver.check(result, "launching a kernel")
         elif self._cooperative:
             self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, parameters.at)
         else:

@@ -2,89 +2,109 @@
 
 from __future__ import annotations
 
-from . import _declared, _kernels, _plan
-from ._device import cuda
+from itertools import groupby
+from typing import Any
+
+from . import _declared, _plan
+from ._call import ABSENT, Call
 from ._sm90 import Sm90Gemm
 
-__all__ = ["SPLIT_WORDS", "Multiply"]
+__all__ = ["SPLIT_WORDS", "Limbs"]
 
 SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
 
 
-class Multiply:
-    """A product as `_plan.limb_gemm` decides it, ready but for its addresses.
+class Limbs:
+    """The steps of a call that make limbs, and the products of these.
 
-    Where a lies across, b's limbs are made after a has been read for the last time: they may take its place.
+    `names` are those of memory, by the plan's; `cleared`: an earlier step makes zeros of the maxima.
     """
 
-    def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, device: int) -> None:
-        self._gemm = gemm
-        self._multiply = Sm90Gemm(p, gemm.one, device)
-        in_rows = not gemm.a_across, not gemm.b_across
-        steps: list[_Rows | _Columns] = []
-        if gemm.a_across:
-            steps.append(_Columns(0, p.k, p.m, p.x, p.device, device))
-        if any(in_rows):
-            steps.append(_Rows(p, gemm, in_rows, device))
-        if gemm.b_across:
-            steps.append(_Columns(1, p.k, p.n, p.w, p.device, device))
-        self._steps = steps
-        self.kernels = (*(name for step in steps for name in step.kernels), *self._multiply.kernels)
+    def __init__(
+        self,
+        call: Call,
+        splits: _plan.Splits,
+        names: dict[str, str],
+        gpu: _plan.Device,
+        device: int,
+        *,
+        cleared: bool = False,
+    ) -> None:
+        self._call, self._splits, self._names, self._gpu, self._device = call, splits, names, gpu, device
+        if across := [split for split in splits.of if split.across is not None]:
+            if not cleared:
+                call.clear(call.at(splits.maxima), splits.maxima_bytes)
+            kernel, _ = _plan.tile_kernels()
+            grid, rows = _plan.maxima_grid(across, gpu)
+            passed = {**self._sources(across), "maxima": call.at(splits.maxima)}
+            call.launch(kernel, grid, self._fields(across) | {"maxima_rows": rows}, passed)
+        self.make(late=False)
 
-    def __call__(self, a: int, b: int, c: int, of_a: int, of_b: int, rest: int, stream: int) -> None:
-        gemm = self._gemm
-        a_exponents, b_exponents = rest + gemm.a_exponents, rest + gemm.b_exponents
-        places = (a, of_a, a_exponents, rest + gemm.a_maxima), (b, of_b, b_exponents, rest + gemm.b_maxima)
-        for step in self._steps:
-            step(places, stream)
-        self._multiply(of_a, of_b, c, stream, a_exponents, b_exponents)
+    def make(self, *, late: bool) -> None:
+        """Limbs of all matrices, or of those whose place was not free before."""
+        now = [split for split in self._splits.of if split.late == late]
+        rows = sorted((split for split in now if split.across is None), key=lambda split: split.columns)
+        for k, same in groupby(rows, key=lambda split: split.columns):
+            together = list(same)
+            for i in range(0, len(together), 2):
+                self._rows(k, together[i : i + 2])
+        if tiles := [split for split in now if split.across is not None]:
+            self._tiles(tiles)
+
+    def multiply(self, p: _plan.Matmul, one: _plan.OneLaunch, a: str, b: str, c: str) -> None:
+        """A product of limbs that are there, of the matrices of these names."""
+        operands = self._splits.operand(a, p.x), self._splits.operand(b, p.w)
+        a_at, b_at = (_plan.Matrix((operand.pitch, 1), True) for operand in operands)
+        limbs = (self._place(operand.limbs) for operand in operands)
+        exponents = (self._call.at(operand.exponents) for operand in operands)
+        self._call.multiply(Sm90Gemm(p._replace(x=a_at, w=b_at), one, self._device), *limbs, c, *exponents)
+
+    def _place(self, place: _plan.Place) -> str:
+        return self._call.at(place) if isinstance(place, int) else self._names[place]
+
+    def _rows(self, k: int, splits: list[_plan.Split]) -> None:
+        """Matrices that lie along what is summed over, one or two."""
+        passed = dict.fromkeys(SPLIT_WORDS, ABSENT)
+        fields = {"m": 0, "n": 0, "k": k, "ldx": 0, "ldw": 0}
+        for split, name, count in zip(splits, ("x", "w"), ("m", "n"), strict=False):
+            assert split.along is not None
+            fields |= {count: split.rows, f"ld{name}": split.pitch}
+            passed |= {name: self._names[split.name], f"{name}_limbs": self._place(split.along.limbs)}
+            passed[f"{name}_exponents"] = self._call.at(split.along.exponents)
+        flags = {f"vector_{name}": split.vector for split, name in zip(splits, ("x", "w"), strict=False)}
+        grid = _plan.split_grid(sum(split.rows for split in splits), k, self._gpu)
+        self._call.launch(_plan.split_limbs(k), grid, fields | {"flags": _declared.flags(**flags)}, passed)
+
+    def _tiles(self, splits: list[_plan.Split]) -> None:
+        """Matrices that lie across it, and perhaps along as well."""
+        _, kernel = _plan.tile_kernels()
+        passed = {**self._sources(splits), "maxima": self._call.at(self._splits.maxima)}
+        passed["exponents"] = self._call.at(self._splits.exponents)
+        for way in ("across", "along"):
+            operands = [getattr(split, way) for split in splits]
+            limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
+            passed |= {f"{name}_{way}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
+        self._call.launch(kernel, _plan.tiles_grid(splits, self._gpu), self._fields(splits), passed)
+
+    def _sources(self, splits: list[_plan.Split]) -> dict[str, str]:
+        return dict(zip("abc", _all([self._names[split.name] for split in splits], ABSENT), strict=True))
+
+    def _fields(self, splits: list[_plan.Split]) -> dict[str, Any]:
+        fields = [
+            {
+                "m": split.rows,
+                "n": split.columns,
+                "lda": split.pitch,
+                "vector": split.vector,
+                "of_columns": self._splits.word(split.across),
+                "of_rows": self._splits.word(split.along),
+                "along_row": 0 if split.along is None else 2 * split.along.pitch,
+            }
+            for split in splits
+        ]
+        return {name: _all([of[name] for of in fields], 0) for name in fields[0]} | {"maxima_rows": 0}
 
 
-_Place = tuple[int, int, int, int]  # the addresses of an operand, its limbs, its exponents and its columns' maxima
-
-
-class _Rows:
-    """Operands that lie along what is summed over, one or both in one launch."""
-
-    kernels: tuple[str, ...] = ("split_limbs",)
-
-    def __init__(self, p: _plan.Matmul, gemm: _plan.LimbGemm, here: tuple[bool, bool], device: int) -> None:
-        self._here = here
-        m, n = (count if is_here else 0 for count, is_here in zip((p.m, p.n), here, strict=True))
-        flags = _declared.flags(vector_x=_whole(p.x, 0), vector_w=_whole(p.w, 0))
-        fields = {"m": m, "n": n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "flags": flags}
-        self._record = _declared.record(gemm.limbs.kernel, fields)
-        self._grid = _plan.split_grid(m + n, p.k, p.device)
-        self._launch = _kernels.launcher(gemm.limbs.kernel, device, SPLIT_WORDS)
-
-    def __call__(self, places: tuple[_Place, _Place], stream: int) -> None:
-        words: tuple[int, ...] = ()
-        for place, is_here in zip(places, self._here, strict=True):
-            words += place[:3] if is_here else (0, 0, 0)
-        self._launch(self._grid, _plan.THREADS, (self._record.ctypes.data,), words, stream)
-
-
-class _Columns:
-    """An operand that lies across what is summed over: `count` columns of a matrix of k rows."""
-
-    kernels = ("memset", "column_maxima", "split_columns")
-
-    def __init__(self, nth: int, k: int, count: int, at: _plan.Matrix, gpu: _plan.Device, device: int) -> None:
-        self._nth, self._count = nth, count
-        self._maxima_grid, maxima_rows, self._grid = _plan.column_grids(k, count, gpu)
-        fields = {"m": k, "n": count, "lda": at.strides[1], "maxima_rows": maxima_rows, "vector_a": _whole(at, 1)}
-        maxima, columns = _plan.column_kernels()
-        self._record = _declared.record(maxima, fields)
-        self._maxima = _kernels.launcher(maxima, device, ("a", "maxima"))
-        self._columns = _kernels.launcher(columns, device, ("a", "maxima", "limbs", "exponents"))
-
-    def __call__(self, places: tuple[_Place, _Place], stream: int) -> None:
-        a, limbs, exponents, maxima = places[self._nth]
-        values = (self._record.ctypes.data,)
-        cuda().runtime.memsetAsync(maxima, 0, 4 * self._count, stream)
-        self._maxima(self._maxima_grid, _plan.THREADS, values, (a, maxima), stream)
-        self._columns(self._grid, _plan.THREADS, values, (a, maxima, limbs, exponents), stream)
-
-
-def _whole(at: _plan.Matrix, axis: int) -> bool:
-    return at.aligned and at.strides[axis] % 4 == 0
+def _all(of_splits: list[Any], absent: Any) -> list[Any]:
+    """For every matrix that a launch has room for."""
+    return of_splits + [absent] * (_plan.AT_ONCE - len(of_splits))

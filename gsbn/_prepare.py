@@ -63,7 +63,7 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
             limbs = _plan.limbs(0, n, k, 0, gpu)
             fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": k, "flags": _declared.flags(vector_w=k % 4 == 0)}
             # In words of 32 bits, which is all that an allocator need know of them.
-            words["w_limbs"] = call.make("limbs", (n, limbs.pitch // 2), given, "float32")
+            words["w_limbs"] = call.make("limbs", (n, limbs.pitch), given, "float32")
             words["w_exponents"] = call.make("exponents", (n,), given, "float32")
             call.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
         made = call.run(given, [view.pointer], stream, is_capturing(stream))

@@ -21,6 +21,7 @@ SM90_WORDS = (
     "x_exponents",
     "w_exponents",
 )
+_NONE = (0,) * 10  # neither workspace nor vectors
 
 
 class Sm90Gemm:
@@ -37,7 +38,9 @@ class Sm90Gemm:
         self._matrices = _tma.Matrices(_tma.map_arguments(one, p))
         self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS)
 
-    def __call__(self, a: int, b: int, c: int, stream: int, a_exponents: int = 0, b_exponents: int = 0) -> None:
+    def __call__(self, operands: tuple[int, ...], stream: int) -> None:
+        """Of the addresses of a, b and c, and, where they are limbs, of a's and b's exponents."""
+        a, b, c, *exponents = operands
         _owners, maps = _tma.tensor_maps(self._matrices, a, b, c)  # the owners live until the launch is made
-        words = (c, *[0] * 10, a_exponents, b_exponents)  # neither workspace nor vectors
+        words = (c, *_NONE, *(exponents or (0, 0)))
         self._launch(self._grid, _plan.SM90_THREADS, (self._at, *maps), words, stream)

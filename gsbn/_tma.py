@@ -31,9 +31,10 @@ def tensor_map(
     """The map of a row-major (rows, cols) matrix with `pitch` bytes from row to row: its owner and its address.
 
     Boxes of (box_rows, box_cols), box_cols being 128 bytes, swizzled by 128 bytes; what lies outside reads as zero and
-    is not written. "tf32" rounds float32 to nearest as it loads. With `box_limbs`, two such matrices lie one after the
-    other, and a box takes so many of them. Pointer and pitch are multiples of 16 bytes. The key is all that a map
-    encodes, addresses being unique across devices, so that a map never goes stale.
+    is not written. "tf32" rounds float32 to nearest as it loads. With `box_limbs` rows are those of limbs
+    (split_limbs.cu): pieces of 128 bytes are a third dimension, of which a box takes so many. Pointer and pitch are
+    multiples of 16 bytes. The key is all that a map encodes, addresses being unique across devices, so that a map never
+    goes stale.
     """
     owner = ctypes.create_string_buffer(128 + 63)
     at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled wants 64-byte alignment
@@ -42,8 +43,8 @@ def tensor_map(
         _TYPES[dtype],
         3 if box_limbs else 2,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 3)(cols, rows, 2),
-        (ctypes.c_uint64 * 2)(pitch, rows * pitch),
+        (ctypes.c_uint64 * 3)(box_cols if box_limbs else cols, rows, -(-cols // box_cols) * 2),
+        (ctypes.c_uint64 * 2)(pitch, 128),
         (ctypes.c_uint32 * 3)(box_cols, box_rows, box_limbs),
         (ctypes.c_uint32 * 3)(1, 1, 1),
         _INTERLEAVE_NONE,
@@ -71,13 +72,12 @@ def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tu
 
 def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for forward_sm90's x, weight and y: boxes of 128 bytes by the rows of a
-    transfer, which are rows of k where an operand lies across it."""
+    transfer, which are rows of k where an operand lies across it. Limbs lie as p's x and w say, in float32's."""
     m, n, k, dtype, _, x, w, y, _ = p
-    if one.limbs is not None:
-        pitch = one.limbs.pitch
+    if one.element == "limbs":
         return [
-            (m, k, pitch, "float16", one.block_m, 64, L2_256B, 3 - one.cluster),
-            (n, k, pitch, "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
+            (m, k, 4 * x.strides[0], "float16", one.block_m, 64, L2_256B, 3 - one.cluster),
+            (n, k, 4 * w.strides[0], "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
             (m, n, 4 * y.strides[0], "float32", 32, 32, L2_NONE),
         ]
     size = _plan.ITEMSIZE[dtype]

@@ -225,8 +225,10 @@ __device__ inline void merge_totals(const Exchange& exchange, const Problem& p, 
 
 // S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace) {
+    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
+                  unsigned* zeros) {
     await_kernel_ahead();
+    clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 ring[STAGES * CHUNKS * THREADS];
         double sums[2][WARPS][COLUMNS];
@@ -347,8 +349,9 @@ __device__ inline void exchange_sums(const Problem& p, Ranks* ranks, const doubl
 // backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
-                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, Ranks* ranks) {
+                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
     await_kernel_ahead(ranks != nullptr);
+    clear(zeros, p.words);
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ double sums[2][WARPS][NARROW_COLUMNS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];

@@ -24,6 +24,7 @@ struct Problem {
     long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
     long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
     long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
+    long long words;                 // zeros that the first launch writes for a later one
     long long signature;             // what this call is, of a group
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 };
@@ -134,6 +135,13 @@ struct Rows {
         return true;
     }
 };
+
+// Zeros in place of a memset: of the maxima that take_maxima will raise. By the first launch, every thread of it.
+__device__ inline void clear(unsigned* zeros, long long words) {
+#pragma unroll 1
+    for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)
+        zeros[i] = 0;
+}
 
 // How many of `height` rows are those of offset `first` and every `step` on.
 __device__ inline long long count_rows(long long height, long long first, long long step) {

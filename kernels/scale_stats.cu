@@ -262,7 +262,8 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 
 // running_affine: the same constants from the running statistics, for inference; a thread has one column.
 //   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
-// Where s is 0, or so near that m is out of G's range, m is 0 and what it stands for moves into beta.
+// Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
+// with all that they multiply, m is 0 and what it stands for moves into beta.
 extern "C" __global__ void __launch_bounds__(LANES* WARPS)
     running_affine(const __grid_constant__ Problem p, char* workspace, const void* bias, const void* scale,
                    const void* gamma, const void* beta, const void* running_mean, const void* running_var, const G* g,
@@ -279,13 +280,15 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
         const double s = s_at.or_else(p.number), r = 1.0 / sqrt(var_at.or_else(1.0) + p.eps);
         const double b = b_at.or_else(0.0), mean = mean_at.or_else(0.0), gamma_r = gamma_at.or_else(1.0) * r;
         const double middle = (s == 0.0 ? 0.0 : mean / s) - b;
-        const bool within = s != 0.0 && isfinite(static_cast<G>(middle));
+        constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
+        const double a = gamma_r * s;
+        const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
         const double m = within ? middle : 0.0;
         const double offset = (within ? 0.0 : gamma_r * fma(s, b, -mean)) + beta_at.or_else(0.0);
-        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, m, gamma_r * s, offset);
+        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, m, a, offset);
         if (saved != nullptr) {
             const double centre = centre_near(middle, g + c, p);
-            saved[SAVED_A * p.n + c] = gamma_r * s;
+            saved[SAVED_A * p.n + c] = a;
             saved[SAVED_SCALE * p.n + c] = gamma_r;
             saved[SAVED_GAMMA * p.n + c] = r;
             saved[SAVED_CENTRE * p.n + c] = centre;

@@ -20,7 +20,10 @@ struct Operand {
 #pragma unroll
         for (int r = 0; r < (ACROSS ? ROWS : 1); r += COLUMN) {
             const int x = ACROSS ? row + r : step * BLOCK_K, y = ACROSS ? step * BLOCK_K : row;
-            tma_load<ALL>(to + r * 128, map, bar, x, y, limb);
+            if constexpr (MATRICES == 2)  // both limbs of a step lie next to each other in a row: split_limbs.cu
+                tma_load<ALL>(to, map, bar, 0, y, 2 * step + limb);
+            else
+                tma_load<ALL>(to + r * 128, map, bar, x, y, limb);
         }
     }
 };

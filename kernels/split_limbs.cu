@@ -1,12 +1,13 @@
 // split_limbs: a float32 matrix as two float16 matrices and a power of two for every row, for forward_sm90's ELEMENT 3.
 //
-//   a[i][j] = 2^exponents[i] (limbs[0][i][j] + limbs[1][i][j]) + error
+//   a[i][j] = 2^exponents[i] (limb(0, i, j) + limb(1, i, j)) + error
 //
-// a (rows, k), row pitch in elements; limbs (2, rows, pitch), pitch = k rounded up to 8, zeros from column k; exponents
-// (rows). The row's largest finite magnitude becomes a number in [2^14, 2^15), so that float16 neither
-// overflows nor, down to 2^-16 of it, loses digits: with v the scaled element, limbs[0] = float16(v) and limbs[1] =
-// float16(v - limbs[0]), |error| <= max(2^-23 |v|, 2^-25) in scaled terms. A row of zeros has exponent 0. Inf and NaN
-// keep out of the maximum and have a second limb of zero, since Inf - Inf would turn Inf into NaN.
+// a (rows, k), row pitch in elements; exponents (rows). A row of limbs lies as [k / SPAN, rounded up][limb][SPAN], zeros
+// from column k: SPAN elements of a take the bytes of their limbs, which can so be written over them. The row's largest
+// finite magnitude becomes a number in [2^14, 2^15), so that float16 neither overflows nor, down to 2^-16 of it, loses
+// digits: with v the scaled element, limb 0 is float16(v) and limb 1 float16(v - limb 0), |error| <= max(2^-23 |v|, 2^-25)
+// in scaled terms. A row of zeros has exponent 0. Inf and NaN keep out of the maximum and have a second limb of zero,
+// since Inf - Inf would turn Inf into NaN.
 //
 // Two matrices in one launch: x's rows (m), then the weight's (n), of which either may be absent. ROW_WARPS warps take a
 // row, 8 neighbouring elements a lane: two 16-byte reads, one 16-byte write a limb. A row of up to 8192 (ROW_WARPS 8)
@@ -23,6 +24,7 @@ constexpr int WARPS = 8;                   // of a CTA
 constexpr int ROWS = WARPS / ROW_WARPS;    // of a CTA
 constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // elements that the row's lanes take at a time
 constexpr int HELD = 4;                    // such pieces in registers
+constexpr int SPAN = 64;                   // elements of a row whose limbs lie together: 128 bytes a limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
 struct Problem {
@@ -31,12 +33,15 @@ struct Problem {
     long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
 };
 
+// In float16s: the length of a row of limbs, and where an element's first limb lies in it; the second is SPAN further.
+__device__ __forceinline__ long long length_of(long long k) { return (k + SPAN - 1) / SPAN * 2 * SPAN; }
+__device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2 * SPAN + j % SPAN; }
+
 struct Operand {
     const float* a;
     long long pitch;
     __half* limbs;
     int* exponents;
-    long long rows;
     bool vector;
 };
 
@@ -88,13 +93,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                 __half* w_limbs, int* w_exponents) {
     await_kernel_ahead();
     __shared__ unsigned largest[WARPS];
-    const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, pitch = (k + 7) / 8 * 8;
+    const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, length = length_of(k);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for_each_item((m + n + ROWS - 1) / ROWS, [&](long long item) {
         long long i = item * ROWS + warp / ROW_WARPS;
         if (ROW_WARPS == 1 && i >= m + n) return;
-        const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, m, (p.flags & FLAG_VECTOR_X) != 0}
-                                : Operand{w, p.ldw, w_limbs, w_exponents, n, (p.flags & FLAG_VECTOR_W) != 0};
+        const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
+                                : Operand{w, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
         i -= i < m ? 0 : m;
         const float* row = o.a + i * o.pitch;
         const long long first = 8 * (threadIdx.x % (32 * ROW_WARPS));
@@ -124,17 +129,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (first == 0) o.exponents[i] = scale.exponent;
 
         auto split = [&](const float (&from)[8], long long j) {
-            if (j >= k) return;
+            if (2 * j >= length) return;
             Vector<__half, 8> high, low;
 #pragma unroll
             for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
-            __half* to = o.limbs + i * pitch + j;
+            __half* to = o.limbs + i * length + place_of(j);
             *reinterpret_cast<Vector<__half, 8>*>(to) = high;
-            *reinterpret_cast<Vector<__half, 8>*>(to + o.rows * pitch) = low;
+            *reinterpret_cast<Vector<__half, 8>*>(to + SPAN) = low;
         };
 #pragma unroll
         for (int h = 0; h < HELD; h++) split(v[h], first + h * WIDTH);
-        for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
+        for (long long j = first + HELD * WIDTH; 2 * j < length; j += WIDTH) {
             float beyond[8];
             read(o, row, j, k, beyond);
             split(beyond, j);
@@ -142,49 +147,96 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     });
 }
 
-// ---- across: the limbs of a matrix's transpose ---------------------------------------------------------------------
+// ---- across: the limbs of a matrix's transpose, and of the matrix itself ---------------------------------------------
 //
-// The backward sums over rows, not along them. a (m, n), row pitch lda, gives the limbs (2, n, pitch) of its transpose,
-// pitch = m rounded up to 8, and an exponent for every column. column_maxima first: 4 bytes read an element, by items of
-// 128 columns and `maxima_rows` rows, merged by integer maxima, whose order does not matter. maxima start at zero, set by
-// the caller. Then split_columns, 8 bytes: an item is a tile of 64 x 64, turned in shared memory.
+// The backward sums over rows, not along them: it wants limbs of transposes, and of dg both. Up to three matrices (m, n),
+// row pitch lda, in one launch. take_maxima first, 4 bytes read an element, by items of BLOCK_COLUMNS columns and
+// `maxima_rows` rows: the largest magnitude of every column, and of every row where limbs of rows are wanted, merged by
+// integer maxima, whose order does not matter. They start at zero, set by the caller. Then split_tiles, 8 bytes for either
+// limbs and 12 for both: an item is a tile of 64 x 64, turned in shared memory. Limbs of rows may lie where the matrix
+// does: a CTA writes them to the bytes that it has read.
 
-constexpr int BLOCK_COLUMNS = 128, TILE = 64;
+constexpr int BLOCK_COLUMNS = 128, TILE = SPAN;
 
-struct Columns {
-    long long m, n, lda;    // rows and columns of a, its row pitch in elements
-    long long maxima_rows;  // rows of an item of column_maxima
-    long long vector_a;     // whether rows of a start on 16 bytes
+struct Matrices {
+    long long m[3], n[3], lda[3];  // rows, 0 for no matrix, and columns; row pitches in elements
+    long long vector[3];           // whether rows start on 16 bytes
+    long long of_columns[3];       // where the maxima, and the exponents, of its columns start
+    long long of_rows[3];          // and those of its rows; -1 where limbs of rows are not wanted
+    long long along_row[3];        // row pitch of these limbs, in float16s
+    long long maxima_rows;         // rows of an item of take_maxima
 };
 
-__device__ __forceinline__ float4 read_four(const Columns& p, const float* a, long long i, long long j) {
-    if (i >= p.m) return make_float4(0.f, 0.f, 0.f, 0.f);
-    const float* from = a + i * p.lda + j;
-    if (p.vector_a && j + 4 <= p.n) return *reinterpret_cast<const float4*>(from);
-    return make_float4(j < p.n ? from[0] : 0.f, j + 1 < p.n ? from[1] : 0.f, j + 2 < p.n ? from[2] : 0.f,
-                       j + 3 < p.n ? from[3] : 0.f);
+// One of them.
+struct Matrix {
+    const float* a;
+    int m, n;  // below 2^30
+    long long lda;
+    bool vector;
+
+    __device__ Matrix(const Matrices& p, int i, const float* a, const float* b, const float* c)
+        : a(i == 0   ? a
+            : i == 1 ? b
+                     : c),
+          m(p.m[i]),
+          n(p.n[i]),
+          lda(p.lda[i]),
+          vector(p.vector[i]) {}
+
+    __device__ float4 read_four(int i, int j) const {
+        if (i >= m) return make_float4(0.f, 0.f, 0.f, 0.f);
+        const float* from = a + i * lda + j;
+        if (vector && j + 4 <= n) return *reinterpret_cast<const float4*>(from);
+        return make_float4(j < n ? from[0] : 0.f, j + 1 < n ? from[1] : 0.f, j + 2 < n ? from[2] : 0.f,
+                           j + 3 < n ? from[3] : 0.f);
+    }
+};
+
+__device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
+
+// Items of `rows` by `columns`, matrix by matrix: what work(i, row, column) is told are the matrix and where its item
+// begins.
+template <typename Work>
+__device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
+    const auto across = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
+    const auto count = [&](int i) { return across(i) * static_cast<unsigned>((p.m[i] + rows - 1) / rows); };
+    const unsigned first = count(0), second = first + count(1);
+    for_each_item(second + count(2), [&](long long at) {  // below 2^31, as all items are
+        unsigned item = static_cast<unsigned>(at);
+        const int i = item < first ? 0 : item < second ? 1 : 2;
+        item -= i == 0 ? 0 : i == 1 ? first : second;
+        const unsigned wide = across(i);
+        work(i, static_cast<int>(item / wide) * rows, static_cast<int>(item % wide) * columns);
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    column_maxima(const __grid_constant__ Columns p, const float* a, unsigned* maxima) {
+    take_maxima(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c, unsigned* maxima) {
     await_kernel_ahead();
     constexpr int FLIGHT = 8;
     __shared__ uint4 of_warp[WARPS][32];
-    const long long blocks = (p.n + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for_each_item(blocks * ((p.m + p.maxima_rows - 1) / p.maxima_rows), [&](long long item) {
-        const long long j = item % blocks * BLOCK_COLUMNS + 4 * lane;
-        const long long first = item / blocks * p.maxima_rows, end = min(first + p.maxima_rows, p.m);
+    const int height = static_cast<int>(p.maxima_rows);
+    for_each_block(p, height, BLOCK_COLUMNS, [&](int which, int first, int column) {
+        const Matrix matrix(p, which, a, b, c);
+        const int j = column + 4 * lane, end = min(first + height, matrix.m);
+        const long long of_rows = p.of_rows[which];
         uint4 top = make_uint4(0, 0, 0, 0);
-        for (long long i = first + warp; i < end; i += FLIGHT * WARPS) {
+        for (int i = first + warp; i < end; i += FLIGHT * WARPS) {
             float4 v[FLIGHT];
 #pragma unroll
-            for (int f = 0; f < FLIGHT; f++) v[f] = read_four(p, a, i + f * WARPS < end ? i + f * WARPS : p.m, j);
+            for (int f = 0; f < FLIGHT; f++) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
+            unsigned of_row = 0;  // lane f's is that of row f
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) {
-                top.x = max(top.x, magnitude(v[f].x)), top.y = max(top.y, magnitude(v[f].y));
-                top.z = max(top.z, magnitude(v[f].z)), top.w = max(top.w, magnitude(v[f].w));
+                const uint4 of = {magnitude(v[f].x), magnitude(v[f].y), magnitude(v[f].z), magnitude(v[f].w)};
+                top.x = max(top.x, of.x), top.y = max(top.y, of.y), top.z = max(top.z, of.z), top.w = max(top.w, of.w);
+                if (of_rows < 0) continue;
+                const unsigned all = __reduce_max_sync(0xFFFFFFFFu, max(max(of.x, of.y), max(of.z, of.w)));
+                if (lane == f) of_row = all;
             }
+            if (of_rows >= 0 && lane < FLIGHT && i + lane * WARPS < end)
+                atomicMax(maxima + of_rows + i + lane * WARPS, of_row);
         }
         of_warp[warp][lane] = top;
         __syncthreads();
@@ -194,56 +246,70 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
         }
         const unsigned four[4] = {top.x, top.y, top.z, top.w};
-        for (int c = 0; c < 4; c++)
-            if (j + c < p.n) atomicMax(maxima + j + c, four[c]);
+        for (int e = 0; e < 4; e++)
+            if (j + e < matrix.n) atomicMax(maxima + p.of_columns[which] + j + e, four[e]);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: with four, a small matrix takes 15 % more
-    split_columns(const __grid_constant__ Columns p, const float* a, const unsigned* maxima, __half* limbs,
-                  int* exponents) {
+    split_tiles(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c,
+                const unsigned* maxima, int* exponents, __half* a_across, __half* b_across, __half* c_across,
+                __half* a_along, __half* b_along, __half* c_along) {
     await_kernel_ahead();
     __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
-    const unsigned across = static_cast<unsigned>((p.n + TILE - 1) / TILE);  // below 2^31, as all items are
-    for_each_item(across * ((p.m + TILE - 1) / TILE), [&](long long item) {
-        const unsigned tile = static_cast<unsigned>(item);
-        const long long column = 1LL * (tile % across) * TILE, row = 1LL * (tile / across) * TILE;
-        const long long pitch = (p.m + 7) / 8 * 8;
+    for_each_block(p, TILE, TILE, [&](int which, int row, int column) {
+        const Matrix matrix(p, which, a, b, c);
         const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const long long j = column + 4 * group;
-
-        Scale scale[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) scale[c] = scale_of(j + c < p.n ? maxima[j + c] : 0);
-        if (row == 0 && threadIdx.x < 16)
-            for (int c = 0; c < 4; c++)
-                if (j + c < p.n) exponents[j + c] = scale[c].exponent;
+        const int j = column + 4 * group;
 
         float4 v[2][2];
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) v[half][r] = read_four(p, a, row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+            for (int r = 0; r < 2; r++) v[half][r] = matrix.read_four(row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+        const long long of_columns = p.of_columns[which] + j;
+        unsigned top[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int pair = threadIdx.x / 16 + 16 * half;
-            const float first[4] = {v[half][0].x, v[half][0].y, v[half][0].z, v[half][0].w};
-            const float second[4] = {v[half][1].x, v[half][1].y, v[half][1].z, v[half][1].w};
+        for (int e = 0; e < 4; e++) top[e] = j + e < matrix.n ? maxima[of_columns + e] : 0;
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
+        for (int e = 0; e < 4; e++) {
+            const Scale scale = scale_of(top[e]);
+            if (row == 0 && threadIdx.x < 16 && j + e < matrix.n) exponents[of_columns + e] = scale.exponent;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int pair = threadIdx.x / 16 + 16 * half;
                 __half high[2], low[2];
-                scale[c].split(first[c], high[0], low[0]), scale[c].split(second[c], high[1], low[1]);
-                turned[0][4 * group + c][pair] = __halves2half2(high[0], high[1]);
-                turned[1][4 * group + c][pair] = __halves2half2(low[0], low[1]);
+#pragma unroll
+                for (int r = 0; r < 2; r++) scale.split(at(v[half][r], e), high[r], low[r]);
+                turned[0][4 * group + e][pair] = __halves2half2(high[0], high[1]);
+                turned[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
             }
         }
-        __syncthreads();
-        if (row + 2 * lane >= pitch) return;
+        __syncthreads();  // and all of the tile was read
+
+        const long long of_rows = p.of_rows[which];
+        __half* along = (which == 0 ? a_along : which == 1 ? b_along : c_along) + place_of(column) + 4 * group;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int i = row + 2 * (threadIdx.x / 16 + 16 * half) + r;
+                if (of_rows < 0 || i >= matrix.m) continue;
+                const Scale of_row = scale_of(maxima[of_rows + i]);
+                if (column == 0 && group == 0) exponents[of_rows + i] = of_row.exponent;
+                Vector<__half, 4> high, low;
+#pragma unroll
+                for (int e = 0; e < 4; e++) of_row.split(at(v[half][r], e), high.at[e], low.at[e]);
+                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which]) = high;
+                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which] + SPAN) = low;
+            }
+
+        __half* across = (which == 0 ? a_across : which == 1 ? b_across : c_across) + place_of(row) + 2 * lane;
+        const long long length = length_of(matrix.m);
         for (int line = warp; line < 2 * TILE; line += WARPS) {
-            const int limb = line / TILE, c = line % TILE;
-            if (column + c < p.n)
-                *reinterpret_cast<__half2*>(limbs + (limb * p.n + column + c) * pitch + row + 2 * lane) =
-                    turned[limb][c][lane];
+            const int limb = line % 2, e = line / 2;
+            if (column + e < matrix.n)
+                *reinterpret_cast<__half2*>(across + (column + e) * length + limb * SPAN) = turned[limb][e][lane];
         }
     });
 }

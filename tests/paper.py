@@ -26,7 +26,7 @@ if __package__:  # as tests.paper
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gsbn
-from gsbn import _backward, _call, _declared, _device, _forward, _interop, _kernels, _limbs, _plan, _tma
+from gsbn import _backward, _call, _declared, _device, _forward, _interop, _kernels, _plan, _tma
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)
@@ -141,7 +141,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         current_context=lambda: 1,
     )
     with contextlib.ExitStack() as stack:
-        for module in (_device, _call, _limbs):
+        for module in (_device, _call):
             stack.enter_context(mock.patch.object(module, "cuda", return_value=found))
         for module in (_forward, _backward):
             stack.enter_context(mock.patch.object(module, "_calls", {}))

@@ -296,10 +296,13 @@ def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
 
 # ---- the backward's products
 
+# Of the last three dg takes limbs of its rows in its own place, and those of x in two of them.
+SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), (64, 576, 128)]
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["C", "F", "strided", "unaligned"])
-@pytest.mark.parametrize("shape", [(300, 76, 132), (64, 1028, 8), (1030, 520, 1100), (5, 4, 300), (2000, 64, 2)])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 2)])
 def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
     """dx and dw sum over rows: limbs of transposes. No further off than IEEE float32, in any layout."""
     kind = kind_of("cupy")
@@ -322,3 +325,18 @@ def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layou
         ]
     for ours, ieee in zip(errors["sm90"], errors["cublas"], strict=True):
         assert ours <= max(1.05 * ieee, 4 * U), errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["C", "F"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_the_same_with_or_without_the_other(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
+    """Limbs then lie elsewhere, and dg's for dx are made by another kernel."""
+    kind, (B, _, O) = kind_of("cupy"), shape
+    arrays = without_out(Case(shape, "float32", True).arrays())
+    placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
+    _, saved = gsbn.forward(**placed, training=True, gemm="sm90", return_saved=True)
+    dy = hopper.random.default_rng(1).standard_normal((B, O)).astype("f4")
+    both = gsbn.backward(dy, saved)
+    assert bool((gsbn.backward(dy, saved, needs=("x",)).x == both.x).all())
+    assert bool((gsbn.backward(dy, saved, needs=("weight",)).weight == both.weight).all())

@@ -32,7 +32,7 @@ from strategies import ACTIVATIONS, SCALES, Case, cases
 from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
 
 import gsbn
-from gsbn import reference
+from gsbn import _kernels, reference
 from gsbn._plan.gemm import MAX_TERMS
 
 pytestmark = pytest.mark.gpu
@@ -298,6 +298,21 @@ def test_is_as_accurate_as_torch_in_tf32(monkeypatch: pytest.MonkeyPatch, name: 
 
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     assert_as_accurate_as_torch(torch_kind, name, (1024, 1024, 512), "float32", precision="high")
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
+def test_a_running_mean_outlives_a_scale_that_is_flushed(gemm: str, activation: str | None) -> None:
+    """gamma r s may be below float32's normal numbers where -gamma r running_mean, which it multiplies, is not."""
+    if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, I), (O, I)))
+    gamma = np.where(np.arange(O) % 3 == 0, 0, 1e-10).astype(np.float32)
+    arrays = {"x": x, "weight": w, "scale": np.full(O, 1e-30, np.float32), "gamma": gamma}
+    arrays |= {"running_mean": np.full(O, -1e5, np.float32), "running_var": np.ones(O, np.float32)}
+    got = forward(kind_of("cupy"), arrays, eps=0.0, gemm=gemm, activation=activation)
+    np.testing.assert_allclose(got.y, np.broadcast_to(gamma * np.float32(1e5), (B, O)), rtol=2.0**-22)
 
 
 # ---- precision

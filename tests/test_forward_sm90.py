@@ -146,7 +146,7 @@ def test_products_of_integers_are_exact(
     x_at, w_at = (where.T if turned else where for where, turned in zip(at, across, strict=False))
     p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2], Limits(sm90=tile))
     multiply = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
-    multiply(a.data.ptr, b.data.ptr, c.data.ptr, cupy.cuda.get_current_stream().ptr)
+    multiply((a.data.ptr, b.data.ptr, c.data.ptr), cupy.cuda.get_current_stream().ptr)
     got = cupy.asnumpy(c)
     np.testing.assert_array_equal(got[:, :n], reference.round_to(x.astype("f8") @ w.astype("f8").T, t))
     assert np.isnan(got[:, n:].astype("f4")).all()

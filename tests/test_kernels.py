@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gsbn
@@ -68,8 +69,11 @@ def test_a_record_holds_what_its_kernel_declares() -> None:
         of["fold"], {"k": 3, "m": 7, "eps": 0.5, "number": 2, "ldw": 4, **dict.fromkeys(names, 9)}
     )
     assert (record.dtype.names, record.tolist()) == (("k", "ldw", *names, "eps", "number"), [(3, 4, *[9] * 6, 0.5, 2)])
-    assert _declared.record_dtype(of["split_columns"]) == _declared.record_dtype(of["column_maxima"])
-    assert _declared.record_dtype(of["split_columns"]) != _declared.record_dtype(of["split_limbs"])
+    assert _declared.record_dtype(of["split_tiles"]) == _declared.record_dtype(of["take_maxima"])
+    assert _declared.record_dtype(of["split_tiles"]) != _declared.record_dtype(of["split_limbs"])
+    arrays = dict.fromkeys(("m", "n", "lda", "vector", "of_columns", "of_rows", "along_row"), (1, -2, 3))
+    record = _declared.record(of["take_maxima"], arrays | {"maxima_rows": 64})
+    assert record.tobytes() == np.array([1, -2, 3] * 7 + [64], np.int64).tobytes()
     assert _declared.flags(vector_x=True, units=True, alone=False) == 1 + 16
     assert [_declared.kind_code(dtype) for dtype in ("float32", "float64", "float16", "bfloat16")] == [1, 2, 3, 4]
 

@@ -68,3 +68,26 @@ def test_fold_is_one_launch_after_a_copy_of_a_transposed_weight(transposed: bool
     assert passed.pop("w") == (log[0].words[3] if transposed else weight.pointer)
     assert (passed.pop("w_folded"), passed.pop("b_folded")) == (w.pointer, b.pointer)
     assert passed == {name: array.pointer for name, array in vectors.items()} | {"bias": 0, "beta": 0}
+
+
+@pytest.mark.parametrize("shape", [(512, 2048, 2048), (320, 132, 136)])
+def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]) -> None:
+    """One takes all maxima, one splits the weight and dg both ways, one x where dg lay; nothing is cleared apart."""
+    B, I, O = shape
+    x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True, gemm="sm90")
+        log.clear()
+        gsbn.backward(dy, saved, needs=("x", "weight"))
+        names = ["backward_fused", "take_maxima", "split_tiles", "forward_sm90", "split_tiles", "forward_sm90"]
+        assert [launch.name for launch in log] == names
+        _, maxima, first, dx, second, dw = (launch.words for launch in log)
+        dweight = kind.made[-2].pointer
+        assert maxima[:3] == (weight.pointer, first[1], x.pointer) and first[0] == weight.pointer
+        assert second[0] == x.pointer and second[5] == first[1]  # x's limbs take dg's place
+        assert (first[5] == dweight, first[9] == first[1]) == (O % 64 == 0, O % 64 == 0)
+        assert dx[0] != dw[0] == dweight
+        log.clear()
+        gsbn.backward(dy, saved, needs=("x",))
+        names = ["backward_fused", "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
+        assert [launch.name for launch in log] == names

@@ -17,22 +17,26 @@ from strategies import sides
 
 from gsbn import _driver, _kernels
 from gsbn._plan import (
+    AT_ONCE,
     C_TYPE,
     FEW_ROWS,
     INT32_MAX,
     ITEMSIZE,
     SM90_BLOCK_N,
     Device,
-    LimbGemm,
     Limits,
     Matmul,
     Matrix,
     OneLaunch,
     Plan,
+    Splits,
     backward_plan,
-    column_grids,
-    column_kernels,
+    maxima_grid,
     plan,
+    split_grid,
+    split_limbs,
+    tile_kernels,
+    tiles_grid,
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
@@ -105,14 +109,14 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     if decided.y_is_g:
         assert ITEMSIZE[p.dtype] == g_size
         assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
-        if decided.through is not None:  # the copy engine stores whole words: the last may not reach past a row
+        if decided.limbs.of:  # the copy engine stores whole words: the last may not reach past a row
             assert p.n * g_size % 16 == 0
 
     # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
     for matrix, rows, copied in ((p.x, p.m, decided.copy_x), (p.w, p.n, decided.copy_w)):
         if not copied:
             row, column = matrix.strides
-            if decided.through is not None:  # limbs are made of rows and columns that lie anywhere
+            if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
                 assert 1 in matrix.strides
                 continue
             by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
@@ -130,11 +134,11 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.merged + features * 16 <= one.roll
     end = one.roll + 8 * (1 + one.clusters * one.cluster)
     if one.limbs is not None:
-        limbs, size = one.limbs, 2 * 2 * p.k  # of a row, both limbs
+        limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
         assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
-        assert limbs.pitch >= 2 * p.k
+        assert limbs.pitch >= p.k
         assert 1 <= limbs.grid <= largest_grid(p.device)
-        assert limbs.pitch % 16 == limbs.x % 256 == limbs.w % 256 == 0
+        assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
         assert end <= limbs.x
         assert limbs.x + p.m * size <= limbs.w
         assert limbs.w + p.n * size <= limbs.x_exponents
@@ -148,29 +152,55 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.limbs is not None or p.k * ITEMSIZE[p.dtype] % 16 == 0
 
 
-def assert_limb_gemm_fits(p: Matmul, through: LimbGemm) -> None:
-    one, limbs = through.one, through.one.limbs
-    assert limbs is not None
+def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int]) -> None:
+    """Maxima, exponents and limbs apart from each other; what lies elsewhere in no more than the bytes `lent`."""
+    taken: list[tuple[int, int]] = []
+
+    def take(at: int, size: int) -> None:
+        assert at >= start and at % 256 == 0
+        assert all(at + size <= first or end <= at for first, end in taken)
+        taken.append((at, at + size))
+
+    for split in limbs.of:
+        assert split.along is not None or split.across is not None
+        assert 1 <= split_grid(split.rows, split.columns, gpu) <= largest_grid(gpu)
+        for operand, count, k in ((split.along, split.rows, split.columns), (split.across, split.columns, split.rows)):
+            if operand is None:
+                assert limbs.word(operand) == -1
+                continue
+            assert operand.pitch % 4 == 0 and operand.pitch >= -(-k // 64) * 64
+            take(operand.exponents, 4 * count)
+            assert limbs.maxima <= limbs.maxima + 4 * limbs.word(operand) <= limbs.exponents - 4 * count
+            if isinstance(operand.limbs, int):
+                take(operand.limbs, 4 * count * operand.pitch)
+            else:
+                assert 4 * count * operand.pitch <= lent[operand.limbs]
+    across = [split for split in limbs.of if split.across is not None]
+    assert len(across) <= AT_ONCE
+    if across:
+        take(limbs.maxima, limbs.exponents - limbs.maxima)
+        grid, rows = maxima_grid(across, gpu)
+        assert 1 <= grid <= largest_grid(gpu) and 1 <= tiles_grid(across, gpu) <= largest_grid(gpu)
+        assert rows * grid >= sum(split.rows * -(-split.columns // 128) for split in across) or gpu.limited
+    assert all(end <= limbs.end for _, end in taken)
+    # What is written over dg: the limbs of its own rows, tile by tile, and what waits until these were read.
+    for split in limbs.of:
+        for operand in (split.along, split.across):
+            if operand is not None and operand.limbs == "dg":
+                assert split.late or (split.name == "dg" and operand is split.along and operand.pitch == split.pitch)
+
+
+def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
+    assert (one.element, one.limbs, one.workspace) == ("limbs", None, 0)
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
-    assert {one.kernel, limbs.kernel, *column_kernels()} <= set(_kernels.all_kernels("sm_90a"))
+    assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
     assert p.y.strides[0] % 4 == 0
-    for at, across in ((p.x, through.a_across), (p.w, through.b_across)):
+    for name, at, count in ((a, p.x, p.m), (b, p.w, p.n)):
+        split, across = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
         assert at.strides[0 if across else 1] == 1
-    for borrows in (False, True):
-        of_a, of_b, rest, end = through.places(256, borrows=borrows)
-        assert of_a % 256 == of_b % 256 == rest % 256 == 0
-        assert of_a + 4 * p.m * p.k <= of_b
-        assert of_b + (0 if borrows else through.b_bytes) <= rest
-        assert rest + through.rest_bytes <= end
-    assert through.b_bytes >= 4 * p.n * p.k
-    # exponents of a, of b, then the maxima of those that lie across
-    assert through.a_exponents + 4 * p.m <= through.b_exponents
-    assert through.b_exponents + 4 * p.n <= through.a_maxima
-    assert through.a_maxima + 4 * p.m * through.a_across <= through.b_maxima
-    assert through.b_maxima + 4 * p.n * through.b_across <= through.rest_bytes
-    maxima_grid, rows, grid = column_grids(p.k, p.m, p.device)
-    assert 1 <= maxima_grid <= largest_grid(p.device) and 1 <= grid <= largest_grid(p.device)
-    assert rows * maxima_grid >= p.k * -(-p.m // 128) or p.device.limited
+        assert limbs.operand(name, at) == (split.across if across else split.along)
+        assert (split.rows, split.columns) == ((p.k, count) if across else (count, p.k))
+        assert split.pitch == at.strides[1 if across else 0]
 
 
 def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
@@ -224,7 +254,7 @@ def kept_by(p: Matmul, *, training: bool) -> str:
 @given(p=problems(), training=st.booleans(), capturing=st.booleans())
 def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
     decided = plan(p, training=training, capturing=capturing, saved=True)
-    assert (decided.gemm == "sm90") == (decided.through is not None or decided.one is not None)
+    assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
     if decided.one is not None:
         assert training
         assert dict(decided.one.kernel.defines)["KEEP"] == "1"
@@ -292,20 +322,19 @@ def test_a_backward_fits(
     if decided.vector_dy:
         assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
 
+    lent = {"dg": 4 * p.m * decided.pitch} | ({"dweight": 4 * p.n * p.k} if decided.weight is not None else {})
+    assert_limbs_fit(decided.limbs, p.device, decided.across_at + p.n * decided.across * size, lent)
+    assert decided.limbs.end <= decided.workspace
+
     # the products: shapes that chain, and strides that the GEMM takes
     for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
         if product is None:
             continue
         q = product.p
         assert (q.m, q.n, q.k) == shape
-        if product.through is not None:
+        if product.of_limbs:
             assert product.gemm == "sm90"
-            assert_limb_gemm_fits(q, product.through)
-            assert product.through.places(decided.limbs_at, borrows=product.borrows)[-1] <= decided.workspace
-            if product.borrows:  # the weight's limbs in dw, x's in dg
-                lent = p.n * p.k if product is decided.x else p.m * decided.pitch
-                assert product.through.b_bytes <= lent * size
-                assert product is decided.weight or decided.weight is not None
+            assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
             continue
         if product.one is not None:
             assert product.gemm == "sm90"

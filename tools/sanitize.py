@@ -127,7 +127,7 @@ def multiply(within, shape, dtype, precision, *, x_across=False, w_across=False)
     a_at, b_at = a_at.T if x_across else a_at, b_at.T if w_across else b_at
     p = _plan.Matmul(m, n, k, dtype, within.gpu, a_at, b_at, _plan.Matrix((n, 1), True), within)
     launch = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", precision), device)
-    launch(a.data.ptr, b.data.ptr, c.data.ptr, cp.cuda.get_current_stream().ptr)
+    launch((a.data.ptr, b.data.ptr, c.data.ptr), cp.cuda.get_current_stream().ptr)
     agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
 
 

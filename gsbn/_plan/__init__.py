@@ -6,7 +6,8 @@ its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `ba
 
 from .backward import BackwardPlan, Product, backward_plan
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
-from .gemm import LimbGemm, Limbs, OneLaunch, column_grids, copy_grid, limbs, one_launch, split_grid, takes_limbs
+from .gemm import Limbs, OneLaunch, copy_grid, limbs, one_launch, takes_limbs
+from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .variants import (
     COLUMN,
@@ -14,16 +15,18 @@ from .variants import (
     SM90_THREADS,
     THREADS,
     Kernel,
-    column_kernels,
     copy_matrix,
     element_for,
     every_kernel,
     fill_sm,
     fold,
     forward_sm90,
+    split_limbs,
+    tile_kernels,
 )
 
 __all__ = [
+    "AT_ONCE",
     "COLUMN",
     "C_TYPE",
     "FEW_ROWS",
@@ -37,17 +40,18 @@ __all__ = [
     "Device",
     "Keep",
     "Kernel",
-    "LimbGemm",
     "Limbs",
     "Limits",
     "Matmul",
     "Matrix",
     "OneLaunch",
+    "Operand",
+    "Place",
     "Plan",
     "Product",
+    "Split",
+    "Splits",
     "backward_plan",
-    "column_grids",
-    "column_kernels",
     "copy_grid",
     "copy_matrix",
     "element_for",
@@ -58,8 +62,12 @@ __all__ = [
     "gemm_for",
     "kept_dtype",
     "limbs",
+    "maxima_grid",
     "one_launch",
     "plan",
     "split_grid",
+    "split_limbs",
     "takes_limbs",
+    "tile_kernels",
+    "tiles_grid",
 ]

@@ -7,11 +7,9 @@ from typing import Literal, NamedTuple
 from .cost import ieee_us, limb_product_us
 from .gemm import (
     MAX_TERMS,
-    LimbGemm,
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
-    limb_gemm,
     one_launch,
     takes,
     takes_limbs,
@@ -19,6 +17,7 @@ from .gemm import (
     waiting_grid,
 )
 from .h200 import H200
+from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
 from .variants import BLOCKS_M, CLUSTERS, RING_STEP, SM90_BLOCK_N, Kernel, backward_kernels, with_activation
 
@@ -38,10 +37,12 @@ class Product(NamedTuple):
     kernel: Kernel | None
     grid: int
     block: int
-    through: LimbGemm | None = None
     one: OneLaunch | None = None
     wide: bool = False  # c is float32, of 16-bit operands
-    borrows: bool = False  # b's limbs lie in memory that has another use at another time: see `backward_plan`
+
+    @property
+    def of_limbs(self) -> bool:
+        return self.one is not None and self.one.element == "limbs"
 
 
 class BackwardPlan(NamedTuple):
@@ -65,7 +66,7 @@ class BackwardPlan(NamedTuple):
     totals_at: int  # of all ranks
     dg_at: int
     across_at: int
-    limbs_at: int  # one product's after the other's: a's, then b's unless they are elsewhere, then the rest
+    limbs: Splits
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -137,16 +138,7 @@ def backward_plan(
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
-    # dx is made first. The weight's limbs then lie where dw will: they take the same bytes; and x's where dg lay.
-    if dx is not None and dx.through is not None and "weight" in needs:
-        dx = dx._replace(borrows=dx.through.b_bytes <= n * k * size)
-    if dw is not None and dw.through is not None and dw.through.a_across:
-        dw = dw._replace(borrows=dw.through.b_bytes <= m * pitch * size)
-    ends = [
-        product.through.places(limbs_at, borrows=product.borrows)[-1]
-        for product in (dx, dw)
-        if product is not None and product.through is not None
-    ]
+    limbs = _split(dx, dw, limbs_at, "weight" in needs)
     kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
@@ -173,8 +165,8 @@ def backward_plan(
         totals_at=totals_at,
         dg_at=dg_at,
         across_at=across_at,
-        limbs_at=limbs_at,
-        workspace=max(ends, default=limbs_at),
+        limbs=limbs,
+        workspace=limbs.end,
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
@@ -192,11 +184,11 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool, w
     if _wants_limbs(p, precision, gemm, obstacle):
         copy = 1 not in p.w.strides
         p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, limb_gemm(p))
+        return Product(p, "sm90", copy, None, 0, 0, one_launch(p, "gemm", "highest"))
     if _wants_sm90(p, gemm, obstacle):
         copy = not _lies_across(p)
         p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, one=one_launch(p, "gemm", precision, wide=wide), wide=wide)
+        return Product(p, "sm90", copy, None, 0, 0, one_launch(p, "gemm", precision, wide=wide), wide=wide)
     if gemm != "tiled" and obstacle is None:
         copy = not takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
         return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0, wide=wide)
@@ -204,6 +196,31 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool, w
     if copy:
         p = p._replace(w=Matrix((1, p.n), True))
     return Product(p, "tiled", copy, *tiled(p, name, wide=wide), wide=wide)
+
+
+def _split(dx: Product | None, dw: Product | None, start: int, makes_dw: bool) -> Splits:
+    """The limbs that the products want.
+
+    dx is made first. The weight's limbs then lie where dw will: they take the same bytes. dg's are all made at once,
+    those for dx in its place, and x's there as soon as dx is made.
+    """
+    of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
+    wanted = []
+    if of_x is not None:
+        fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+        wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, "dweight" if fits and makes_dw else SCRATCH))
+        dg = split_of("dg", of_x.x, of_x.m, of_x.k)
+        if of_weight is not None:
+            across = split_of("dg", of_weight.x, of_weight.m, of_weight.k).across
+            dg = dg._replace(across=across, along=Operand("dg", dg.pitch) if fits else dg.along)
+        wanted.append(dg)
+    elif of_weight is not None:
+        wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
+    if of_weight is not None:
+        late = of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
+        x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
+        wanted.append(x._replace(late=late))
+    return lay_out(wanted, start)
 
 
 def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:

@@ -7,11 +7,9 @@ from typing import Literal, NamedTuple
 
 from .cost import cublas_us, split_us
 from .gemm import (
-    LimbGemm,
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
-    limb_gemm,
     one_launch,
     parking_obstacle,
     sm90_obstacle,
@@ -19,6 +17,7 @@ from .gemm import (
     tiled,
     waiting_grid,
 )
+from .limbs import Splits, lay_out, split_of
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
 from .variants import (
     THREADS,
@@ -78,8 +77,7 @@ class Plan(NamedTuple):
     normalize_kernel: Kernel
     one: OneLaunch | None
     product: OneLaunch | None  # g alone, by forward_sm90
-    through: LimbGemm | None  # the same of float32
-    limbs_at: int
+    limbs: Splits  # that it wants
     keep: Keep | None
 
 
@@ -145,14 +143,13 @@ def plan(
     kernel, grid, block, one = None, 0, 0, None
     if chosen == "tiled":
         kernel, grid, block = tiled(p, "forward")
-    through, limbs_at = None, round_up(workspace, 256)
-    product = None
-    if chosen == "sm90" and not fused and element_for(dtype, precision) != "limbs":
+    product, split = None, lay_out((), round_up(workspace, 256))
+    if chosen == "sm90" and not fused:
+        if element_for(dtype, precision) == "limbs":
+            a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
+            split = lay_out((split_of("x", a, m, k), split_of("weight", b, n, k)), split.end)
+            workspace = split.end
         product = one_launch(p._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
-    elif chosen == "sm90" and not fused:
-        a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
-        through = limb_gemm(p._replace(x=a, w=b, y=Matrix((ldg, 1), True)))
-        workspace = through.places(limbs_at)[-1]
     elif fused:
         one = one_launch(
             p,
@@ -168,8 +165,8 @@ def plan(
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=1 not in x.strides if through else not takes(limbs, chosen, x, m, k, y_size),
-        copy_w=1 not in w.strides if through else not takes(limbs, chosen, w, n, k, y_size),
+        copy_x=1 not in x.strides if split.of else not takes(limbs, chosen, x, m, k, y_size),
+        copy_w=1 not in w.strides if split.of else not takes(limbs, chosen, w, n, k, y_size),
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -197,8 +194,7 @@ def plan(
         ),
         one=one,
         product=product,
-        through=through,
-        limbs_at=limbs_at,
+        limbs=split,
         keep=keep,
     )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .cost import one_launch_us
 from .h200 import H200
+from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, Matrix, ceil_div, kept_dtype, round_up
 from .rates import Rates
 from .variants import (
@@ -14,7 +15,6 @@ from .variants import (
     CLUSTERS,
     COLUMN,
     SM90_BLOCK_N,
-    SPLIT_WIDTH,
     THREADS,
     TILES,
     Kernel,
@@ -27,21 +27,17 @@ from .variants import (
 __all__ = [
     "CUBLAS_SMS",
     "MAX_TERMS",
-    "LimbGemm",
     "Limbs",
     "OneLaunch",
     "Tile",
     "candidates",
     "cheapest_tile",
-    "column_grids",
     "copy_grid",
     "cublas_obstacle",
-    "limb_gemm",
     "limbs",
     "one_launch",
     "parking_obstacle",
     "sm90_obstacle",
-    "split_grid",
     "takes",
     "takes_limbs",
     "tile_of",
@@ -61,7 +57,7 @@ class Limbs(NamedTuple):
 
     kernel: Kernel
     grid: int
-    pitch: int  # bytes from row to row
+    pitch: int  # from row to row, in float32's
     x: int
     w: int
     x_exponents: int
@@ -83,31 +79,6 @@ class OneLaunch(NamedTuple):
     roll: int
     workspace: int
     wide: bool = False  # y is float32 though x has 16 bits
-
-
-class LimbGemm(NamedTuple):
-    """A float32 GEMM c = a bᵀ through limbs; offsets and sizes in bytes.
-
-    The limbs of a and of b may lie in any two places. What else there is lies in a third.
-    """
-
-    one: OneLaunch
-    limbs: Limbs
-    a_across: bool  # a lies across what is summed over
-    b_across: bool
-    a_bytes: int  # of its limbs
-    b_bytes: int
-    a_exponents: int
-    b_exponents: int
-    a_maxima: int
-    b_maxima: int
-    rest_bytes: int
-
-    def places(self, start: int, *, borrows: bool = False) -> tuple[int, int, int, int]:
-        """Offsets of a's limbs, of b's and of the rest, and the end; `borrows`: b's limbs lie elsewhere."""
-        of_b = start + self.a_bytes
-        rest = of_b + (0 if borrows else round_up(self.b_bytes, 256))
-        return start, of_b, rest, rest + self.rest_bytes
 
 
 class Tile(NamedTuple):
@@ -173,7 +144,9 @@ def one_launch(
         merged = rows * blocks * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster), 256)
-    split = limbs(m, 0 if prepared else n, k, workspace, p.device) if element == "limbs" else None
+    split = None
+    if element == "limbs" and mode != "gemm":  # whose limbs may lie anywhere: see LimbGemm
+        split = limbs(m, 0 if prepared else n, k, workspace, p.device)
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
@@ -208,9 +181,9 @@ def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
 
 def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
-    pitch = 2 * round_up(k, 8)
-    w = start + round_up(2 * m * pitch, 256)
-    x_exponents = w + round_up(2 * n * pitch, 256)
+    pitch = limb_pitch(k)
+    w = start + round_up(4 * m * pitch, 256)
+    x_exponents = w + round_up(4 * n * pitch, 256)
     return Limbs(
         kernel=split_limbs(k),
         grid=split_grid(m + n, k, device),
@@ -220,41 +193,6 @@ def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
         x_exponents=x_exponents,
         w_exponents=x_exponents + round_up(4 * m, 256),
     )
-
-
-def limb_gemm(p: Matmul) -> LimbGemm:
-    """A float32 GEMM through limbs; operands lie along what is summed over, or across it, rows of y on 16 bytes."""
-    one = one_launch(p, "gemm", "highest")
-    assert one.limbs is not None
-    a_across, b_across = (at.strides[1] != 1 for at in (p.x, p.w))
-    b_exponents = round_up(4 * p.m, 256)
-    a_maxima = b_exponents + round_up(4 * p.n, 256)
-    b_maxima = a_maxima + round_up(4 * p.m * a_across, 256)
-    return LimbGemm(
-        one=one,
-        limbs=one.limbs,
-        a_across=a_across,
-        b_across=b_across,
-        a_bytes=round_up(2 * p.m * one.limbs.pitch, 256),
-        b_bytes=2 * p.n * one.limbs.pitch,
-        a_exponents=0,
-        b_exponents=b_exponents,
-        a_maxima=a_maxima,
-        b_maxima=b_maxima,
-        rest_bytes=b_maxima + round_up(4 * p.n * b_across, 256),
-    )
-
-
-def split_grid(rows: int, k: int, device: Device) -> int:
-    """CTAs of split_limbs for so many rows of k elements."""
-    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
-
-
-def column_grids(k: int, count: int, device: Device) -> tuple[int, int, int]:
-    """For k rows of `count` columns: column_maxima's grid and rows of an item, split_columns' grid."""
-    blocks = ceil_div(count, 128)
-    rows = round_up(ceil_div(k, max(1, 1024 // blocks)), 64)
-    return device.grid(blocks * ceil_div(k, rows)), rows, device.grid(ceil_div(count, 64) * ceil_div(k, 64))
 
 
 def waiting_grid(features: int, device: Device) -> int:

@@ -24,7 +24,6 @@ __all__ = [
     "WARPS",
     "Kernel",
     "backward_kernels",
-    "column_kernels",
     "copy_matrix",
     "element_for",
     "every_kernel",
@@ -37,6 +36,7 @@ __all__ = [
     "running_affine",
     "scale_stats",
     "split_limbs",
+    "tile_kernels",
     "with_activation",
 ]
 
@@ -106,7 +106,7 @@ def _plain_kernels() -> Iterator[Kernel]:
                 if x_across:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
     yield from (split_limbs(k) for k in (SPLIT_WIDTH, SPLIT_WIDTH + 1))
-    yield from column_kernels()
+    yield from tile_kernels()
 
 
 def scale_stats(dtype: str) -> Kernel:
@@ -151,10 +151,10 @@ def fill_sm(shared: int) -> Kernel:
     return Kernel("fill_sm", "fill_sm", (), arch="sm_90a", shared=shared)
 
 
-def column_kernels() -> tuple[Kernel, Kernel]:
-    """What makes limbs of an operand that lies across what is summed over."""
-    maxima, columns = (Kernel(name, *split_limbs(SPLIT_WIDTH)[1:]) for name in ("column_maxima", "split_columns"))
-    return maxima, columns
+def tile_kernels() -> tuple[Kernel, Kernel]:
+    """What makes limbs of operands that lie across what is summed over."""
+    maxima, tiles = (Kernel(name, *split_limbs(SPLIT_WIDTH)[1:]) for name in ("take_maxima", "split_tiles"))
+    return maxima, tiles
 
 
 def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:

@@ -122,12 +122,12 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     except ValueError as error:
         raise Unavailable(str(error)) from None
     one = _plan.one_launch(matmul, "gemm", case.precision)
-    if one.limbs is not None:
+    if one.element == "limbs":
         raise Unavailable("the GEMM of limbs is not alone: they are made first")
     multiply = _sm90.Sm90Gemm(matmul, one, xp.cuda.Device().id)
 
     def call() -> Any:
-        multiply(x.data.ptr, weight.data.ptr, g.data.ptr, xp.cuda.get_current_stream().ptr)
+        multiply((x.data.ptr, weight.data.ptr, g.data.ptr), xp.cuda.get_current_stream().ptr)
         return g
 
     return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call(), None, None), path="sm90")

@@ -1,0 +1,137 @@
+"""float32 matrices as limbs: which are made, and where they and their exponents lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .problem import Device, Matrix, ceil_div, round_up
+from .variants import SPLIT_WIDTH, THREADS
+
+__all__ = [
+    "AT_ONCE",
+    "SCRATCH",
+    "Operand",
+    "Place",
+    "Split",
+    "Splits",
+    "lay_out",
+    "limb_pitch",
+    "maxima_grid",
+    "split_grid",
+    "split_of",
+    "tiles_grid",
+]
+
+SPAN = 64  # elements of a row whose limbs lie together
+AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
+Place = int | str  # bytes into the workspace, or the name of other memory
+SCRATCH = "scratch"  # the workspace, wherever there is room
+
+
+class Operand(NamedTuple):
+    """One operand of a product, as limbs."""
+
+    limbs: Place
+    pitch: int  # from row to row, in float32's: limbs have their bytes
+    exponents: int = 0  # bytes into the workspace
+
+
+class Split(NamedTuple):
+    """A float32 matrix as it lies in memory, row after row, and the limbs that are wanted of it."""
+
+    name: str
+    rows: int
+    columns: int
+    pitch: int  # in elements
+    vector: bool  # rows start on 16 bytes
+    along: Operand | None = None  # of its rows, for sums over columns
+    across: Operand | None = None  # of its columns, for sums over rows
+    late: bool = False  # made only when the memory that they take is free
+
+
+class Splits(NamedTuple):
+    """All that a call makes limbs of; offsets and sizes in bytes."""
+
+    of: tuple[Split, ...]
+    maxima: int
+    exponents: int
+    end: int
+
+    @property
+    def maxima_bytes(self) -> int:
+        """Of those of columns, and of rows with them, which must start at zero."""
+        return self.exponents - self.maxima if any(split.across is not None for split in self.of) else 0
+
+    def operand(self, name: str, at: Matrix) -> Operand:
+        """The limbs of a matrix, for a product that takes it as it lies `at`."""
+        split = next(split for split in self.of if split.name == name)
+        found = split.along if at.strides[1] == 1 else split.across
+        assert found is not None
+        return found
+
+    def word(self, operand: Operand | None) -> int:
+        """Where the exponents of an operand start among all, and so its maxima; -1 for none."""
+        return -1 if operand is None else (operand.exponents - self.exponents) // 4
+
+
+def limb_pitch(k: int) -> int:
+    """From row to row of limbs that are a matrix of their own."""
+    return round_up(k, SPAN)
+
+
+def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) -> Split:
+    """An operand of `count` rows of k, which may lie across what is summed over."""
+    operand = Operand(place, limb_pitch(k))
+    if at.strides[1] == 1:
+        return Split(name, count, k, at.strides[0], _whole(at, 0), along=operand)
+    return Split(name, k, count, at.strides[1], _whole(at, 1), across=operand)
+
+
+def _whole(at: Matrix, axis: int) -> bool:
+    return at.aligned and at.strides[axis] % 4 == 0
+
+
+def lay_out(wanted: Iterable[Split], start: int) -> Splits:
+    """Find room from an offset on: for maxima, for exponents, and for limbs that have no other place."""
+    splits = list(wanted)
+    words = sum(_words(split.along, split.rows) + _words(split.across, split.columns) for split in splits)
+    exponents, end = start + words, start + 2 * words
+    at = exponents
+
+    def placed(operand: Operand | None, count: int) -> Operand | None:
+        nonlocal at, end
+        if operand is None:
+            return None
+        found = operand._replace(exponents=at, limbs=end if operand.limbs == SCRATCH else operand.limbs)
+        at += _words(operand, count)
+        end += round_up(4 * count * operand.pitch, 256) if operand.limbs == SCRATCH else 0
+        return found
+
+    of = tuple(
+        split._replace(along=placed(split.along, split.rows), across=placed(split.across, split.columns))
+        for split in splits
+    )
+    return Splits(of, start, exponents, end)
+
+
+def _words(operand: Operand | None, count: int) -> int:
+    """Bytes of its exponents."""
+    return 0 if operand is None else round_up(4 * count, 256)
+
+
+def split_grid(rows: int, k: int, device: Device) -> int:
+    """CTAs of split_limbs for so many rows of k elements."""
+    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
+
+
+def maxima_grid(splits: Iterable[Split], device: Device) -> tuple[int, int]:
+    """CTAs of take_maxima, and rows of an item."""
+    wide = [(split.rows, ceil_div(split.columns, 128)) for split in splits]
+    rows = round_up(ceil_div(sum(rows * blocks for rows, blocks in wide), 2048), 64)
+    return device.grid(sum(blocks * ceil_div(count, rows) for count, blocks in wide)), rows
+
+
+def tiles_grid(splits: Iterable[Split], device: Device) -> int:
+    """CTAs of split_tiles."""
+    return device.grid(sum(ceil_div(split.rows, SPAN) * ceil_div(split.columns, SPAN) for split in splits))
