@@ -446,7 +446,9 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
-    if len(x) == 0 and group is None:
+    if group is not None:
+        group.check_host()
+    elif len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
     kept = _cpu.forward(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from ._check import shown, timeout_seconds
 __all__ = ["Group", "group"]
 
 _NCCL_UINT8 = 1
-_HEADER = 64  # bytes: what a rank calls, in words that an error can show
+_HEADER = 96  # bytes: what a rank calls, in words that an error can show
 
 
 class Engine(Protocol):
@@ -48,7 +48,7 @@ class Group:
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
-        self._calls = 0
+        self._name, self._calls = "", 0  # the name is the same on all ranks, and another in every group
         self._obstacle = ""  # why it cannot be used any more
         self.on_device: Any = None  # gsbn._ranks.Exchange, once a call on a GPU has needed one
         self._closers: list[Callable[[bool], None]] = []
@@ -65,13 +65,29 @@ class Group:
         if self._obstacle:
             raise RuntimeError(f"group: {self._obstacle}; it cannot be used any more")
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def check_host(self) -> None:
+        """Raise ValueError if the group does not reach the host's memory."""
+        if not self._engine.on_host:
+            raise ValueError(
+                "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
+                "CPU, got NCCL's"
+            )
+
+    def meet(self) -> None:
+        """Wait until all ranks have made the group, and give it a name: another group's calls cannot pass for its."""
+        self.agree("gsbn.group")
+        self._name = self.gather_bytes(os.urandom(4))[0].hex()
+
+    def gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's bytes, of one length."""
         self.check()
         try:
-            return self._engine.gather(data, self.timeout)
-        except Exception as error:
-            self._obstacle = f"rank {self.rank} of {self.size}, waiting for the others ({self.timeout:g} s): {error}"
+            return self._engine.gather(data, self.timeout if timeout is None else timeout)
+        except BaseException as error:  # of an interrupt, too, nobody knows what the others have seen
+            reason = str(error) or type(error).__name__
+            self._obstacle = f"rank {self.rank} of {self.size}, waiting for the others ({self.timeout:g} s): {reason}"
+            if not isinstance(error, Exception):
+                raise
             raise RuntimeError(f"group: {self._obstacle}") from error
 
     def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -79,21 +95,21 @@ class Group:
 
         All ranks must make the same `call`; RuntimeError where one makes another.
         """
-        if not self._engine.on_host:
-            raise ValueError(
-                "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
-                "CPU, got NCCL's"
-            )
+        start = time.monotonic()
         self._calls += 1
-        header = f"call {self._calls}, {call}".encode()[:_HEADER].ljust(_HEADER)
-        headers = self.gather_bytes(header)
-        for rank, other in enumerate(headers):
-            if other != header:
-                theirs, ours = (text.decode().rstrip() for text in (other, header))
-                self._obstacle = f"rank {rank} makes {theirs}, and rank {self.rank} makes {ours}"
-                raise RuntimeError(f"group: {self._obstacle}")
-        rows = self.gather_bytes(np.ascontiguousarray(numbers, np.float64).tobytes())
+        self.agree(f"call {self._calls} of group {self._name}: {call}")
+        left = self.timeout - (time.monotonic() - start)
+        rows = self.gather_bytes(np.ascontiguousarray(numbers, np.float64).tobytes(), left)
         return np.stack([np.frombuffer(row) for row in rows])
+
+    def agree(self, call: str) -> None:
+        """Raise RuntimeError unless all ranks make the same call; of one length, as not every engine tells lengths."""
+        header = call.encode()[:_HEADER].ljust(_HEADER)
+        for rank, other in enumerate(self.gather_bytes(header)):
+            if other != header:
+                theirs, ours = (text.decode(errors="replace").rstrip() for text in (other, header))
+                self._obstacle = f"rank {rank} makes {theirs!r}, and rank {self.rank} makes {ours!r}"
+                raise RuntimeError(f"group: {self._obstacle}")
 
     def at_close(self, closer: Callable[[bool], None]) -> None:
         """Call it once, when the group is closed, with whether all ranks close it now."""
@@ -154,7 +170,7 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     TypeError
         A `comm` that is none of these.
     ValueError
-        A `timeout` that is not above 0, a ProcessGroup that this process is not a member of.
+        A `timeout` that is not above 0, a communicator that this process is not a member of.
     RuntimeError
         A rank that does not come.
 
@@ -172,7 +188,11 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
             f"cupyx.distributed backend, got {shown(comm)}"
         )
     made = Group(engine, seconds, bool(peer_memory))
-    made.gather_bytes(b"gsbn.group")  # nobody goes on before all are here
+    try:
+        made.meet()
+    except BaseException:
+        made.close()
+        raise
     return made
 
 
@@ -195,7 +215,8 @@ class _Torch:
         all_ = [torch.empty_like(mine) for _ in range(self.size)]
         work = torch.distributed.all_gather(all_, mine, group=comm, async_op=True)
         if self.on_host:
-            work.wait(timedelta(seconds=timeout))
+            # 0 ms are no limit to it, and the nanoseconds of 292 years overflow
+            work.wait(timedelta(seconds=min(max(timeout, 0.001), 1e9)))
         else:
             _until(work.is_completed, timeout)
         return [row.cpu().numpy().tobytes() for row in all_]
@@ -218,24 +239,44 @@ class _Mpi:
 
     on_host = True
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm.Dup()
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comm = mpi, comm
+        self._copy: Any = None
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        if self._copy is None:  # here and not before: Dup would wait without a limit
+            copy, request = self._comm.Idup()
+            self._wait(request, timeout)
+            self._copy = copy
         all_ = bytearray(len(data) * self.size)
-        request = self._comm.Iallgather(bytearray(data), all_)
-        _until(request.Test, timeout)
+        self._wait(self._copy.Iallgather(bytearray(data), all_), timeout)
         return [bytes(all_[i : i + len(data)]) for i in range(0, len(all_), len(data))]
 
+    def _wait(self, request: Any, timeout: float) -> None:
+        try:
+            _until(request.Test, timeout)
+        except BaseException:
+            _UNFINISHED.append(request)
+            self._copy = None  # with a message under way it cannot be freed
+            raise
+
     def close(self) -> None:
-        with suppress(Exception):  # MPI may be over by now
-            self._comm.Free()
+        if self._copy is not None and not self._mpi.Is_finalized():
+            self._copy.Free()
+            self._copy = None
+
+
+_UNFINISHED: list[Any] = []  # requests that nobody waits for any more, and the memory to which MPI may still write
 
 
 def _mpi(comm: Any) -> Engine | None:
     mpi = sys.modules.get("mpi4py.MPI")
-    return _Mpi(comm) if mpi is not None and isinstance(comm, mpi.Intracomm) and comm != mpi.COMM_NULL else None
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        return None
+    if comm == mpi.COMM_NULL:
+        raise ValueError("comm: expected a communicator that this process is a member of")
+    return _Mpi(mpi, comm) if isinstance(comm, mpi.Intracomm) else None
 
 
 class _Nccl:
@@ -280,5 +321,4 @@ def _until(done: Callable[[], bool], timeout: float) -> None:
         waited = time.monotonic() - start
         if waited > timeout:
             raise TimeoutError("they did not come")
-        if waited > 0.001:
-            time.sleep(0.0001)
+        time.sleep(0.0001 if waited > 0.001 else 0)  # 0 lets another rank run that shares the core

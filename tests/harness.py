@@ -220,7 +220,8 @@ def forward(
     if "out" in views:
         assert y is views["out"]
     for name, p in placed.items():
-        written = name == "out" or (name in WRITTEN and options.get("training", False) and len(y) > 1)
+        counts = len(y) > 1 or options.get("group") is not None  # the rows of other ranks do, too
+        written = name == "out" or (name in WRITTEN and options.get("training", False) and counts)
         assert p.guards_hold(kind) if written else not p.disturbed(kind), name
 
     def after(name: str) -> np.ndarray | None:

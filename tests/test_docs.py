@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from group_contract import why_not
 
 import gsbn
 from gsbn import bench, reference
@@ -66,6 +67,8 @@ def test_the_python_of_a_page_runs(page: Path, gpu: bool, tmp_path: Path) -> Non
         torch = pytest.importorskip("torch")
         if gpu and not torch.cuda.is_available():
             pytest.skip("this PyTorch has no CUDA device")
+    if "from mpi4py" in text and (reason := why_not("mpi")):
+        pytest.skip(reason)
     file = tmp_path / f"{page.stem}_page.py"
     file.write_text(text, encoding="utf-8")
     path = os.pathsep.join([str(PACKAGE.parent), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])

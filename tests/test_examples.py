@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from group_contract import environment as of_ranks
+from group_contract import why_not
 
 import gsbn
 
@@ -20,12 +22,13 @@ EXAMPLES = ROOT / "examples"
 GSBN = Path(gsbn.__file__).parents[1]  # the gsbn under test, whatever is installed beside it
 
 
-def run(*arguments: object, gpu: bool = False) -> str:
-    """What a fresh interpreter prints that runs an example; without `gpu` it sees no CUDA device."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])}
+def run(*arguments: object, gpu: bool = False, ranks: int = 0) -> str:
+    """What a fresh interpreter prints that runs an example, or several under MPI; without `gpu` it sees no device."""
+    environment = of_ranks() if ranks else dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, *map(str, arguments)]
+    command = [*(("mpiexec", "-n", str(ranks)) if ranks else ()), sys.executable, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -68,6 +71,14 @@ def test_jax_handoff(gpu: bool) -> None:
     assert f"gsbn and JAX agree on {'gpu' if gpu else 'cpu'}" in run(EXAMPLES / "jax_handoff.py", gpu=gpu)
 
 
+@pytest.mark.parametrize("gpu", devices())
+def test_mpi_sync(gpu: bool) -> None:
+    if reason := why_not("mpi"):
+        pytest.skip(reason)
+    output = run(EXAMPLES / "mpi_sync.py", gpu=gpu, ranks=2)
+    assert f"2 ranks with {'cupy' if gpu else 'numpy'} arrays, and one rank with the whole batch, agree" in output
+
+
 # ---- a library that is missing
 
 HIDE = """
@@ -89,6 +100,7 @@ NEEDS = {
     "torch_ddp": ("torch",),
     "train_digits": ("sklearn", "rich", "matplotlib"),
     "jax_handoff": ("jax",),
+    "mpi_sync": ("mpi4py",),
 }
 NEEDS_ON_A_GPU = {name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed}
 del NEEDS_ON_A_GPU["barlow_twins_head"]  # which is plain PyTorch if nothing else is asked for

@@ -1,0 +1,199 @@
+"""Groups: group_contract.py, run by two and three processes over gloo and over MPI; and what one process sees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from group_contract import APART, LIMIT, TOGETHER, environment, why_not
+
+import gsbn
+from gsbn._group import Group
+
+PROGRAM = Path(__file__).with_name("group_contract.py")
+KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # of arrays: an engine knows nothing of them
+OF_THREE = [  # what depends on how many ranks there are, but for what takes long where there are fewer cores
+    *[("gloo", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features")],
+    *[("mpi", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features", "many_calls")],
+]
+
+
+class Program(NamedTuple):
+    """The processes of one run, and the folder of their files."""
+
+    processes: list[subprocess.Popen[str]]
+    folder: TemporaryDirectory[str]
+
+    def results(self) -> dict[str, list[str]]:
+        """What every rank found of each name: nothing if it is right; with what was printed under ''."""
+        until = time.monotonic() + LIMIT + 60  # by itself it ends after LIMIT
+        printed = [process.communicate(timeout=until - time.monotonic())[0] for process in self.processes]
+        found: dict[str, list[str]] = {"": printed}
+        for file in sorted(Path(self.folder.name).glob("*.jsonl")):
+            for line in file.read_text().splitlines():
+                result = json.loads(line)
+                found.setdefault(result["name"], []).append(result["fault"])
+        self.folder.cleanup()
+        return found
+
+
+def start(engine: str, size: int, *names: str) -> Program:
+    """The program of group_contract.py on all ranks."""
+    folder = TemporaryDirectory()
+    arguments = [engine, "--kind", KINDS[engine], "--out", folder.name, "--names", *names]
+    if engine == "gloo":
+        arguments += ["--meet", str(Path(folder.name, "meet"))]
+        commands = [[sys.executable, str(PROGRAM), *arguments]] * size
+    else:
+        commands = [["mpiexec", "-n", str(size), sys.executable, str(PROGRAM), *arguments]]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environment(), **({"RANK": str(rank), "WORLD_SIZE": str(size)} if engine == "gloo" else {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    return Program(processes, folder)
+
+
+@cache
+def run(engine: str, size: int) -> dict[str, list[str]]:
+    names = TOGETHER if size == 2 else [name for of, name in OF_THREE if of == engine]
+    return start(engine, size, *names).results()
+
+
+@cache
+def runs_apart() -> dict[tuple[str, str], dict[str, list[str]]]:
+    """They wait for the most part, and so can do it at one time."""
+    names = [(engine, name) for engine in ("gloo", "mpi") if not why_not(engine) for name in APART]
+    programs = {(engine, name): start(engine, 2, name) for engine, name in names}
+    return {key: program.results() for key, program in programs.items()}
+
+
+def assert_right(results: dict[str, list[str]], name: str, size: int) -> None:
+    faults = [fault for fault in results.get(name, []) if fault]
+    assert not faults, "\n".join(faults)
+    assert len(results.get(name, [])) == size, "\n".join(["not every rank came that far:", *results[""]])
+
+
+def need(engine: str) -> None:
+    if reason := why_not(engine):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_ranks(engine: str, name: str) -> None:
+    need(engine)
+    assert_right(run(engine, 2), name, 2)
+
+
+@pytest.mark.parametrize(("engine", "name"), OF_THREE)
+def test_three_ranks(engine: str, name: str) -> None:
+    need(engine)
+    assert_right(run(engine, 3), name, 3)
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+@pytest.mark.parametrize("name", APART)
+def test_a_rank_that_does_not_come(engine: str, name: str) -> None:
+    need(engine)
+    assert_right(runs_apart()[engine, name], name, 2)
+
+
+# ---- one process
+
+
+class Alone:
+    """An engine of one rank."""
+
+    rank, size, on_host = 0, 1, True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        self.calls += 1
+        return [data]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def alone() -> Iterator[tuple[Alone, Group]]:
+    engine = Alone()
+    with Group(engine, 3.0, peer_memory=False) as group:
+        group.meet()
+        yield engine, group
+
+
+X, W = np.arange(6, dtype="f4").reshape(3, 2), np.ones((4, 2), "f4")
+
+
+def test_arrays_on_the_cpu_need_an_engine_that_reaches_them(alone: tuple[Alone, Group]) -> None:
+    """And the error comes before anything is written or sent."""
+    engine, group = alone
+    engine.on_host, before = False, engine.calls
+    out = np.full((3, 4), 7, "f4")
+    with pytest.raises(ValueError, match="group: expected one of a communicator that reaches the host's memory"):
+        gsbn.forward(X, W, training=True, group=group, out=out)
+    with pytest.raises(ValueError, match="got NCCL's"):
+        gsbn.forward(X[:0], W, training=True, group=group)
+    assert (out == 7).all() and engine.calls == before
+    engine.on_host = True
+    gsbn.forward(X, W, training=True, group=group, out=out)
+
+
+def test_an_interrupt_ends_a_group(alone: tuple[Alone, Group]) -> None:
+    """Nobody knows whether the other ranks have had this one's numbers: the next call might pass for it."""
+    engine, group = alone
+
+    def interrupted(data: bytes, timeout: float) -> list[bytes]:
+        raise KeyboardInterrupt
+
+    engine.gather = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        gsbn.forward(X, W, training=True, group=group)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt; it cannot be used any more"):
+        gsbn.forward(X, W, training=True, group=group)
+
+
+def test_a_call_waits_no_longer_than_the_timeout_in_all(alone: tuple[Alone, Group]) -> None:
+    """However many messages it is made of."""
+    engine, group = alone
+    left = []
+
+    def slow(data: bytes, timeout: float) -> list[bytes]:
+        left.append(timeout)
+        time.sleep(0.1)
+        return [data]
+
+    engine.gather = slow  # type: ignore[method-assign]
+    gsbn.forward(X, W, training=True, group=group)
+    assert left[0] == 3 and 2 < left[1] <= 2.9 and len(left) == 2
+
+
+def test_a_group_says_what_it_is() -> None:
+    with Group(Alone(), 3.0, peer_memory=False) as group:
+        assert repr(group) == "gsbn.Group(rank=0, size=1, timeout=3)"
+    assert repr(group) == "gsbn.Group(rank=0, size=1, timeout=3, it is closed)"
+
+
+def test_describe_sends_nothing(alone: tuple[Alone, Group]) -> None:
+    engine, group = alone
+    before = engine.calls
+    assert gsbn.describe(X, W, training=True, group=group).path == "numpy"
+    assert engine.calls == before
