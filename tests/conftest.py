@@ -6,12 +6,19 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from harness import CPU_KINDS, GPU_KINDS, Kind, kind_of
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a GPU's memory
+
+# Where there are several GPUs, workers of pytest-xdist share them out: each has another one first.
+_GPUS, _WORKER = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("PYTEST_XDIST_WORKER", "")
+if _GPUS > 1 and _WORKER:
+    _first = int(_WORKER.removeprefix("gw")) % _GPUS
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((_first + i) % _GPUS) for i in range(_GPUS)))
 
 settings.register_profile(
     "gsbn", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/group_contract.py gloo --kind torch-cpu    # from the root of the repository
     mpiexec -n 3 python tests/group_contract.py mpi --names every_dtype
+    torchrun --nproc-per-node 2 tests/group_contract.py nccl --kind cupy --no-peer-memory    # a GPU each
 
 Every rank draws the whole batch from the same seed and computes its rows of it. What it finds is held against the truth
 of the whole batch, within the bounds of tolerance.py and gradients.py: those know of no order in which sums are made.
@@ -37,7 +38,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import NAMES, before_relu, draw_dy, gradient_bounds, step, truth_of
-from harness import CPU_KINDS, DTYPES, STATISTICS, Kind, assert_same_bits, forward, kind_of, without_out
+from harness import CPU_KINDS, DTYPES, GPU_KINDS, STATISTICS, Kind, assert_same_bits, forward, kind_of, without_out
 from strategies import ACTIVATIONS, SCALES, Case
 from tolerance import assert_within, bounds, roundoff
 
@@ -92,6 +93,7 @@ class Ranks:
 
 TOGETHER: dict[str, Callable[[Ranks], None]] = {}  # the group, or at least the communicator, can be used afterwards
 APART: dict[str, Callable[[Ranks], None]] = {}  # it cannot: each needs a program of its own
+ON_GPUS: dict[str, Callable[[Ranks], None]] = {}  # what only GPUs have, each with a group of its own
 
 
 def together(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
@@ -101,6 +103,11 @@ def together(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
 
 def apart(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
     APART[function.__name__] = function
+    return function
+
+
+def on_gpus(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+    ON_GPUS[function.__name__] = function
     return function
 
 
@@ -488,6 +495,96 @@ def makes_no_group(at: Ranks) -> None:
 # ---- the program of a rank, and what its start needs
 
 
+# ---- on GPUs
+
+
+@on_gpus
+def one_launch(at: Ranks) -> None:
+    """Shapes of forward_sm90 and of the backward's forms, where the GPU is a Hopper; several tiles and one."""
+    for dtype in DTYPES:
+        for rows, split in ((600, "even"), (600, "uneven"), (40, "even"), (3000, "uneven"), (300, "none on the first")):
+            shape = (rows, 64, 136) if rows > 1000 else (rows, 160, 264)
+            case = replace(CASE, shape=shape, dtype=dtype, scale="vector", offset=1.0)
+            assert_whole_batch(at, replace(case, activation="relu" if rows == 600 else None), at.deal(rows, split))
+
+
+def make_step(group: gsbn.Group, x: Any, weight: Any, dy: Any) -> tuple[Callable[[], Any], list[Any]]:
+    """A step on tensors of a GPU, and the running statistics that it moves."""
+    import torch
+
+    state = {"running_mean": torch.zeros(len(weight)).cuda(), "running_var": torch.ones(len(weight)).cuda()}
+    state["num_batches_tracked"] = torch.zeros((), dtype=torch.int64).cuda()
+
+    def step() -> Any:
+        y, saved = gsbn.forward(x, weight, **state, training=True, return_saved=True, group=group)
+        return y, gsbn.backward(dy, saved)
+
+    return step, list(state.values())
+
+
+@on_gpus
+def in_a_graph(at: Ranks) -> None:
+    """Replays of a captured step are what calls would be: the running statistics go on, and ranks stay together."""
+    import torch
+
+    rng, rows = np.random.default_rng(at.rank), 200 + 56 * at.rank
+    shapes = (rows, 64), (128, 64), (rows, 128)
+    for dtype in (torch.float32, torch.bfloat16):
+        arrays = [torch.from_numpy(rng.normal(size=shape)).cuda().to(dtype) for shape in shapes]
+        torch.distributed.broadcast(arrays[1], 0)
+        (step, state), (again, expected) = (make_step(at.group, *arrays) for _ in range(2))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y, gradients = step()
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+        for _ in range(6):
+            wanted = again()
+        # In a graph another GEMM may serve: both are within a few roundings of the truth.
+        close = 16 * torch.finfo(dtype).eps
+        for one, other in zip((*state, y, gradients.x), (*expected, wanted[0], wanted[1].x), strict=True):
+            assert (one.double() - other.double()).norm() <= close * other.double().norm()
+        assert state[-1].item() == 6
+        parts = at.gathered(state[0].cpu().numpy())
+        assert all((part == parts[0]).all() for part in parts)
+        at.group.check()
+
+
+@on_gpus
+def the_next_call_tells(at: Ranks) -> None:
+    """The host does not wait: what is wrong in a call is the next one's error, on every rank; its y is NaN."""
+    if not at.group.on_device or not at.group.on_device.waits:
+        call(at)
+    if not at.group.on_device.waits:  # what NCCL does with sizes that differ is its own affair
+        return
+    y = call(at, features=4 + at.rank)
+    at.kind.get(y)
+    with raises(RuntimeError, "a rank makes another call", "cannot be used any more"):
+        call(at)
+    assert np.isnan(at.kind.get(y)).all()
+
+
+@on_gpus
+def comes_late_on_a_gpu(at: Ranks) -> None:
+    with gsbn.group(at.comm, timeout=SHORT, peer_memory=at.group.peer_memory) as group:
+        call(at, group)
+        at.gathered(np.zeros(1))
+        start = time.monotonic()
+        if at.rank == 0:
+            with raises(RuntimeError, "did not come within"):
+                for _ in range(2):
+                    at.kind.get(call(at, group))
+            assert time.monotonic() - start < SHORT + SLACK
+        else:
+            time.sleep(SHORT + SLACK)
+
+
 def why_not(engine: str) -> str:
     """What the engine lacks here."""
     if engine == "mpi":
@@ -498,6 +595,9 @@ def why_not(engine: str) -> str:
         return "needs PyTorch: pip install torch"
     import torch.distributed as dist
 
+    if engine == "nccl":
+        torch = sys.modules["torch"]
+        return "" if torch.cuda.device_count() > 1 and dist.is_nccl_available() else "needs two GPUs that PyTorch sees"
     return "" if dist.is_available() and dist.is_gloo_available() else "this PyTorch has no gloo"
 
 
@@ -522,20 +622,37 @@ def start_gloo(meet: str) -> tuple[Any, int, Callable[[], None]]:
     return dist.group.WORLD, rank, dist.destroy_process_group
 
 
+def start_nccl(meet: str) -> tuple[Any, int, Callable[[], None]]:
+    import cupy
+    import torch
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    cupy.cuda.Device(rank).use()
+    at = {"init_method": f"file://{meet}"} if meet else {}
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=size, **at)
+    return torch.distributed.group.WORLD, rank, torch.distributed.destroy_process_group
+
+
 def start_mpi(meet: str) -> tuple[Any, int, Callable[[], None]]:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD, MPI.COMM_WORLD.rank, MPI.Finalize
 
 
-ENGINES = {"gloo": start_gloo, "mpi": start_mpi}  # the communicator, which rank this is, and how it ends
+ENGINES = {
+    "gloo": start_gloo,
+    "mpi": start_mpi,
+    "nccl": start_nccl,
+}  # the communicator, which rank this is, and how it ends
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--kind", default="numpy", choices=CPU_KINDS, help="of arrays")
-    parser.add_argument("--names", nargs="+", default=list(TOGETHER), choices=[*TOGETHER, *APART])
+    parser.add_argument("--kind", default="numpy", choices=[*CPU_KINDS, *GPU_KINDS], help="of arrays")
+    parser.add_argument("--names", nargs="+", default=list(TOGETHER), choices=[*TOGETHER, *APART, *ON_GPUS])
+    parser.add_argument("--peer-memory", default=True, action=argparse.BooleanOptionalAction)
     parser.add_argument("--meet", default="", help="a file that the ranks of gloo meet in, without torchrun")
     parser.add_argument("--out", help="a folder, for a file a rank: a line of JSON for each name, and what failed")
     given = parser.parse_args()
@@ -545,8 +662,8 @@ def main() -> None:
     for name in given.names:
         fault = ""
         try:
-            with gsbn.group(comm, timeout=SECONDS) as group:
-                (TOGETHER | APART)[name](Ranks(given.engine, comm, kind_of(given.kind), group))
+            with gsbn.group(comm, timeout=SECONDS, peer_memory=given.peer_memory) as group:
+                (TOGETHER | APART | ON_GPUS)[name](Ranks(given.engine, comm, kind_of(given.kind), group))
         except BaseException:
             fault = traceback.format_exc()
         line = json.dumps({"name": name, "fault": fault})

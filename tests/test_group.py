@@ -14,13 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from group_contract import APART, LIMIT, TOGETHER, environment, why_not
+from group_contract import APART, LIMIT, ON_GPUS, TOGETHER, environment, why_not
 
 import gsbn
 from gsbn._group import Group
 
 PROGRAM = Path(__file__).with_name("group_contract.py")
 KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # of arrays: an engine knows nothing of them
+OF_GPUS = [  # what a call on a GPU promises of TOGETHER
+    "every_dtype", "several_blocks", "every_argument", "a_mean_far_from_zero", "one_row_a_rank", "no_row_at_all",
+    "backward_of_some", "many_calls", *ON_GPUS,
+]  # fmt: skip
 OF_THREE = [  # what depends on how many ranks there are, but for what takes long where there are fewer cores
     *[("gloo", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features")],
     *[("mpi", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features", "many_calls")],
@@ -46,11 +50,11 @@ class Program(NamedTuple):
         return found
 
 
-def start(engine: str, size: int, *names: str) -> Program:
+def start(engine: str, size: int, *names: str, kind: str = "", more: tuple[str, ...] = ()) -> Program:
     """The program of group_contract.py on all ranks."""
     folder = TemporaryDirectory()
-    arguments = [engine, "--kind", KINDS[engine], "--out", folder.name, "--names", *names]
-    if engine == "gloo":
+    arguments = [engine, "--kind", kind or KINDS[engine], *more, "--out", folder.name, "--names", *names]
+    if engine != "mpi":
         arguments += ["--meet", str(Path(folder.name, "meet"))]
         commands = [[sys.executable, str(PROGRAM), *arguments]] * size
     else:
@@ -58,7 +62,7 @@ def start(engine: str, size: int, *names: str) -> Program:
     processes = [
         subprocess.Popen(
             command,
-            env={**environment(), **({"RANK": str(rank), "WORLD_SIZE": str(size)} if engine == "gloo" else {})},
+            env={**environment(), **({"RANK": str(rank), "WORLD_SIZE": str(size)} if engine != "mpi" else {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -72,6 +76,11 @@ def start(engine: str, size: int, *names: str) -> Program:
 def run(engine: str, size: int) -> dict[str, list[str]]:
     names = TOGETHER if size == 2 else [name for of, name in OF_THREE if of == engine]
     return start(engine, size, *names).results()
+
+
+@cache
+def run_on_gpus(kind: str, way: str) -> dict[str, list[str]]:
+    return start("nccl", 2, *OF_GPUS, kind=kind, more=(way,)).results()
 
 
 @cache
@@ -98,6 +107,16 @@ def need(engine: str) -> None:
 def test_two_ranks(engine: str, name: str) -> None:
     need(engine)
     assert_right(run(engine, 2), name, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["--peer-memory", "--no-peer-memory"])
+@pytest.mark.parametrize("kind", ["cupy", "torch-cuda"])
+def test_two_gpus(kind: str, way: str) -> None:
+    need("nccl")
+    results = run_on_gpus(kind, way)
+    for name in OF_GPUS:
+        assert_right(results, name, 2)
 
 
 @pytest.mark.parametrize(("engine", "name"), OF_THREE)
