@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from ._backward import Gradients, backward
 from ._call import Description
 from ._fold import fold
-from ._forward import Saved, describe, forward
+from ._forward import describe, forward
 from ._group import Group, group
 from ._prepare import prepare
 from ._prepared import Prepared
+from ._saved import Saved
 from ._warm_up import warm_up
 
 __all__ = [

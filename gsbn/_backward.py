@@ -11,11 +11,11 @@ from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._device import gemm_arguments, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
-from ._forward import Saved
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Limbs
 from ._ranks import Exchange, exchange_of, letters, posts_at, signature
+from ._saved import Saved
 from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
 from .reference import Gradients

@@ -12,9 +12,10 @@ from torch.compiler import is_compiling
 
 from .._backward import How, backward_of
 from .._backward import run as backward_run
-from .._forward import Saved, forward_of
+from .._forward import forward_of
 from .._interop import NUMBERS, Kind, kind_of
 from .._plan import Limits
+from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
 from ._groups import group_of, name_of

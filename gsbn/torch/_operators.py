@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .._backward import backward_of
-from .._forward import Saved, forward_of
+from .._forward import forward_of
 from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
+from .._saved import Saved
 from ..reference import Gradients
 from ._groups import group_named
 
