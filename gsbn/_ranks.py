@@ -25,6 +25,7 @@ __all__ = ["Exchange", "exchange_of", "letters", "posts_at", "signature"]
 _MAILBOX = 64 << 20  # bytes at most, of all slots and ranks: at 8 ranks 131,000 features
 _FEATURES = 1 << 20
 _LETTER = 16
+_LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
 _INFO = struct.Struct("16s q q q ? 64s")  # of a rank: its host, its process, its mailbox, its device, what others open
 _NCCL_FLOAT64 = 8
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -76,6 +77,7 @@ class Exchange:
         self._mapped: list[int] = []
         self._comm: Any = None
         self._own_comm = False
+        group.agree(f"first call on a GPU, peer_memory={group.peer_memory}")
         runtime = cuda().runtime
         self.features = min(_FEATURES, (_MAILBOX // (2 * group.size * _LETTER) - 2) // 2)
         nbytes = 2 * group.size * letters(self.features) * _LETTER
@@ -88,7 +90,16 @@ class Exchange:
             self._join()
         self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
         ctypes.memset(self._status.ptr, 0, 8)
-        fields = [group.rank, group.size, letters(self.features), int(group.timeout * 1e9), self._status.ptr, 0, 0, 0]
+        fields = [
+            group.rank,
+            group.size,
+            letters(self.features),
+            int(min(group.timeout, _LONGEST) * 1e9),
+            self._status.ptr,
+            0,
+            0,
+            0,
+        ]
         self._ranks = cuda().cupy.asarray(np.array([*fields, *(boxes or ())], np.uint64))
         self.address: int = self._ranks.data.ptr
         self._event = cuda().cupy.cuda.Event(disable_timing=True)  # after the last call
