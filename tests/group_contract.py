@@ -585,6 +585,49 @@ def comes_late_on_a_gpu(at: Ranks) -> None:
             time.sleep(SHORT + SLACK)
 
 
+@on_gpus
+def beside_other_communication(at: Ranks) -> None:
+    """No deadlock: 2,000 steps beside DDP's all-reduces of small buckets and those of a second communicator.
+
+    Rank 0 has had its kernels loaded, the others load theirs beside a kernel that waits for them; the rows vary.
+    """
+    if at.kind.name != "torch-cuda" or not at.group.peer_memory:  # one of the four runs is enough
+        return
+    import torch
+    import torch.distributed as dist
+
+    from gsbn.torch import LinearBatchNorm1d
+
+    second, first_alone, side = dist.new_group(), dist.new_group([0]), torch.cuda.Stream()
+    torch.manual_seed(0)
+    layers = [LinearBatchNorm1d(512, 512, process_group=dist.group.WORLD) for _ in range(6)]
+    model = torch.nn.Sequential(*layers).cuda()
+    if at.rank == 0:
+        x, weight, dy = (torch.randn(rows, 512, device="cuda") for rows in (256, 512, 256))
+        load, _ = make_step(gsbn.group(first_alone), x, weight, dy)
+        load()
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.5, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    numbers = [torch.ones(4096 * (i + 1), device="cuda") for i in range(8)]
+    draw = torch.Generator(device="cuda").manual_seed(at.rank)
+    for i in range(2000):
+        rows = 256 if i % 5 else (64, 1000)[(i // 5 + at.rank) % 2]
+        x = torch.randn(rows, 512, device="cuda", generator=draw)
+        with torch.cuda.stream(side):
+            for a in numbers[: 1 + i % 8]:
+                dist.all_reduce(a.mul_(0.5), group=second, async_op=True)
+        loss = (ddp(x) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert loss.isfinite()
+    for tensors in (model.parameters(), model.buffers()):
+        mine = torch.cat([t.detach().double().flatten() for t in tensors]).cpu().numpy()
+        parts = at.gathered(mine)
+        assert all((part == parts[0]).all() for part in parts)
+
+
 def why_not(engine: str) -> str:
     """What the engine lacks here."""
     if engine == "mpi":
