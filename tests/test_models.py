@@ -136,7 +136,7 @@ def test_what_a_terminal_shows() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    model_tables.print_models(console, report_of_a_gpu())
+    model_tables.print_report(console, report_of_a_gpu())
     text = console.export_text()
     for part in ("as called (wall clock)", "in a CUDA graph (device time)", "Peak MiB", "against float64", "90%"):
         assert part in text

@@ -225,7 +225,7 @@ def bench_command(
         given |= {"--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
         for option in (option for option, value in given.items() if value):
             raise typer.BadParameter("the models take no such option", param_hint=f"'{option}'")
-        default = models.NAMES if models.has_gpus() else models.ON_A_CPU
+        default = models.NAMES if libraries.has_gpus() else models.ON_A_CPU
         chosen = [name for name in _names("--only", only, models.NAMES) or default
                   if name not in _names("--skip", skip, models.NAMES)]  # fmt: skip
         return _bench_models([k.value for k in dtype or []], chosen, settings, as_json, plot, publish, publish_as)
@@ -271,7 +271,7 @@ def _bench_models(
     publish_as: str,
 ) -> None:
     """``--preset models``, of which only these options make sense."""
-    gpu = models.has_gpus()
+    gpu = libraries.has_gpus()
     if not chosen:
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
@@ -285,7 +285,7 @@ def _bench_models(
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json)
-    model_tables.print_models(show, report)
+    model_tables.print_report(show, report)
     _save(as_json, model_tables.to_json(report))
     measured = any(result.called for result in report.results)
     if plot and measured:

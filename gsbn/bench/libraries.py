@@ -61,6 +61,12 @@ def torch_with_gpu() -> Any:
     return torch if torch is not None and torch.cuda.is_available() else None
 
 
+def has_gpus() -> bool:
+    """Whether both PyTorch and CuPy see a GPU."""
+    load(["pytorch"])
+    return has_gpu() and torch_with_gpu() is not None
+
+
 def no_grad() -> Any:
     """``torch.no_grad()`` if torch is imported, else nothing."""
     torch = sys.modules.get("torch")

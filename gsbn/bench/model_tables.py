@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from .clock import Measurement
-from .models import NAMES, PEERS, ModelCase, ModelResult, ModelsReport
-from .publish import SERIES, caption_of, digits, write
+from .models import NAMES, PEERS, ModelResult, ModelsReport
+from .publish import SERIES, caption_of, digits, draw_speeds, table, write
 from .tables import share
 from .terminal import NOTHING, Row, print_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLOURS = {"pytorch": SERIES["pytorch"][1], "compile": SERIES["compile"][1], "gsbn": SERIES["gsbn"][1],
            "gsbn-compile": "#8c2f3d"}  # fmt: skip
@@ -28,23 +24,23 @@ WAYS: dict[str, tuple[str, Callable[[ModelResult], Measurement | None]]] = {
 Results = dict[str, ModelResult]
 
 
-def print_models(console: Console, report: ModelsReport) -> None:
+def print_report(console: Console, report: ModelsReport) -> None:
     """A table for each way to run a step, one of memory and one of errors; and why something is missing."""
-    table = report.by_case()
+    cases = report.by_case()
     columns = ["", *NAMES.values(), "best peer / gsbn"]
     for way, (title, _) in WAYS.items():
         rows = [Row([case.title, *(_ms(results.get(name), way) for name in NAMES), gain(results, way)])
-                for case, results in table.items()]  # fmt: skip
+                for case, results in cases.items()]  # fmt: skip
         clock = "device time" if way == "graph" else "wall clock"
         print_table(console, f"ms a training step, {title} ({clock})", columns, rows)
-    rows = [Row([case.title, *(_mib(results.get(name)) for name in NAMES)]) for case, results in table.items()]
+    rows = [Row([case.title, *(_mib(results.get(name)) for name in NAMES)]) for case, results in cases.items()]
     print_table(console, "Peak MiB of a step, beyond parameters, momenta and input", ["", *NAMES.values()], rows)
     columns = ["", *(f"{name}, {part}" for name in ("PyTorch eager", "gsbn") for part in ("fw", "bw", "SGD"))]
     rows = [Row([case.title, *_phases(results.get("pytorch")), *_phases(results.get("gsbn"))])
-            for case, results in table.items()]  # fmt: skip
+            for case, results in cases.items()]  # fmt: skip
     print_table(console, "ms on the device, by part of the step as called", columns, rows)
     columns = ["", "y, PyTorch eager", "y, gsbn", "gradients, PyTorch eager", "gradients, gsbn", "of what is allowed"]
-    rows = [Row([case.title, *_errors(results), _excess(results)]) for case, results in table.items()]
+    rows = [Row([case.title, *_errors(results), _excess(results)]) for case, results in cases.items()]
     print_table(console, "Errors of the first step against float64, norm-wise", columns, rows)
     for text in _failures(report):
         console.print(Text(text, style="red" if "wrong result" in text else "dim"))
@@ -73,11 +69,9 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
             cells += [_strong(name, _ms(results.get(name), way)) for name in shown] + [gain(results, way)]
         cells += [_mib(results.get("pytorch")), _mib(results.get("gsbn")), _excess(results)]
         rows.append(cells)
-    keep = [i for i in range(len(columns)) if any(row[i].strip("*") != NOTHING for row in rows)]
-    keep = [i for i in keep if not (brief and columns[i].startswith("error"))]
-    lines = ["| " + " | ".join(columns[i] for i in keep) + " |", "| --- | ---: | --- |" + " ---: |" * (len(keep) - 3)]
-    lines += ["| " + " | ".join(row[i] for i in keep) + " |" for row in rows]
-    return "\n".join(lines) + "\n\n" + _caption(report, brief)
+    if brief:  # a reader of the README does not know what is allowed
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table(columns, rows, left=("model, widths", "dtype")) + "\n\n" + _caption(report, brief)
 
 
 def _caption(report: ModelsReport, brief: bool) -> str:
@@ -106,41 +100,20 @@ def to_json(report: ModelsReport) -> str:
 
 def plot(report: ModelsReport, file: str | Path) -> None:
     """Bars of the speed relative to PyTorch eager, a panel for each way to run a step; PNG, SVG or PDF."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    table = report.by_case()
-    ways = [way for way, (_, of) in WAYS.items() if any(of(result) for result in report.results)]
-    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(14, 3.4 * max(len(ways), 1)), layout="constrained")
-        for index, way in enumerate(ways):
-            _bars(figure.add_subplot(len(ways), 1, index + 1), table, way)
-        if ways:
-            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
-        e = report.environment
-        where = e["gpus"][0]["name"] if report.device == "cuda" else "the CPU"
-        title = f"gsbn {e['gsbn']}, training steps of whole models, on {where}, {report.date[:10]}"
-        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-        figure.savefig(file, dpi=130)
-
-
-def _bars(axes: Axes, table: dict[ModelCase, Results], way: str) -> None:
-    title, of = WAYS[way]
-    width = 0.82 / len(NAMES)
-    for i, name in enumerate(NAMES):
-        speeds = []
-        for results in table.values():
-            times = {key: m.median for key, result in results.items() if (m := of(result))}
-            unit = times.get("pytorch", max(times.values(), default=0.0))
-            speeds.append(unit / times[name] if name in times else 0.0)
-        at = [n + (i - (len(NAMES) - 1) / 2) * width for n in range(len(table))]
-        if any(speeds):
-            axes.bar(at, speeds, width * 0.92, color=COLOURS[name], label=NAMES[name])
-    axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    axes.set_xticks(range(len(table)), [f"{c.layers}\n{c.rows} rows, {c.kind}" for c in table], fontsize=7.5)
-    axes.tick_params(axis="x", length=0)
-    axes.set_title(title, fontsize=9.5, loc="left")
-    axes.set_ylabel("speed, PyTorch eager = 1")
+    panels = {
+        title: {
+            f"{case.layers}\n{case.rows} rows, {case.kind}": {
+                name: m.median for name, result in results.items() if (m := of(result))
+            }
+            for case, results in report.by_case().items()
+        }
+        for title, of in WAYS.values()
+        if any(of(result) for result in report.results)
+    }
+    e = report.environment
+    where = e["gpus"][0]["name"] if report.device == "cuda" else "the CPU"
+    title = f"gsbn {e['gsbn']}, training steps of whole models, on {where}, {report.date[:10]}"
+    draw_speeds(file, title, panels, {name: (NAMES[name], COLOURS[name]) for name in NAMES}, "pytorch")
 
 
 def _failures(report: ModelsReport) -> list[str]:

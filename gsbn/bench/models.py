@@ -23,7 +23,7 @@ from . import libraries
 from .bounds import ROUNDOFF
 from .candidate import NAMES as LAYERS
 from .clock import Measurement, balanced_order, median_interval, settle
-from .machine import environment, has_gpu
+from .machine import environment
 from .report import Settings, now
 from .trainee import Trainee, line_of, truth_of
 
@@ -108,12 +108,6 @@ class ModelsReport:
         return asdict(self)
 
 
-def has_gpus() -> bool:
-    """Whether both PyTorch and CuPy see a GPU."""
-    libraries.load(["pytorch"])
-    return has_gpu() and libraries.torch_with_gpu() is not None
-
-
 def run(
     cases: Sequence[ModelCase],
     candidates: Sequence[str],
@@ -121,7 +115,7 @@ def run(
     progress: Callable[[float, float, str], None] = lambda done, total, doing: None,
 ) -> ModelsReport:
     """Measure these candidates on every case; one that fails has a ``failure``, and does not stop the others."""
-    torch, on_gpu = libraries.load(["pytorch"])["torch"], has_gpus()
+    torch, on_gpu = libraries.load(["pytorch"])["torch"], libraries.has_gpus()
     results: list[ModelResult] = []
     interrupted = False
     try:

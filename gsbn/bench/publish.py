@@ -89,11 +89,9 @@ def markdown(report: Report, *, brief: bool = False) -> str:
             cells += [f"{other.seconds / timed.seconds:.2f}" if timed and other and other.device else "–"]
         cells += [f"{report.rates.floor(case) / timed.seconds:.0%}" if timed else "–"]
         cells += [f"{r.host.median * 1e6:.0f}" if r and r.host else "–" for r in (torch, gsbn)]
-        rows.append(dict(zip(columns, cells, strict=True)))
-    shown = [name for name in columns if name not in left_out and any(row[name] != "–" for row in rows)]
-    table = ["| " + " | ".join(shown) + " |", "| --- | --- |" + " ---: |" * (len(shown) - 2)]
-    table += ["| " + " | ".join(row[name] for name in shown) + " |" for row in rows]
-    return "\n".join(table) + "\n\n" + _caption(report, brief)
+        rows.append([cell for name, cell in zip(columns, cells, strict=True) if name not in left_out])
+    shown = [name for name in columns if name not in left_out]
+    return table(shown, rows, left=("B, I, O", "dtype")) + "\n\n" + _caption(report, brief)
 
 
 def caption_of(date: str, e: dict[str, Any]) -> str:
@@ -244,6 +242,54 @@ def _roofline(axes: Axes, report: Report) -> None:
     axes.set_title("Roofline: rates measured in the same run", fontsize=9.5, loc="left")
     axes.grid(which="major", color="#eee", zorder=0)
     axes.legend(loc="lower right", frameon=False)
+
+
+def table(columns: list[str], rows: list[list[str]], left: tuple[str, ...]) -> str:
+    """A table of Markdown without the columns that have no value; those named in ``left`` are flush left."""
+    keep = [i for i in range(len(columns)) if any(row[i].strip("*") != "–" for row in rows)]
+    lines = ["| " + " | ".join(columns[i] for i in keep) + " |"]
+    lines += ["| " + " | ".join("---" if columns[i] in left else "---:" for i in keep) + " |"]
+    return "\n".join(lines + ["| " + " | ".join(row[i] for i in keep) + " |" for row in rows])
+
+
+def draw_speeds(
+    file: str | Path,
+    title: str,
+    panels: dict[str, dict[str, dict[str, float]]],
+    series: dict[str, tuple[str, str]],
+    unit: str,
+) -> None:
+    """Bars of speeds. A panel has, for each label below it, the seconds of each series; that of ``unit`` has speed 1.
+
+    ``series`` has the name and the colour of each.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(14, 3.4 * max(len(panels), 1)), layout="constrained")
+        for index, (name, groups) in enumerate(panels.items()):
+            axes = figure.add_subplot(len(panels), 1, index + 1)
+            axes.set_title(name, fontsize=9.5, loc="left")
+            _speed_bars(axes, groups, series, unit)
+        if panels:
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+        figure.savefig(file, dpi=130)
+
+
+def _speed_bars(axes: Axes, groups: dict[str, dict[str, float]], series: dict[str, tuple[str, str]], unit: str) -> None:
+    width = 0.82 / len(series)
+    for i, (key, (label, colour)) in enumerate(series.items()):
+        ones = [times.get(unit, max(times.values(), default=0.0)) for times in groups.values()]
+        speeds = [one / times[key] if key in times else 0.0 for one, times in zip(ones, groups.values(), strict=True)]
+        at = [n + (i - (len(series) - 1) / 2) * width for n in range(len(groups))]
+        if any(speeds):
+            axes.bar(at, speeds, width * 0.92, color=colour, label=label)
+    axes.axhline(1, color="#444", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_xticks(range(len(groups)), list(groups), fontsize=7.5)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel(f"speed, {series[unit][0]} = 1")
 
 
 def _ms(result: Result | None) -> str:
