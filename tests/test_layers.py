@@ -48,10 +48,10 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn.bench.peers"},
     {"gsbn.bench.rates"},
     {"gsbn.bench.report"},
-    {"gsbn.bench.measure", "gsbn.bench.models", "gsbn.bench.publish", "gsbn.bench.selfcheck"},
+    {"gsbn.bench.measure", "gsbn.bench.models", "gsbn.bench.publish", "gsbn.bench.ranks", "gsbn.bench.selfcheck"},
     {"gsbn.bench"},
-    {"gsbn.bench.tables"},
-    {"gsbn.bench.model_tables"},
+    {"gsbn.bench.rank", "gsbn.bench.tables"},
+    {"gsbn.bench.model_tables", "gsbn.bench.rank_tables"},
     {"gsbn.bench.cli"},
     {"gsbn.__main__"},
 )

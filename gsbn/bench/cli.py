@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn, get_args
 
 import typer
@@ -21,7 +22,7 @@ import gsbn
 
 from .. import warm_up
 from .._typing import Activation
-from . import libraries, machine, measure, model_tables, models, selfcheck, tables
+from . import libraries, machine, measure, model_tables, models, rank_tables, ranks, selfcheck, tables
 from . import publish as paper
 from .bounds import FAMILIES
 from .candidate import NAMES, names
@@ -178,6 +179,16 @@ def bench_command(
             "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."
         ),
     ] = None,
+    of_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=2,
+            max=64,
+            help="So many processes, with a GPU each, share a batch of B rows a rank: beside "
+            "SyncBatchNorm and beside no sharing.",
+        ),
+    ] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
@@ -205,10 +216,11 @@ def bench_command(
         Path | None, typer.Option(metavar="FILE", callback=_picture, help="Save bars and a roofline: PNG, SVG or PDF.")
     ] = None,
     publish: Annotated[Path | None, typer.Option(help="Checkout whose tables to rewrite.", hidden=True)] = None,
-    publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "kernelbench",
+    publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
 ) -> None:
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
     gpu = machine.has_gpu()
+    publish_as = publish_as or ("ranks" if of_ranks else "kernelbench")
     if as_json == as_csv == STDOUT:
         raise typer.BadParameter("expected a file, as --json takes stdout", param_hint="'--csv'")
     if (plot or publish) and importlib.util.find_spec("matplotlib") is None:
@@ -220,23 +232,22 @@ def bench_command(
         except ValueError as error:
             _fail(str(error))
     settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
+    alone: dict[str, Any] = {"--activation": activation, "--mode": mode.value != "training", "--no-scale": not scale}
+    alone |= {"--csv": as_csv}  # what a bench of its own does not know
+    if of_ranks:
+        _refuse(alone | {"--preset": preset}, "ranks take no such option")
+        given = (shape or [], [k.value for k in dtype or []], [d.value for d in direction or []])
+        rank_report = _bench_ranks(of_ranks, *given, only, skip, settings)
+        return _finish(rank_report, rank_tables, as_json, plot, publish, publish_as)
     if preset is not None and preset.value == "models":
-        given: dict[str, Any] = {"--shape": shape, "--direction": direction, "--activation": activation}
-        given |= {"--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
-        for option in (option for option, value in given.items() if value):
-            raise typer.BadParameter("the models take no such option", param_hint=f"'{option}'")
-        default = models.NAMES if libraries.has_gpus() else models.ON_A_CPU
-        chosen = [name for name in _names("--only", only, models.NAMES) or default
-                  if name not in _names("--skip", skip, models.NAMES)]  # fmt: skip
-        return _bench_models([k.value for k in dtype or []], chosen, settings, as_json, plot, publish, publish_as)
+        _refuse({"--shape": shape, "--direction": direction} | alone, "the models take no such option")
+        model_report = _bench_models([k.value for k in dtype or []], only, skip, settings)
+        return _finish(model_report, model_tables, as_json, plot, publish, publish_as)
     shapes = (PRESETS[preset.value] if preset else []) + [_shape(text, on_host=not gpu) for text in shape or []]
     shapes = shapes or PRESETS["kernelbench" if gpu else "small"]
     kinds = [k.value for k in dtype or _Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
     modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
-    left_out = _names("--skip", skip)
-    chosen = [name for name in _names("--only", only) or names(gpu) if name not in left_out]
-    if not chosen:
-        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
+    chosen = _chosen(_names("--only", only) or names(gpu), _names("--skip", skip))
     directions = [d.value for d in direction or []] or ["forward"]
     todo = cases(shapes, kinds, modes, directions, _value(activation), scale)
     if not gpu:
@@ -261,19 +272,11 @@ def bench_command(
         show.print("Wrote " + ", ".join(map(str, paper.publish(report, publish, publish_as))))
 
 
-def _bench_models(
-    kinds: list[str],
-    chosen: list[str],
-    settings: Settings,
-    as_json: Path | None,
-    plot: Path | None,
-    publish: Path | None,
-    publish_as: str,
-) -> None:
-    """``--preset models``, of which only these options make sense."""
+def _bench_models(kinds: list[str], only: str, skip: str, settings: Settings) -> models.ModelsReport:
+    """``--preset models``."""
     gpu = libraries.has_gpus()
-    if not chosen:
-        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
+    left_out = _names("--skip", skip, models.NAMES)
+    chosen = _chosen(_names("--only", only, models.NAMES) or (models.NAMES if gpu else models.ON_A_CPU), left_out)
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
         raise typer.BadParameter(
             f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}", param_hint="'--dtype'"
@@ -281,23 +284,66 @@ def _bench_models(
     if not gpu:
         err.print(Text("No GPU that PyTorch and CuPy see: smaller models, on the CPU.", style="yellow"))
     with _bar("model") as step:
-        report = models.run(models.cases(kinds or models.KINDS, gpu), chosen, settings, step)
+        return models.run(models.cases(kinds or models.KINDS, gpu), chosen, settings, step)
+
+
+def _bench_ranks(
+    of_ranks: int, shapes: list[str], kinds: list[str], directions: list[str], only: str, skip: str, settings: Settings
+) -> ranks.RanksReport:
+    """``--ranks``."""
+    if "backward" in directions:
+        raise typer.BadParameter("expected forward or step for ranks, got backward", param_hint="'--direction'")
+    sizes = [_shape(text, on_host=not machine.has_gpu()) for text in shapes]
+    try:
+        gpu = ranks.device_for(of_ranks) == "cuda"
+    except RuntimeError as error:
+        _fail(f"--ranks: {error}")
+    known = ranks.ON_GPUS if gpu else ranks.ON_A_CPU
+    chosen = _chosen(_names("--only", only, known) or known, _names("--skip", skip, known))
+    if not gpu:
+        err.print(Text("No GPU that PyTorch and CuPy see: small shapes over gloo, on the CPU.", style="yellow"))
+    with _bar("case") as step:
+        return ranks.run(of_ranks, ranks.cases(sizes, kinds, directions, gpu), chosen, settings, step)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    """Options that have a value and must have none."""
+    for option in (option for option, value in given.items() if value):
+        raise typer.BadParameter(why, param_hint=f"'{option}'")
+
+
+def _chosen(wanted: Collection[str], left_out: Collection[str]) -> list[str]:
+    if not (chosen := [name for name in wanted if name not in left_out]):
+        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
+    return chosen
+
+
+def _finish(
+    report: models.ModelsReport | ranks.RanksReport,
+    pages: ModuleType,
+    as_json: Path | None,
+    plot: Path | None,
+    publish: Path | None,
+    publish_as: str,
+) -> None:
+    """Show, save and publish the report of a bench of its own; an incomplete one is not published."""
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json)
-    model_tables.print_report(show, report)
-    _save(as_json, model_tables.to_json(report))
-    measured = any(result.called for result in report.results)
-    if plot and measured:
-        model_tables.plot(report, plot)
+    pages.print_report(show, report)
+    _save(as_json, pages.to_json(report))
+    if plot and report.measured:
+        pages.plot(report, plot)
     elif plot:
         err.print(Text(f"{plot} is not written: nothing was timed.", style="red"))
+    if isinstance(report, ranks.RanksReport) and report.failure:
+        _fail(report.failure)
     if report.interrupted:
-        raise typer.Exit(130)  # and publish nothing
-    if publish and (report.device != "cuda" or not measured):
+        raise typer.Exit(130)
+    if publish and (report.device != "cuda" or not report.measured):
         _fail("--publish: expected a GPU that PyTorch sees: the README's table is of GPU figures")
     if publish:
-        show.print("Wrote " + ", ".join(map(str, model_tables.publish(report, publish, publish_as))))
+        show.print("Wrote " + ", ".join(map(str, pages.publish(report, publish, publish_as))))
 
 
 @app.command()

@@ -44,7 +44,7 @@ def print_report(console: Console, report: ModelsReport) -> None:
     print_table(console, "Errors of the first step against float64, norm-wise", columns, rows)
     for text in _failures(report):
         console.print(Text(text, style="red" if "wrong result" in text else "dim"))
-    if not any(result.called for result in report.results):
+    if not report.measured:
         console.print(Text("Nothing was measured.", style="red"))
 
 

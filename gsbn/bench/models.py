@@ -96,6 +96,10 @@ class ModelsReport:
     interrupted: bool = False
     date: str = field(default_factory=now)
 
+    @property
+    def measured(self) -> bool:
+        return any(result.called for result in self.results)
+
     def by_case(self) -> dict[ModelCase, dict[str, ModelResult]]:
         """Results by case, then by candidate, in the order they were run."""
         table: dict[ModelCase, dict[str, ModelResult]] = {}

@@ -1,0 +1,236 @@
+"""Several ranks that share a batch: what ``group=`` costs beside no synchronisation and beside PyTorch's SyncBatchNorm.
+
+The layer is Linear without bias, scale and BatchNorm1d in training: its forward, and the forward with its backward, on
+as many rows on every rank. Each rank is a process that ``run`` starts, with a GPU of its own over NCCL, or all on the
+CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.measure``.
+
+A trial begins when all ranks have come to a barrier. *As called* is the time between two CUDA events around calls that
+the host makes one after another, *in a graph* that of a replay of a CUDA graph of ten calls. One call, or replay,
+before it is not timed: it takes up what the barrier leaves between the ranks, and brings the caches to what they are in
+a loop. The ranks wait for each other, so a call takes as long as on the slowest: the largest of the ranks' medians.
+
+GPUs differ a little in speed, and who waits for another pays for that, whatever it waits by. How much that is, gsbn
+without a group shows, with an ``all_reduce`` of one float after the forward and another after the backward.
+
+Before anything is timed, what shares statistics is held to float64 of the whole batch, and the running statistics of a
+group must have the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gsbn
+
+from . import libraries
+from .case import Case
+from .case import cases as cases_of
+from .clock import Measurement
+from .machine import environment
+from .report import Settings, now
+
+NAMES = {
+    "gemm": "bare GEMM",
+    "pytorch": "PyTorch eager, local",
+    "pytorch-sync": "PyTorch eager, SyncBatchNorm",
+    "gsbn": "gsbn, local",
+    "gsbn-reduce": "gsbn, local, and an all_reduce",
+    "gsbn-peer": "gsbn, group",
+    "gsbn-nccl": "gsbn, group over NCCL",
+    "gsbn-gloo": "gsbn, group over gloo",
+}
+ON_GPUS = tuple(name for name in NAMES if name != "gsbn-gloo")
+ON_A_CPU = ("gemm", "pytorch", "gsbn", "gsbn-reduce", "gsbn-gloo")  # SyncBatchNorm refuses CPU tensors
+GROUPS = ("gsbn-peer", "gsbn-nccl", "gsbn-gloo")  # the first that is there is what a user gets
+DIRECTIONS = ("forward", "step")
+SHAPES = [(1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (1024, 2048, 8192)]
+REDUCED = [(64, 96, 48), (256, 32, 64)]
+PATIENCE = 300.0  # seconds without a word from rank 0: kernels may have to be compiled
+WORKER = [sys.executable, "-m", "gsbn.bench.rank"]
+
+
+class Task(NamedTuple):
+    """What a rank is told to do, in JSON's types."""
+
+    rank: int
+    size: int
+    port: int  # where the ranks meet
+    device: str
+    candidates: Sequence[str]
+    cases: Sequence[dict[str, Any]]
+    settings: dict[str, Any]
+
+
+@dataclass
+class RanksResult:
+    """One candidate on one case. ``failure`` says why there are no times, ``graph_failure`` why no graph has any."""
+
+    case: Case
+    candidate: str
+    calls: int = 0  # of a trial as called
+    called: list[Measurement] = field(default_factory=list)  # of each rank, in seconds a call
+    graph: list[Measurement] = field(default_factory=list)
+    error: float | None = None  # of y, norm-wise, against float64 of the whole batch; the largest of the ranks
+    graph_failure: str = ""
+    failure: str = ""
+
+    def seconds(self, way: str) -> float | None:
+        """A call's time, ``called`` or in a ``graph``: that of the slowest rank."""
+        return max((rank.median for rank in getattr(self, way)), default=None)
+
+
+@dataclass(frozen=True)
+class RanksReport:
+    """Everything one run measured, with what it was measured on. ``failure`` says why it ended early."""
+
+    environment: dict[str, Any]
+    settings: Settings
+    device: str  # cuda or cpu
+    ranks: int
+    results: list[RanksResult]
+    interrupted: bool = False
+    failure: str = ""
+    date: str = field(default_factory=now)
+
+    @property
+    def measured(self) -> bool:
+        return any(result.called for result in self.results)
+
+    def by_case(self, direction: str) -> dict[Case, dict[str, RanksResult]]:
+        """Results of a direction by case, then by candidate, in the order they were run."""
+        table: dict[Case, dict[str, RanksResult]] = {}
+        for result in self.results:
+            if result.case.direction == direction:
+                table.setdefault(result.case, {})[result.candidate] = result
+        return table
+
+
+def cases(
+    shapes: Sequence[tuple[int, int, int]] = (),
+    kinds: Sequence[str] = (),
+    directions: Sequence[str] = (),
+    gpu: bool = True,
+) -> list[Case]:
+    """Shapes (rows a rank, I, O) in these dtypes and directions; for what is empty, the table's, or smaller ones."""
+    chosen, ways = list(shapes) or (SHAPES if gpu else REDUCED), list(directions) or DIRECTIONS
+    found = cases_of(chosen, kinds or ["bfloat16" if gpu else "float32"], directions=ways)
+    if gpu and not shapes and not kinds:
+        found += cases_of(SHAPES[:1], ["float32"], directions=ways)
+    return list(dict.fromkeys(found))
+
+
+def device_for(ranks: int) -> str:
+    """Where so many ranks run, cuda or cpu; RuntimeError where they cannot."""
+    torch = libraries.load(["pytorch"])["torch"]
+    if torch is None or not torch.distributed.is_available():
+        raise RuntimeError("ranks talk through torch.distributed, which is not installed: pip install torch")
+    if not libraries.has_gpus():
+        return "cpu"
+    if (gpus := torch.cuda.device_count()) < ranks:
+        raise RuntimeError(f"expected a GPU for each of {ranks} ranks; PyTorch sees {gpus} here")
+    return "cuda"
+
+
+def run(
+    ranks: int,
+    cases: Sequence[Case],
+    candidates: Sequence[str],
+    settings: Settings,
+    progress: Callable[[float, float, str], None] = lambda done, total, doing: None,
+) -> RanksReport:
+    """Measure these candidates on every case, on ranks that are started for it and have ended when this returns.
+
+    One that fails has a ``failure``, and does not stop the others; where a rank dies or hangs, the report has one.
+    """
+    device, results = device_for(ranks), list[RanksResult]()
+    interrupted, failure = False, ""
+    try:
+        with _words(ranks, device, cases, candidates, settings) as words:
+            for word in words:
+                if "doing" in word:
+                    progress(word["done"], len(cases), word["doing"])
+                else:
+                    results += [_result(cases, **found) for found in word["results"]]
+    except KeyboardInterrupt:
+        interrupted = True
+    except _Lost as lost:
+        failure = str(lost)
+    return RanksReport(environment(), settings, device, ranks, results, interrupted, failure)
+
+
+class _Lost(Exception):
+    """A rank died, or all are silent."""
+
+
+def _result(cases: Sequence[Case], case: int, called: Any, graph: Any, **rest: Any) -> RanksResult:
+    called, graph = ([Measurement(**rank) for rank in of_ranks] for of_ranks in (called, graph))
+    return RanksResult(cases[case], called=called, graph=graph, **rest)
+
+
+@contextmanager
+def _words(
+    ranks: int, device: str, cases: Sequence[Case], candidates: Sequence[str], settings: Settings
+) -> Iterator[Iterator[dict[str, Any]]]:
+    """Start the ranks, and give what rank 0 says; they have ended afterwards, however that comes."""
+    # The store is here and not in a rank, so that its port is the system's choice and no rank's end takes it away.
+    store = libraries.load(["pytorch"])["torch"].distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    path = [str(Path(gsbn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    if device == "cpu":  # they share the cores
+        surroundings.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    told = [asdict(case) for case in cases]
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            for rank in range(ranks):
+                task = Task(rank, ranks, store.port, device, candidates, told, asdict(settings))
+                with open(folder / str(rank), "wb") as output:
+                    processes.append(
+                        subprocess.Popen([*WORKER, json.dumps(task)], stdin=subprocess.DEVNULL, stdout=output,
+                                         stderr=subprocess.STDOUT, env=surroundings)
+                    )  # fmt: skip
+            yield _listen(store, processes, folder)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def _listen(store: Any, processes: list[subprocess.Popen[bytes]], folder: Path) -> Iterator[dict[str, Any]]:
+    """What rank 0 says, until all have ended well; _Lost with what a rank printed if one has not."""
+    heard, count = time.monotonic(), 0
+    while True:
+        codes = [process.poll() for process in processes]  # before the last words, which are then not missed
+        while store.check([f"said/{count}"]):
+            yield json.loads(store.get(f"said/{count}"))
+            heard, count = time.monotonic(), count + 1
+        if bad := [rank for rank, code in enumerate(codes) if code]:
+            ends = [f"rank {rank} ended with {codes[rank]}, after it printed:\n{_tail(folder / str(rank))}"
+                    for rank in bad]  # fmt: skip
+            raise _Lost("\n".join(ends))
+        if not any(code is None for code in codes):
+            return
+        if time.monotonic() - heard > PATIENCE:
+            left = [rank for rank, code in enumerate(codes) if code is None]
+            printed = [f"rank {rank} printed:\n{_tail(folder / str(rank))}" for rank in left]
+            raise _Lost("\n".join([f"nothing was heard of the ranks for {PATIENCE:g} s", *printed]))
+        time.sleep(0.1)
+
+
+def _tail(file: Path, lines: int = 20) -> str:
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    return "\n".join(text.splitlines()[-lines:]) or "nothing"

@@ -1,0 +1,246 @@
+"""gsbn bench --ranks: two processes on the CPU, what becomes of ranks that fail, the tables of synthetic figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gsbn import _device
+from gsbn.bench import cli, libraries, machine, rank_tables, ranks
+from gsbn.bench.clock import median_interval
+from gsbn.bench.report import Settings
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+QUICK = Settings(rounds=7, seconds=0.1, settle=0, calls=1)
+TINY = ranks.cases([(16, 12, 8)], ["float32"])
+
+
+@pytest.fixture(autouse=True)
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "out", Console(width=100))
+    monkeypatch.setattr(cli, "err", Console(width=100, stderr=True))
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
+
+
+def worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Start ranks by this code in place of the module's; `real` in it is the module, `rank` the number."""
+    given = "import json, os, sys, time; rank = json.loads(sys.argv[1])[0]; from gsbn.bench import rank as real\n"
+    given = given if "real" in code else given.partition(" from")[0] + "\n"
+    monkeypatch.setattr(ranks, "WORKER", [sys.executable, "-c", given + code])
+
+
+def command(*arguments: str, status: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    assert "Traceback" not in result.output.partition("after it printed")[0]
+    return result
+
+
+def test_the_cases_of_the_table() -> None:
+    chosen = ranks.cases()
+    assert len(chosen) == 10 and {case.direction for case in chosen} == {"forward", "step"}
+    assert [case.kind for case in chosen] == ["bfloat16"] * 8 + ["float32"] * 2
+    assert {case.kind for case in ranks.cases(kinds=["float16"])} == {"float16"}
+    assert [case.shape for case in ranks.cases([(8, 4, 2)], directions=["step"])] == [(8, 4, 2)]
+    assert all(case.batch <= 256 and case.kind == "float32" for case in ranks.cases(gpu=False))
+
+
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
+    saved, picture = tmp_path / "r.json", tmp_path / "r.svg"
+    (tmp_path / "docs").mkdir()
+    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        page.write_text("<!-- results:ranks --><!-- /results:ranks -->")
+    quick = ["--rounds", "7", "--seconds", "0.1", "--settle", "0", "--calls", "1", "--shape", "16,12,8"]
+    files = ["--json", str(saved), "--plot", str(picture), "--publish", str(tmp_path)]
+    result = command("--ranks", "2", *quick, "--dtype", "bfloat16", *files, status=1)
+    assert "--publish: expected a GPU" in result.stderr and "over gloo, on the CPU" in result.stderr
+    assert "Forward in training, µs on 2 ranks" in result.stdout
+    assert "gsbn, group over gloo" in result.stdout and "in a graph" not in result.stdout
+    assert picture.stat().st_size > 1000
+    told = json.loads(saved.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (told["preset"], told["ranks"], told["device"]) == ("ranks", 2, "cpu")
+    assert len(told["results"]) == 2 * len(ranks.ON_A_CPU)
+    for row in told["results"]:
+        assert row["failure"] == "" and row["graph"] == [] and row["graph_us"] is None
+        assert row["called_us"] == 1e6 * max(rank["median"] for rank in row["called"])
+        assert [rank["samples"] for rank in row["called"]] == [7, 7]
+        assert row["candidate"] != "gsbn-gloo" or 0 < row["error"] < 1e-2
+
+
+def test_what_is_wrong_or_fails_on_one_rank_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker(monkeypatch, """if rank == 1:
+    honest = real.gsbn.forward
+    def forward(*arguments, group=None, **options):
+        y = honest(*arguments, group=group, **options)
+        return y * 1.1 if group is not None and not isinstance(y, tuple) else y
+    def fails(*arguments):
+        raise RuntimeError("no such thing\\nand more")
+    judged_by = real.Layer.judge
+    def judge(self, call, state):
+        judged = judged_by(self, call, state)
+        state["running_mean"][0] += "dx" in judged
+        return judged
+    real.gsbn.forward, real.Layer._module, real.Layer.judge = forward, fails, judge
+real.main(sys.argv[1])""")  # fmt: skip
+    report = ranks.run(2, TINY, ["pytorch", "gsbn", "gsbn-gloo"], QUICK)
+    assert report.failure == ""
+    forward, step = (report.by_case(direction)[case] for direction, case in zip(ranks.DIRECTIONS, TINY, strict=True))
+    assert forward["pytorch"].failure == step["pytorch"].failure == "no such thing"
+    assert "wrong result: y uses" in forward["gsbn-gloo"].failure and not forward["gsbn-gloo"].called
+    assert step["gsbn-gloo"].failure == "wrong result: the ranks have different running statistics"
+    assert forward["gsbn"].called and step["gsbn"].called
+
+
+def test_a_rank_that_dies_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waits for it, and is ended; what was done before is shown."""
+    worker(monkeypatch, """honest = real.Turn._take_turns
+def take_turns(self):
+    if rank == 1 and self.layer.case.batch == 20:
+        print("out of luck", flush=True)
+        os._exit(3)
+    honest(self)
+real.Turn._take_turns = take_turns
+real.main(sys.argv[1])""")  # fmt: skip
+    quick = ["--rounds", "1", "--settle", "0", "--calls", "1", "--dtype", "float32", "--only", "gemm,gsbn"]
+    result = command("--ranks", "2", "--shape", "16,12,8", "--shape", "20,12,8", *quick, status=1)
+    assert "gsbn: rank 1 ended with 3, after it printed:\nout of luck\n" in result.stderr
+    assert "16, 12, 8 float32" in result.stdout and "20, 12, 8" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print('hello'); sys.exit(4 if rank else 0)", "rank 1 ended with 4, after it printed:\nhello"),
+        ("sys.exit(5)", "rank 0 ended with 5, after it printed:\nnothing\nrank 1 ended with 5"),
+        (
+            "print('hello', flush=True); time.sleep(60)",
+            "nothing was heard of the ranks for 1 s\nrank 0 printed:\nhello",
+        ),
+    ],
+)
+def test_ranks_that_never_begin(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 1.0)
+    worker(monkeypatch, code)
+    report = ranks.run(2, TINY, ["gsbn"], QUICK)
+    assert report.failure.startswith(said)
+    assert not report.measured and not report.results
+
+
+def test_an_interruption_keeps_what_is_done() -> None:
+    def interrupt(done: float, total: float, doing: str) -> None:
+        if done >= 1:
+            raise KeyboardInterrupt
+
+    todo = [TINY[0], dataclasses.replace(TINY[0], batch=20)]
+    report = ranks.run(2, todo, ["gemm"], QUICK, interrupt)
+    assert report.interrupted and [result.case for result in report.results] == [TINY[0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--ranks", "1"], 2, "--ranks"),
+        (["--ranks", "2", "--preset", "models"], 2, "--preset"),
+        (["--ranks", "2", "--mode", "inference"], 2, "--mode"),
+        (["--ranks", "2", "--activation", "relu"], 2, "--activation"),
+        (["--ranks", "2", "--direction", "backward"], 2, "expected forward or step"),
+        (["--ranks", "2", "--only", "gsbn-peer"], 2, "expected names among gemm"),
+        (["--ranks", "2", "--skip", ",".join(ranks.ON_A_CPU)], 2, "leaves no candidate"),
+        (["--ranks", "2", "--publish", "nowhere"], 1, "<!-- results:ranks -->"),
+    ],
+)
+def test_a_mistake_gets_a_sentence(arguments: list[str], status: int, said: str) -> None:
+    assert said in " ".join(command(*arguments, status=status).stderr.replace("│", " ").split())
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "has_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    error = command("--ranks", "2", status=1).stderr
+    assert error == "gsbn: --ranks: expected a GPU for each of 2 ranks; PyTorch sees 1 here\n"
+
+
+def report_of_two_gpus() -> ranks.RanksReport:
+    """A report with figures as two GPUs might give them; some candidates are missing."""
+    noise, results = random.Random(0), []
+    relative = dict(zip(ranks.ON_GPUS, (1.0, 1.8, 2.4, 1.05, 1.15, 1.2, 1.3), strict=True))
+    for case in ranks.cases():
+        for name, times in relative.items():
+            m = [
+                median_interval([1e-4 * times * slower * (1 + noise.gauss(0, 1e-3)) for _ in range(20)])
+                for slower in (1, 1.1)
+            ]
+            graph = [] if name.startswith("pytorch") else m
+            results.append(ranks.RanksResult(case, name, 10, m, graph, 1e-3 if name in ranks.GROUPS else None))
+    results[-2] = ranks.RanksResult(results[-2].case, "gsbn-peer", failure="it broke")
+    results[-1].graph, results[-1].graph_failure = [], "refused"
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
+    environment = machine.environment() | {"gpus": [gpu, gpu], "driver": "580.1", "cuda_runtime": "13.0"}
+    return ranks.RanksReport(environment, Settings(), "cuda", 2, results)
+
+
+def test_what_is_published(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    pages = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    for page in pages:
+        page.write_text("before\n<!-- results:ranks -->\nold\n<!-- /results:ranks -->\nafter\n")
+    report = report_of_two_gpus()
+    rank_tables.publish(report, tmp_path, "ranks")
+    for page, columns, gain in ((pages[0], 9, 4), (pages[1], 16, 9)):
+        text = page.read_text()
+        assert text.startswith("before\n<!-- results:ranks -->\nForward in training, µs:\n\n| B, I, O | dtype |")
+        assert "Training step (forward and backward), µs:" in text and text.endswith("after\n")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        assert {len(row) for row in rows} == {columns} and len(rows) == 2 * (2 + 5)
+        assert rows[0][gain] == "SyncBatchNorm / gsbn group" and rows[0][-1] == "gsbn group − local, in a graph"
+        full = [row for row in rows if row[0][0].isdigit()]
+        for row in full[:-1]:
+            assert float(row[gain]) == pytest.approx(2.4 / 1.2, abs=0.02)
+            assert float(row[-1]) == pytest.approx(1.1 * 15, abs=0.3), "of the slower rank"
+        assert float(full[-1][gain]) == pytest.approx(2.4 / 1.3, abs=0.02), "without peer memory, NCCL"
+        assert full[-1][-1] == "–"
+        assert "2 ranks, a GPU each; 2" in text and "NVIDIA H200, driver 580.1" in text
+    saved = json.loads((tmp_path / "docs" / "results" / "ranks.json").read_text())
+    assert len(saved["results"][0]["called"]) == 2
+    assert (tmp_path / "docs" / "results" / "ranks.png").stat().st_size > 1000
+
+
+def test_what_a_terminal_shows() -> None:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    rank_tables.print_report(console, report_of_two_gpus())
+    text = " ".join(console.export_text().split())
+    for part in ("Forward in training, µs on 2 ranks", "SyncBatchNorm / gsbn group", "1024, 8192, 8192 bfloat16"):
+        assert part in text
+    assert "gsbn, group: it broke (in (1024, 8192, 8192) float32 training, step)" in text
+    assert "gsbn, group over NCCL: no graph: refused (in (1024, 8192, 8192) float32 training, step)" in text
+
+
+# ---- on GPUs
+
+
+@pytest.mark.gpu
+def test_two_gpus() -> None:
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs that this PyTorch sees")
+    report = ranks.run(2, ranks.cases([(512, 256, 384)], ["bfloat16"]), ranks.ON_GPUS, QUICK)
+    assert (report.failure, report.device) == ("", "cuda")
+    for result in report.results:
+        assert (result.failure, result.graph_failure) == ("", "")
+        assert len(result.called) == 2 and len(result.graph) == (0 if result.candidate.startswith("pytorch") else 2)
