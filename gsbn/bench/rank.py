@@ -125,7 +125,6 @@ class World:
 
     def close(self) -> None:
         for group in self.groups.values():
-            group.check()
             group.close()
         self.barrier()
         self.torch.distributed.destroy_process_group()
@@ -277,6 +276,9 @@ class Turn:
         finally:
             if gc_was_on:
                 gc.enable()
+        for entry in self.entries:  # a replay raises nothing
+            if not entry.failure and (group := self.world.groups.get(entry.name)) is not None:
+                _, entry.failure = self._together(group.check)
         self.world.say(results=[self._result(entry) for entry in self.entries])
 
     def _together(self, step: Callable[[], Any]) -> tuple[list[Any], str]:
@@ -378,7 +380,8 @@ class Turn:
 
     def _result(self, entry: Entry) -> dict[str, Any]:
         """As ``ranks.RanksResult`` has it, of all ranks."""
-        mine = [asdict(median_interval(times)) if times else None for times in (entry.called, entry.replayed)]
+        times = ([], []) if entry.failure else (entry.called, entry.replayed)
+        mine = [asdict(median_interval(of_way)) if of_way else None for of_way in times]
         called, graph = ([rank for rank in ranks if rank] for ranks in zip(*self.world.gathered(mine), strict=True))
         return {
             "case": entry.case, "candidate": entry.name, "calls": entry.calls, "called": called, "graph": graph,
