@@ -2,6 +2,7 @@
 # make test    run the tests; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
+# make ranks   the same for several GPUs that share a batch; needs two
 # make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
 # make lint    ruff, mypy, pyright, clang-format; changes nothing
@@ -12,7 +13,7 @@
 #   PYTHON=python3.12   the interpreter that makes the environment
 #   VENV=path           where the environment lies; `VENV=` (empty) uses PYTHON as it is and installs nothing
 #   EXTRA=cuda13        the extra to install, cuda12 or cuda13; the default asks the NVIDIA driver, and is none without one
-#   ARGS='-m gpu -x'    more arguments for demo, test or bench
+#   ARGS='-m gpu -x'    more arguments for demo, test, bench or ranks
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -20,7 +21,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test kernels bench docs wheel lint format clean
+.PHONY: help demo test kernels bench ranks docs wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -60,6 +61,9 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
 	$(run) -m gsbn bench --preset rows --dtype float32 --dtype bfloat16 --publish . --publish-as rows $(ARGS)
 	$(run) -m gsbn bench --preset models --publish . --publish-as models $(ARGS)
+
+ranks: $(ready_test)
+	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs
