@@ -22,6 +22,7 @@ from gsbn import _declared, _kernels, _plan, _sm90
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
 
+@pytest.mark.timeout(1800)  # of one core
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
@@ -46,9 +47,10 @@ def test_parameters_follow_the_macros() -> None:
     """Some are there only where deviations are kept; test_paper.py holds what is passed to what is declared."""
     for kernel in _kernels.all_kernels():
         if kernel.name == "forward_sm90":
-            keeps = dict(kernel.defines)["KEEP"] == "1"
+            keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("KEEP", "RANKS"))
             by_value, words = _declared.parameters(kernel)
-            assert words == (*_sm90.SM90_WORDS, *(("kept", "saved") if keeps else ()))
+            more = (*(("kept", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
+            assert words == (*_sm90.SM90_WORDS, *more)
             assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
 
 
@@ -82,7 +84,9 @@ def test_every_kernel_waits_for_the_one_ahead() -> None:
     """Each is launched so that it may begin before the kernel ahead has ended."""
     for path in _declared.KERNEL_DIR.glob("*.cu"):
         bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
-        waits = [re.search(r"[{\n] +await_kernel_ahead\(\);[ \n]", body) for body in bodies]
+        waits = [
+            re.search(r"[{\n] +await_kernel_ahead\((true|RANKS|ranks != nullptr|)\);[ \n]", body) for body in bodies
+        ]
         assert waits and all(waits), path.name
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import paper
 import pytest
 
 import gsbn
-from gsbn import _declared, _plan
+from gsbn import _declared, _group, _plan
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -91,3 +92,47 @@ def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]
         gsbn.backward(dy, saved, needs=("x",))
         names = ["backward_fused", "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
         assert [launch.name for launch in log] == names
+
+
+class Alone:
+    """A communicator that nobody calls."""
+
+    rank, size, on_host = 0, 2, True
+
+    def gather(self, data: bytes, timeout: float) -> list[bytes]:
+        raise AssertionError("a prepared call asks nobody")
+
+    def close(self) -> None:
+        pass
+
+
+def exchange(waits: bool) -> SimpleNamespace:
+    """What a group has on a GPU of paper."""
+    return SimpleNamespace(
+        waits=waits, size=2, features=1 << 20, address=1, device=0, obstacle=lambda: "",
+        enter=lambda *_: None, leave=lambda *_: None, gather=lambda *_: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["peer memory", "NCCL"])
+@pytest.mark.parametrize("rows", [0, 1, 2, 40, 1024, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_waits_for_other_ranks_leaves_room(dtype: str, rows: int, waits: bool) -> None:
+    """Another GPU may be waiting for a kernel that has yet to start here: some SMs stay free, two CTAs an SM or one."""
+    group = _group.Group(Alone(), 10.0, True)
+    group.on_device = exchange(waits)
+    waiting = {"merge_statistics": 1, "merge_sums": 1, "backward_fused": 2}
+    with paper.gpu(paper.HOPPER) as (_, log):
+        x, weight, dy = (paper.Array(shape, dtype) for shape in ((rows, 8192), (8192, 8192), (rows, 8192)))
+        _, saved = gsbn.forward(x, weight, training=True, group=group, return_saved=True)
+        gsbn.backward(dy, saved)
+    for launch in log:
+        name, in_the_launch = launch.name, ("RANKS", "1") in launch.defines
+        ctas = 1 if in_the_launch else waiting.get(name, 0) * waits
+        if ctas:
+            assert launch.grid <= ctas * (paper.HOPPER.sms - _plan.problem.ROOM), (name, launch.grid)
+    names = [launch.name for launch in log]
+    if rows >= 1024:
+        assert ("merge_statistics" not in names) == (waits and dtype != "float64")
+    assert ("merge_sums" not in names) == (waits and 1 <= rows <= 1024 and "backward_fused" in names)
+    assert names.count("merge_sums") in ((0, 1) if waits else (2,))

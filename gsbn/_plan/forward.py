@@ -103,6 +103,8 @@ def plan(
     """
     if ranks == "inside":
         p = p._replace(device=p.device.with_room())
+        if p.device.clusters(2) == 0:  # forward_sm90 has no other tiles for ranks
+            ranks = "between"
     chosen, why = gemm_for(
         p,
         precision=precision,

@@ -13,6 +13,7 @@ from .rates import Rates
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
+    CLUSTERS_OF_RANKS,
     COLUMN,
     SM90_BLOCK_N,
     THREADS,
@@ -88,15 +89,16 @@ class Tile(NamedTuple):
     clusters: int
 
 
-def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> Tile:
+def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
-    found = candidates(p, mode, element, keeps=keeps)
+    found = candidates(p, mode, element, keeps=keeps, ranks=ranks)
     return min([tile for tile in found if (tile.block_m, tile.cluster) == p.limits.sm90] or found)
 
 
-def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False) -> list[Tile]:
+def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> list[Tile]:
     """All tiles that forward_sm90 can have, each with what it is expected to take."""
-    found = (tile_of(p, mode, element, *tile, keeps=keeps) for tile in itertools.product(BLOCKS_M, CLUSTERS))
+    tiles = itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)
+    found = (tile_of(p, mode, element, *tile, keeps=keeps) for tile in tiles)
     return [tile for tile in found if tile is not None]
 
 
@@ -137,7 +139,7 @@ def one_launch(
     """
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters = cheapest_tile(p, mode, element, keeps=keeps)
+    _, block_m, cluster, clusters = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
     rows, blocks = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N)
     merged = roll = workspace = 0
     if mode != "gemm":  # which has neither statistics nor flags

@@ -12,6 +12,7 @@ from .problem import C_TYPE
 __all__ = [
     "BLOCKS_M",
     "CLUSTERS",
+    "CLUSTERS_OF_RANKS",
     "COLUMN",
     "ELEMENTS",
     "MODES",
@@ -47,6 +48,7 @@ ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90'
 MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
+CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
@@ -96,8 +98,10 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
         if (element, block_m) != ("limbs", 256):
-            for keeps, ranks in itertools.product((False, True), repeat=2) if mode == "training" else ((False, False),):
-                yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=ranks)
+            for keeps in (False, True) if mode == "training" else (False,):
+                yield forward_sm90(element, mode, block_m, cluster, keeps)
+                if mode == "training" and cluster in CLUSTERS_OF_RANKS:
+                    yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
         for x_across in (False, True):  # dx and dw of the backward
