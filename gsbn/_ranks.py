@@ -182,9 +182,9 @@ class Exchange:
     def obstacle(self) -> str:
         """What has gone wrong in a call so far; empty if nothing has."""
         status = ctypes.c_longlong.from_address(self._status.ptr).value
-        if status:
-            return _STATUS[status].format(timeout=self._group.timeout)
-        return _STATUS[1].format(timeout=self._group.timeout) if self._watch is not None and self._watch.late else ""
+        if self._watch is not None and self._watch.late:
+            status = 1  # of what NCCL has left undone, anything may follow
+        return _STATUS[status].format(timeout=self._group.timeout) if status else ""
 
     # ---- the end
 

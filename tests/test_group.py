@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -79,11 +80,6 @@ def run(engine: str, size: int) -> dict[str, list[str]]:
 
 
 @cache
-def run_on_gpus(kind: str, way: str) -> dict[str, list[str]]:
-    return start("nccl", 2, *OF_GPUS, kind=kind, more=(way,)).results()
-
-
-@cache
 def runs_apart() -> dict[tuple[str, str], dict[str, list[str]]]:
     """They wait for the most part, and so can do it at one time."""
     names = [(engine, name) for engine in ("gloo", "mpi") if not why_not(engine) for name in APART]
@@ -110,13 +106,13 @@ def test_two_ranks(engine: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["--peer-memory", "--no-peer-memory"])
-@pytest.mark.parametrize("kind", ["cupy", "torch-cuda"])
-def test_two_gpus(kind: str, way: str) -> None:
+def test_two_gpus() -> None:
+    """One program after the other: each has both GPUs for itself, as far as other tests let it."""
     need("nccl")
-    results = run_on_gpus(kind, way)
-    for name in OF_GPUS:
-        assert_right(results, name, 2)
+    for kind, way in itertools.product(("torch-cuda", "cupy"), ("--peer-memory", "--no-peer-memory")):
+        results = start("nccl", 2, *OF_GPUS, kind=kind, more=(way,)).results()
+        for name in OF_GPUS:
+            assert_right(results, name, 2)
 
 
 @pytest.mark.parametrize(("engine", "name"), OF_THREE)
