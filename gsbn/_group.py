@@ -45,6 +45,11 @@ class Group:
         Seconds that a call waits for the others at most.
     """
 
+    rank: int
+    size: int
+    timeout: float
+    peer_memory: bool
+
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size

@@ -40,8 +40,13 @@ Call = Callable[[], tuple[Any, Any]]  # gives y, and the gradient of x or None
 class World:
     """This rank among the others: torch.distributed, gsbn's groups over it, and clocks that begin together."""
 
+    torch: Any
+    rank: int
+    size: int
+    on_gpu: bool
+
     def __init__(self, task: Task) -> None:
-        torch = self.torch = libraries.load(["pytorch"])["torch"]
+        self.torch = torch = libraries.load(["pytorch"])["torch"]
         self.rank, self.size, self.on_gpu = task.rank, task.size, task.device == "cuda"
         self.device: Any = torch.device("cuda", task.rank) if self.on_gpu else torch.device("cpu")
         self._store, self._outlet = (self._meet(task.port) for _ in range(2))
@@ -132,6 +137,12 @@ class World:
 
 class Layer:
     """A layer and this rank's rows, with the truth of all ranks' rows; and how each candidate computes it."""
+
+    world: World
+    case: Case
+    x: Any
+    weight: Any
+    dy: Any
 
     def __init__(self, world: World, case: Case, with_gradients: bool, seed: int) -> None:
         self.world, self.case = world, case
@@ -248,6 +259,15 @@ class Entry:
 
 class Turn:
     """All candidates on one shape and dtype, in one direction or in both."""
+
+    world: World
+    settings: Settings
+    total: int
+    first: int
+    share: int
+    title: str
+    entries: list[Entry]
+    layer: Layer
 
     def __init__(self, world: World, task: Task, cases: Sequence[tuple[int, Case]]) -> None:
         self.world, self.settings, self.total = world, Settings(**task.settings), len(task.cases)

@@ -19,7 +19,10 @@ COLOURS = {"gemm": SERIES["gemm-"][1], "pytorch": SERIES["pytorch"][1], "pytorch
            "gsbn-gloo": "#8c2f3d"}  # fmt: skip
 TITLES = {"forward": "Forward in training", "step": "Training step (forward and backward)"}
 WAYS = {"called": "", "graph": ", in a graph"}
-BRIEF = {"called": ("pytorch-sync", "gsbn-peer"), "graph": ("gsbn", "gsbn-reduce", "gsbn-peer")}
+BRIEF: dict[str, tuple[str, ...]] = {
+    "called": ("pytorch-sync", "gsbn-peer"),
+    "graph": ("gsbn", "gsbn-reduce", "gsbn-peer"),
+}
 Results = dict[str, RanksResult]
 
 
