@@ -83,10 +83,14 @@ def backward(
         cannot serve here.
     RuntimeError
         A torch tensor that requires grad while grad mode is on: gsbn is outside autograd. An x or weight that was
-        changed in place since the forward, where torch counts changes.
+        changed in place since the forward, where torch counts changes. A group that is closed or has failed.
 
     Notes
     -----
+    Of a forward with a group the backward is a call of all its ranks, whatever each needs. S, D and B are then those of
+    all ranks' rows in dg, and so in dx and dweight; the gradients of vectors, and dweight's sum, are of this rank's
+    rows. The sum over the ranks is the whole batch's gradient.
+
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did; under capture the GEMMs are gsbn's own. Beside the result it allocates dg, in x's dtype (for TF32 its transpose
     as well), O(O) scratch, and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
