@@ -303,20 +303,22 @@ def _forward(
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     limbs = prepared is not None and prepared.limbs is not None
-    exchange = None if options[8] is None else exchange_of(options[8], device, capturing)
     found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
+    views: dict[str, Any] = {}
     if found is None:
         views = _views(kind, arrays, options, read_only)
         if views["x"].shape[0] == 0 and options[8] is None:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
+    elif found.may_overlap(pointers):
+        _views(kind, arrays, options, read_only)
+    exchange = None if options[8] is None else exchange_of(options[8], device, capturing)  # the first one waits
+    if found is None:
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits, exchange)
         remember(_calls, key, found)
         log.debug(
             "forward %s x %s, %s: %s", views["x"].shape, views["weight"].shape, views["x"].dtype, found.description
         )
-    elif found.may_overlap(pointers):
-        _views(kind, arrays, options, read_only)
     if limbs:
         pointers += prepared.limbs[1:]  # type: ignore[union-attr, index]
     if exchange is not None:

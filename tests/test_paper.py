@@ -136,3 +136,14 @@ def test_what_waits_for_other_ranks_leaves_room(dtype: str, rows: int, waits: bo
         assert ("merge_statistics" not in names) == (waits and dtype != "float64")
     assert ("merge_sums" not in names) == (waits and 1 <= rows <= 1024 and "backward_fused" in names)
     assert names.count("merge_sums") in ((0, 1) if waits else (2,))
+
+
+def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
+    group = _group.Group(Alone(), 10.0, True)
+    with paper.gpu(paper.HOPPER):
+        x, weight = paper.Array((8, 16), "float32"), paper.Array((32, 16), "float32")
+        running = {name: paper.Array((32,), "float32") for name in ("running_mean", "running_var")}
+        with pytest.raises(ValueError, match="group: expected None in inference"):
+            gsbn.forward(x, weight, **running, group=group)
+        with pytest.raises(ValueError, match="^weight: expected shape"):
+            gsbn.forward(x, paper.Array((32, 15), "float32"), training=True, group=group)
