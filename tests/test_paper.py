@@ -145,5 +145,5 @@ def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
         running = {name: paper.Array((32,), "float32") for name in ("running_mean", "running_var")}
         with pytest.raises(ValueError, match="group: expected None in inference"):
             gsbn.forward(x, weight, **running, group=group)
-        with pytest.raises(ValueError, match="^weight: expected shape"):
+        with pytest.raises(ValueError, match=r"^weight: expected shape"):
             gsbn.forward(x, paper.Array((32, 15), "float32"), training=True, group=group)
