@@ -200,9 +200,9 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     if exchange is None:
         return found, found.call.run(arrays[0], pointers, stream, capturing)
     pointers.append(exchange.address)
-    exchange.enter(stream, capturing)
+    exchange.begin(stream, capturing)
     made = found.call.run(arrays[0], pointers, stream, capturing)
-    exchange.leave(stream, capturing)
+    exchange.end(stream, capturing)
     return found, made
 
 

@@ -151,9 +151,7 @@ class Call:
     def gather(self, exchange: Any, count: int, posted: str, gathered: str) -> None:
         """So many doubles of every rank, by NCCL."""
         self._kernels.append("ncclAllGather")
-        gather = exchange.gather
-        step = (lambda words, stream: gather(count, *words, stream)), (), self._of((posted, gathered))
-        self._steps.append(step)
+        self._steps.append((exchange.gather, (count,), self._of((posted, gathered))))
 
     def clear(self, name: str, nbytes: int) -> None:
         """Zeros."""

@@ -23,7 +23,7 @@ import numpy as np
 from ._plan import FEW_ROWS, SAVED_ROWS
 from .reference import ACTIVATIONS, next_count, round_to
 
-__all__ = ["backward", "forward", "merge"]
+__all__ = ["backward", "forward"]
 
 Array = Any  # np.ndarray, of any dtype; a number for an absent vector
 Gather = Callable[[Array], Array]  # numbers of this rank (N,) to those of all (ranks, N)
@@ -123,14 +123,13 @@ def forward(
                 walk.each(np.divide, d, units[-1], d)
             np.copyto(y[block], d, casting="unsafe")
 
-    rows, mean, var = walk.merge(means, squares)
+    rows, mean, m2 = walk.merge(means, squares)
     if gather is not None:
-        ranks = gather(np.concatenate([[rows], mean, var * rows]))
-        rows, mean, squares_of = merge(ranks[:, :1], *np.split(ranks[:, 1:], 2, axis=1))
+        ranks = gather(np.concatenate([[rows], mean, m2]))
+        rows, mean, m2 = _merge(ranks[:, :1], *np.split(ranks[:, 1:], 2, axis=1))
         if rows == 1:
             raise ValueError("Expected more than 1 value per channel when training, got one row on all ranks together")
-        var = squares_of / rows if rows else squares_of
-    var = var * (s * s)  # of z, as all that follows wants it
+    var = m2 / max(rows, 1) * (s * s)  # of z, as all that follows wants it
     r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
     for i, block in enumerate(walk.blocks):
@@ -244,7 +243,7 @@ def backward(
     return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
-def merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
+def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
     """Rows, mean and M2 of a batch from those of its parts, (parts, 1), (parts, O) and (parts, O): in order, about the
     first part's mean, so that equal means stay exact. Without rows all is zero."""
     given = np.flatnonzero(counts)
@@ -328,15 +327,13 @@ class _Walk:
         return found
 
     def merge(self, means: list[Array], squares: list[Array]) -> tuple[int, Array, Array]:
-        """Rows, mean and biased variance of the batch from each block's mean and sum of squared deviations."""
-        if len(means) <= 1:
-            rows = self.blocks[0].stop if means else 0
-            zeros = np.zeros(self.features)
-            return (rows, means[0], squares[0] / rows) if means else (rows, zeros, zeros)
+        """Rows, mean and M2 of the batch from each block's mean and M2."""
+        if len(means) == 1:  # as it is, for calls are small then
+            return self.blocks[0].stop, means[0], squares[0]
+        if not means:
+            return 0, np.zeros(self.features), np.zeros(self.features)
         counts = np.array([[block.stop - block.start] for block in self.blocks], np.float64)
-        rows = self.blocks[-1].stop
-        mean = (counts * means).sum(axis=0) / rows
-        return rows, mean, (np.sum(squares, axis=0) + (counts * (means - mean) ** 2).sum(axis=0)) / rows
+        return _merge(counts, np.stack(means), np.stack(squares))
 
 
 def _as(a: Array, dtype: Any) -> Array:

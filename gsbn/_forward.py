@@ -323,10 +323,10 @@ def _forward(
         pointers += prepared.limbs[1:]  # type: ignore[union-attr, index]
     if exchange is not None:
         pointers.append(exchange.address)
-        exchange.enter(stream, capturing)
+        exchange.begin(stream, capturing)
     made = found.call.run(arrays[0], pointers, stream, capturing, prepared)
     if exchange is not None:
-        exchange.leave(stream, capturing)
+        exchange.end(stream, capturing)
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if found.y is None else made[found.y]

@@ -90,17 +90,10 @@ class Exchange:
             self._join()
         self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
         ctypes.memset(self._status.ptr, 0, 8)
-        fields = [
-            group.rank,
-            group.size,
-            letters(self.features),
-            int(min(group.timeout, _LONGEST) * 1e9),
-            self._status.ptr,
-            0,
-            0,
-            0,
-        ]
-        self._ranks = cuda().cupy.asarray(np.array([*fields, *(boxes or ())], np.uint64))
+        nanoseconds = int(min(group.timeout, _LONGEST) * 1e9)
+        given = group.rank, group.size, letters(self.features), nanoseconds, self._status.ptr
+        counts = 0, 0, 0  # call, leaving, broken
+        self._ranks = cuda().cupy.asarray(np.array([*given, *counts, *(boxes or ())], np.uint64))
         self.address: int = self._ranks.data.ptr
         self._event = cuda().cupy.cuda.Event(disable_timing=True)  # after the last call
         self._stream: int | None = None
@@ -162,12 +155,12 @@ class Exchange:
 
     # ---- a call
 
-    def enter(self, stream: int, capturing: bool) -> None:
+    def begin(self, stream: int, capturing: bool) -> None:
         """Before a call's launches: after those of the last call, if that was on another stream."""
         if self._stream not in (None, stream) and not capturing:
             cuda().runtime.streamWaitEvent(stream, self._event.ptr)
 
-    def leave(self, stream: int, capturing: bool) -> None:
+    def end(self, stream: int, capturing: bool) -> None:
         """After a call's launches."""
         if not capturing:
             cuda().runtime.eventRecord(self._event.ptr, stream)
@@ -175,8 +168,9 @@ class Exchange:
             if self._watch is not None:
                 self._watch.add(stream)
 
-    def gather(self, count: int, posted: int, gathered: int, stream: int) -> None:
-        """Launch: `count` doubles of every rank, in rank order."""
+    def gather(self, count: int, operands: tuple[int, int], stream: int) -> None:
+        """Launch: `count` doubles of every rank, in rank order, from the first address to the second."""
+        posted, gathered = operands
         self._comm.allGather(posted, gathered, count, _NCCL_FLOAT64, stream)
 
     def obstacle(self) -> str:

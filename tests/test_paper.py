@@ -110,7 +110,7 @@ def exchange(waits: bool) -> SimpleNamespace:
     """What a group has on a GPU of paper."""
     return SimpleNamespace(
         waits=waits, size=2, features=1 << 20, address=1, device=0, obstacle=lambda: "",
-        enter=lambda *_: None, leave=lambda *_: None, gather=lambda *_: None,
+        begin=lambda *_: None, end=lambda *_: None, gather=lambda *_: None,
     )  # fmt: skip
 
 

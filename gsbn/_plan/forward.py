@@ -113,7 +113,7 @@ def plan(
         training=training,
         prepared=prepared,
         saved=saved,
-        gathered=ranks == "between",
+        between=ranks == "between",
     )
     m, n, k, dtype, device, x, w, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -210,9 +210,12 @@ def gemm_for(
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
-    gathered: bool = False,
+    between: bool = False,
 ) -> tuple[str, str]:
-    """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    """The path that serves a call, and why; ValueError if `gemm` names one that cannot.
+
+    `between`: other ranks' statistics come between two launches.
+    """
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {
         "sm90": sm90,
@@ -226,8 +229,8 @@ def gemm_for(
         return gemm, "asked for"
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
-        if gathered and element != "limbs":
-            return "cublas", "statistics are gathered between two launches, which leaves a bare GEMM"
+        if between and element != "limbs":
+            return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
         ours = cheapest_tile(p, _mode(training), element, keeps=saved).us + split_us(p, element, prepared=prepared)

@@ -147,7 +147,7 @@ def one_launch(
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster), 256)
     split = None
-    if element == "limbs" and mode != "gemm":  # whose limbs may lie anywhere: see LimbGemm
+    if element == "limbs" and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
         split = limbs(m, 0 if prepared else n, k, workspace, p.device)
     if split is not None:
         workspace = split.w_exponents + (0 if prepared else 4 * n)
