@@ -118,7 +118,6 @@ __device__ inline void store_feature(const Problem& p, const double* saved, long
 
     const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
     const G mean_high = static_cast<G>(mean);
     coefficients[DG_A * pitch + at] = static_cast<G>(a);

@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 
 // merge_statistics: of mean and M2 of every rank's rows those of all, and what scale_stats makes of them; a thread has one
 // column. `posted` are this rank's own, as scale_stats left them (not read where it has no rows, p.m = 0), which go to the
-// others, unless another library has `gathered` them already. Moves 16 bytes a feature to each rank.
+// others, unless another library has `gathered` them already. Moves two letters, 32 bytes, a feature to each rank.
 //
 // It waits for the other ranks. A CTA takes its columns in the order in which every rank's CTAs take them, and posts before
 // it waits, so that no two ranks wait for each other, however many CTAs each has.
