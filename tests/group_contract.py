@@ -493,9 +493,6 @@ def makes_no_group(at: Ranks) -> None:
         assert_given_up(at, time.monotonic(), lambda: gsbn.group(at.comm, timeout=SHORT))
 
 
-# ---- the program of a rank, and what its start needs
-
-
 # ---- on GPUs
 
 
@@ -572,6 +569,34 @@ def the_next_call_tells(at: Ranks) -> None:
 
 
 @on_gpus
+def equal_bits(at: Ranks) -> None:
+    """Calls of random sizes, dealt out at random: the running statistics have the same bits on all ranks.
+
+    ``CALLS`` in the environment says how many.
+    """
+    import torch
+
+    draw = random.Random(1)
+    of_rank, of_all = (torch.Generator(device="cuda").manual_seed(seed) for seed in (at.rank, at.size))
+    for _ in range(int(os.environ.get("CALLS", "200")) // 50):
+        seen = []
+        for _ in range(50):
+            dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+            B = draw.choice([draw.randint(2, 64), draw.randint(64, 3000)])
+            I, O = 8 * draw.randint(1, 40), 8 * draw.randint(1, 60)
+            ends = sorted([0, B, *(draw.randint(0, B) for _ in range(at.size - 1))])
+            x = torch.randn(ends[at.rank + 1] - ends[at.rank], I, device="cuda", generator=of_rank).to(dtype)
+            weight = torch.randn(O, I, device="cuda", generator=of_all).to(dtype)
+            mean, var = torch.zeros(O, device="cuda"), torch.ones(O, device="cuda")
+            y = gsbn.forward(x, weight, running_mean=mean, running_var=var, training=True, group=at.group)
+            seen.append(torch.cat([mean, var]))
+            assert len(y) == len(x)
+        bits = torch.cat(seen).view(torch.int32).cpu().numpy()
+        for other in at.gathered(bits):
+            np.testing.assert_array_equal(other, bits)
+
+
+@on_gpus
 def beside_other_communication(at: Ranks) -> None:
     """No deadlock: 2,000 steps beside DDP's all-reduces of small buckets and those of a second communicator.
 
@@ -630,8 +655,11 @@ def comes_late_on_a_gpu(at: Ranks) -> None:
     group.leave()
 
 
-def why_not(engine: str) -> str:
-    """What the engine lacks here."""
+# ---- the program of a rank, and what its start needs
+
+
+def why_not(engine: str, size: int = 2) -> str:
+    """What the engine lacks here, for so many ranks."""
     if engine == "mpi":
         lacks = [] if find_spec("mpi4py") else ["mpi4py"]
         lacks += [] if shutil.which("mpiexec", path=environment()["PATH"]) else ["mpiexec"]
@@ -642,7 +670,8 @@ def why_not(engine: str) -> str:
 
     if engine == "nccl":
         torch = sys.modules["torch"]
-        return "" if torch.cuda.device_count() > 1 and dist.is_nccl_available() else "needs two GPUs that PyTorch sees"
+        enough = torch.cuda.device_count() >= size and dist.is_nccl_available()
+        return "" if enough else f"needs {size} GPUs that PyTorch sees"
     return "" if dist.is_available() and dist.is_gloo_available() else "this PyTorch has no gloo"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -93,8 +92,8 @@ def assert_right(results: dict[str, list[str]], name: str, size: int) -> None:
     assert len(results.get(name, [])) == size, "\n".join(["not every rank came that far:", *results[""]])
 
 
-def need(engine: str) -> None:
-    if reason := why_not(engine):
+def need(engine: str, size: int = 2) -> None:
+    if reason := why_not(engine, size):
         pytest.skip(reason)
 
 
@@ -106,13 +105,15 @@ def test_two_ranks(engine: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_two_gpus() -> None:
-    """One program after the other: each has both GPUs for itself, as far as other tests let it."""
-    need("nccl")
-    for kind, way in itertools.product(("torch-cuda", "cupy"), ("--peer-memory", "--no-peer-memory")):
-        results = start("nccl", 2, *OF_GPUS, kind=kind, more=(way,)).results()
-        for name in OF_GPUS:
-            assert_right(results, name, 2)
+@pytest.mark.parametrize("way", ["--peer-memory", "--no-peer-memory"])
+@pytest.mark.parametrize("kind", ["torch-cuda", "cupy"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_gpus(size: int, kind: str, way: str) -> None:
+    """A GPU for each rank."""
+    need("nccl", size)
+    results = start("nccl", size, *OF_GPUS, kind=kind, more=(way,)).results()
+    for name in OF_GPUS:
+        assert_right(results, name, size)
 
 
 @pytest.mark.parametrize(("engine", "name"), OF_THREE)
