@@ -45,12 +45,12 @@ class Plain(nn.Module):
 
 
 def pair(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> tuple[LinearBatchNorm1d, Plain]:
-    """Our layer and PyTorch's in the same state, in which nothing is 0 or 1."""
+    """Our layer and PyTorch's in the same state on any device, in which nothing is 0 or 1."""
     torch.manual_seed(0)
     layer = LinearBatchNorm1d(I, O, device=device, dtype=dtype, **options)
     with torch.no_grad():
         for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
-            tensor.copy_(torch.rand_like(tensor) + 0.5)
+            tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)
         layer.linear.weight -= 1
     return layer, Plain(layer)
 
