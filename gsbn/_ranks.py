@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +196,13 @@ class Exchange:
         with on_device(self.device):
             if together:
                 cuda().runtime.deviceSynchronize()
-                with suppress(RuntimeError):  # a rank does not come: it may still write
+                try:
                     self._group.gather_bytes(b"close")
                     self._unmap()
+                except RuntimeError:  # a rank does not come: it may still write
+                    together = False
             if self._own_comm and not (self._watch is not None and self._watch.late):
-                self._comm.destroy()
+                (self._comm.destroy if together else self._comm.abort)()  # what destroys waits for the others
 
 
 class _Watch:
@@ -210,12 +211,14 @@ class _Watch:
     def __init__(self, timeout: float, comm: Any) -> None:
         self._timeout, self._comm, self.late = timeout, comm, False
         self._calls: deque[tuple[float, Any]] = deque()
+        # Events to record again: destroying one waits while another thread waits for the GPU.
+        self._events: deque[Any] = deque()
         self._ended = threading.Event()
         self._device = cuda().runtime.getDevice()
         threading.Thread(target=self._run, name="gsbn-nccl", daemon=True).start()
 
     def add(self, stream: int) -> None:
-        event = cuda().cupy.cuda.Event(disable_timing=True)
+        event = self._events.popleft() if self._events else cuda().cupy.cuda.Event(disable_timing=True)
         cuda().runtime.eventRecord(event.ptr, stream)
         self._calls.append((time.monotonic() + self._timeout, event))
 
@@ -228,7 +231,7 @@ class _Watch:
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
         while not self._ended.wait(min(1.0, self._timeout / 4)):
             while self._calls and self._calls[0][1].done:
-                self._calls.popleft()
+                self._events.append(self._calls.popleft()[1])
             if self._calls and time.monotonic() > self._calls[0][0]:
                 self.late = True
                 self._comm.abort()

@@ -30,8 +30,9 @@ struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
     char* mailbox[1];            // of each rank, its own too
 };
 
+template <typename R>
 struct Whole {  // a feature's statistics over all ranks
-    double rows, mean, m2;
+    R rows, mean, m2;
     bool right;
 };
 
@@ -125,7 +126,8 @@ struct Exchange {
             here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
                     peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
             // A rank without rows has nothing else to say where another library gathers.
-            wrong |= header && theirs != signature && !(gathered != nullptr && rows[i] == 0.0);
+            const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
+            wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
         }
         if (wrong) fail(STATUS_OTHER_CALL);
         if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return NEVER;
@@ -152,37 +154,44 @@ struct Exchange {
     }
 
     // Mean and M2 of feature c over all rows, of what each rank posted: in the order of the ranks, about the mean of the
-    // first one that has rows, so that equal means stay exact. Every rank computes the same bits.
-    __device__ Whole statistics(long long c) const {
-        Whole all = {0.0, 0.0, 0.0, true};
-        double pivot = 0.0, sum = 0.0, rows[BATCH], mean[BATCH], m2[BATCH];
+    // first one that has rows, so that equal means stay exact. Every rank computes the same bits. In float64, or in float32
+    // beside a main loop, whose tensor core waits tens of cycles for every instruction of float64.
+    template <typename R>
+    __device__ Whole<R> statistics(long long c) const {
+        Whole<R> all = {R(0), R(0), R(0), true};
+        R pivot = R(0), sum = R(0);
+        double rows[BATCH], mean[BATCH], m2[BATCH];
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
             all.right &= collect(from, c, rows, mean, m2);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                if (rows[i] == 0.0) continue;
-                if (all.rows == 0.0) pivot = mean[i];
-                all.rows += rows[i];
-                sum += rows[i] * (mean[i] - pivot);
+                const R r = from + i < size ? R(rows[i]) : R(0);
+                if (r == R(0)) continue;
+                if (all.rows == R(0)) pivot = R(mean[i]);
+                all.rows += r;
+                sum += r * (R(mean[i]) - pivot);
             }
         }
         if (!all.right) {
-            all.mean = all.m2 = __longlong_as_double(0x7FF8000000000000LL);
+            all.mean = all.m2 = R(__int_as_float(0x7FC00000));
             return all;
         }
-        if (all.rows == 0.0) return all;
-        all.mean = pivot + sum / all.rows;
+        if (all.rows == R(0)) return all;
+        const R shift = sum / all.rows;
+        all.mean = pivot + shift;
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
             if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // else they are still there
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const double d = mean[i] - all.mean;
-                if (rows[i] != 0.0) all.m2 += m2[i] + rows[i] * d * d;
+                const R r = from + i < size ? R(rows[i]) : R(0);
+                if (r == R(0)) continue;
+                const R d = R(mean[i]) - pivot - shift;
+                all.m2 += R(m2[i]) + r * d * d;
             }
         }
-        if (all.rows == 1.0) {
+        if (all.rows == R(1)) {
             fail(STATUS_ONE_ROW);
             all.right = false;
         }

@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
                                   rows ? posted[FEATURES_AT + 2 * c + 1] : 0.0);
         }
         const Arguments of(p, c, bias, scale, gamma, beta, running_mean, running_var);
-        const Whole all = exchange.statistics(c);
+        const Whole<double> all = exchange.statistics<double>(c);
         const bool tracked = all.right && all.rows > 1.0;
         if (!tracked) counted = false;
         store_feature(p, c, fmax(all.rows, 1.0), all.mean, all.m2, of, batches, tracked, workspace, running_mean,

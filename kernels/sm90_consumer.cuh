@@ -185,10 +185,10 @@ struct Consumer : Cta {
             float2 all;  // mean and a
             if (!RANKS &&
                 lanes_of(order.rows) == 1) {  // few tiles share a feature: merging them here saves a round trip
-                float var;
+                float m2;
                 const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
-                merge_feature<4>(words, order.rows, (int)m, launch, 0, 1, all.x, var);
-                all.y = u.slope(var, f.eps);
+                merge_feature<4>(words, order.rows, (int)m, launch, 0, 1, all.x, m2);
+                all.y = u.slope(m2 / (float)m, f.eps);
             } else {
                 all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
             }

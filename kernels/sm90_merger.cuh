@@ -63,12 +63,13 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
             const u64 launch = *(volatile u64*)&sh.launch;
             const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
             await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
-            float mean, var;
-            merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, var);
+            float mean, m2;
+            merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, m2);
 #if RANKS
-            if (mine) exchange.post_feature(feature, mean, (double)var * (double)m);
+            if (mine) exchange.post_feature(feature, mean, m2);
             continue;
 #endif
+            const float var = m2 / (float)m;
             if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
             if (KEEP && IN_UNITS && speaks)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
@@ -95,7 +96,6 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     const Exchange exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
     const int share = share_of(order.rows);
-    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
@@ -104,32 +104,43 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
 #pragma unroll 1
         for (int base = 0; base < share && row * share + base < BLOCK_N; base += 32) {
             const int lane = lane_id(), c = row * share + base + lane, feature = block * BLOCK_N + c;
-            const bool speaks = base + lane < share && c < BLOCK_N;
-            const bool mine = speaks && feature < n, running = mine && tracked;
-            double s = 0.0, gamma = 0.0, beta = 0.0, b = 0.0, rm = 0.0, rv = 0.0;  // on their way meanwhile
-            if (mine) {
-                s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
-                gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
-                if (KEEP) beta = fetch(f.beta, f.beta_code, feature).or_else(0.0);
-            }
-            if (running) {
-                b = fetch(f.bias, f.bias_code, feature).or_else(0.0);
-                rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
-                rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
-            }
+            const bool speaks = base + lane < share && c < BLOCK_N, mine = speaks && feature < n;
+            Affine u = {1.f, 1.f, 0.f};  // on its way meanwhile
+            if (mine) u = f.affine(feature);
             while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) finish_meanwhile(nap);
-            Whole all = {1.0, 0.0, 0.0, true};
-            if (mine) all = exchange.statistics(feature);
-            const double v = all.m2 / all.rows, r = 1.0 / sqrt(s * s * v + p.eps), mu = sh.momentum;
-            const float slope = (float)(gamma * s * r), unit = deviation_unit((float)v, 1);
-            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, (float)all.mean, slope, launch);
-            if (KEEP && IN_UNITS && speaks) publish(merged + features + (size_t)block * BLOCK_N + c, unit, 0.f, launch);
-            if (running && all.right) {
-                store_vector(f.running_mean, f.running_mean_code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
-                store_vector(f.running_var, f.running_var_code, feature,
-                             (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
-            }
-            if (KEEP && mine) store_saved(kept.vectors, n, feature, s, gamma, v, p.eps, unit, slope, beta);
+            Whole<float> all = {1.f, 0.f, 0.f, true};
+            if (mine) all = exchange.statistics<float>(feature);
+            const float var = all.m2 / all.rows;
+            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, u.slope(var, f.eps), launch);
+            if (KEEP && IN_UNITS && speaks)
+                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
+        }
+    }
+    // What no tile waits for, of all these features, in float64: the letters are still there.
+    const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
+    const int left = KEEP || tracked ? nth * share : 0;
+#pragma unroll 1
+    for (int i = lane; i < left; i += 32) {
+        const auto [row, block] = order.at(tile(i / share), rank);
+        const int c = row * share + i % share, feature = block * BLOCK_N + c;
+        if (c >= BLOCK_N || feature >= n) continue;
+        const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
+        const Whole<double> all = exchange.statistics<double>(feature);
+        if (tracked && all.right) {
+            const double b = fetch(f.bias, f.bias_code, feature).or_else(0.0), mu = sh.momentum;
+            const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
+            const double rv = fetch(f.running_var, f.running_var_code, feature).or_else(0.0);
+            store_vector(f.running_mean, f.running_mean_code, feature, (1.0 - mu) * rm + mu * (s * (all.mean + b)));
+            store_vector(f.running_var, f.running_var_code, feature,
+                         (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
+        }
+        if (KEEP) {  // y's slope and unit, as they were published
+            const Whole<float> rounded = exchange.statistics<float>(feature);
+            const float var = rounded.m2 / rounded.rows;
+            const Affine u = f.affine(feature);
+            const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
+            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows, p.eps, deviation_unit(var, 1),
+                        u.slope(var, f.eps), u.beta);
         }
     }
     __syncwarp();

@@ -45,17 +45,18 @@ struct Features {  // the caller's per-feature arguments
 __device__ __forceinline__ int share_of(int tile_rows) { return (BLOCK_N + tile_rows - 1) / tile_rows; }
 __device__ __forceinline__ int lanes_of(int tile_rows) { return max(1, 32 >> (32 - __clz(share_of(tile_rows) - 1))); }
 
-// Mean and variance of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
+// Mean and M2 of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
 // tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
 // pivot, the mean of the first tile: deviations are as small as the data allow, and a sum of a few hundred terms of one
 // size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
 // core beside them tens of cycles each.)
 template <int BATCH>
 __device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, int m, u64 launch, int member,
-                                              int lanes, float& mean, float& var) {
+                                              int lanes, float& mean, float& m2) {
     float2 part[BATCH];
     const float pivot = await(words, launch).x;
-    float sum = 0.f, m2 = 0.f;
+    float sum = 0.f;
+    m2 = 0.f;
 #pragma unroll 1
     for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
         bool here;
@@ -98,7 +99,6 @@ __device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, 
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
     mean = pivot + shift;
-    var = m2 / (float)m;
 }
 
 // A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
