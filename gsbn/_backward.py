@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, overload
 
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
-from ._device import gemm_arguments, hold_until_done, is_capturing, is_current, on_device
+from ._cublas import CublasGemm
+from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
@@ -183,7 +184,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     try:
         signature, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, how, aligned, capturing)
+        key = (signature, how, aligned)
         found = _calls.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
@@ -193,7 +194,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
         else:
             kinds_of({"dy": arrays[0]}, ("dy",))
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = _prepare_call(kind, arrays, how, device, capturing, exchange)
+        found = _prepare_call(kind, arrays, how, device, exchange)
         remember(_calls, key, found)
     if saved is not None:
         _check_versions(kind, saved)
@@ -240,9 +241,7 @@ class _Backward(NamedTuple):
 _calls: dict[Any, _Backward] = {}
 
 
-def _prepare_call(
-    kind: Kind, arrays: tuple[Any, ...], how: How, device: int, capturing: bool, exchange: Exchange | None
-) -> _Backward:
+def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, exchange: Exchange | None) -> _Backward:
     like, needs = arrays[0], how.needs
     dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
     assert dy is not None
@@ -281,7 +280,6 @@ def _prepare_call(
         needs=wanted,
         precision=how.precision,
         gemm=how.gemm,
-        capturing=capturing,
         activation=how.activation,
         norm=how.norm,
         linear=how.linear,
@@ -387,8 +385,8 @@ def _multiply(
     elif product.one is not None:
         call.multiply(Sm90Gemm(p, product.one, device), *operands)
     elif product.kernel is None:
-        shape, sms = (p.m, p.n, p.k), p.device.target
-        call.multiply(gemm_arguments(shape, p.x, p.w, p.n, p.dtype, precision, wide=product.wide, sms=sms), *operands)
+        cublas = CublasGemm(p, precision, device, wide=product.wide)
+        call.multiply(cublas, *operands, call.lend(cublas.workspace))
     else:
         ldx, ldw = max(p.x.strides), p.w.strides[1]
         flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from . import _capture, _declared, _kernels, _plan, _tma
 from ._check import View
-from ._device import Gemm, cuda, gemm_ex
+from ._device import cuda
 from ._interop import Kind
 
 __all__ = ["ABSENT", "VECTORS", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
@@ -59,7 +59,7 @@ class Call:
         self._positions = {name: i for i, name in enumerate((*arguments, ABSENT))}
         self._makers: list[Callable[[], Any]] = []
         self._offsets: list[int] = []  # into the workspace; the first is 0
-        self._nbytes = 0
+        self._nbytes = self._lent = 0
         # What acts, what it is told each time, and what it picks of the addresses
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
         self._records: list[Any] = []  # whose addresses are among the values
@@ -90,7 +90,7 @@ class Call:
 
     def workspace(self, nbytes: int) -> None:
         """Scratch memory for one call, of the library's own allocator."""
-        self._nbytes = nbytes
+        self._nbytes = nbytes + -nbytes % 256
         self.at(0)
 
     def at(self, offset: int) -> str:
@@ -100,6 +100,11 @@ class Call:
             self._positions[name] = len(self._positions)
             self._offsets.append(offset)
         return name
+
+    def lend(self, nbytes: int) -> str:
+        """Scratch memory for one step, at the workspace's end: what it leaves there, the next one may overwrite."""
+        self._lent = max(self._lent, nbytes)
+        return self.at(self._nbytes) if nbytes else ABSENT
 
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
         return itemgetter(*(self._positions[name] for name in names))
@@ -142,11 +147,10 @@ class Call:
 
         self._steps.append((act, (), _all))
 
-    def multiply(self, gemm: Gemm | Callable[..., None], *names: str) -> None:
-        """cuBLAS, or a product that takes the addresses of a, b and c, and what else it wants, as one tuple."""
-        self._kernels += getattr(gemm, "kernels", ("cuBLAS",))
-        act, told = (gemm_ex, (gemm,)) if isinstance(gemm, Gemm) else (gemm, ())
-        self._steps.append((act, told, self._of(names)))
+    def multiply(self, gemm: Any, *names: str) -> None:
+        """A product that takes the addresses of a, b and c, and what else it wants, as one tuple."""
+        self._kernels += gemm.kernels
+        self._steps.append((gemm, (), self._of(names)))
 
     def gather(self, exchange: Any, count: int, posted: str, gathered: str) -> None:
         """So many doubles of every rank, by NCCL."""
@@ -163,7 +167,7 @@ class Call:
     # ---- the call
 
     def describe(self, path: str, why: str) -> Description:
-        return Description(path, why, tuple(self._kernels), self._nbytes + self._copied)
+        return Description(path, why, tuple(self._kernels), self._nbytes + self._lent + self._copied)
 
     def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
         """Allocate and launch; gives what was made, in order. To `pointers`, the arguments', the others are added."""
@@ -173,7 +177,8 @@ class Call:
             array = make()
             made.append(array)
             addresses.append(kind.pointer(array))
-        scratch, workspace = kind.scratch(self._nbytes, like) if self._nbytes else (None, 0)
+        nbytes = self._nbytes + self._lent
+        scratch, workspace = kind.scratch(nbytes, like) if nbytes else (None, 0)
         for offset in self._offsets:
             addresses.append(workspace + offset)
         if capturing:

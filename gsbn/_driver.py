@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
-__all__ = ["OVERLAPPING", "LaunchConfig", "check", "driver", "launch_kernel_ex", "resident_clusters"]
+__all__ = ["OVERLAPPING", "LaunchConfig", "beside_captures", "check", "driver", "launch_kernel_ex", "resident_clusters"]
 
 
 @cache
@@ -22,6 +23,20 @@ def check(result: int, doing: str) -> None:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(result, ctypes.byref(text))
         raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} while {doing}")
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Meanwhile this thread may do what would spoil a capture in torch's usual mode, its own or another thread's."""
+    exchange, mode = driver().cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
+    check(exchange(ctypes.byref(mode)), "setting a thread's capture mode")
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class LaunchConfig(ctypes.Structure):  # CUlaunchConfig

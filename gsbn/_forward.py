@@ -234,8 +234,7 @@ def _describe(
         return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
     device = kind.device(arrays[0])
     with on_device(device):
-        capturing = is_capturing(kind.stream(device))
-        return prepare_call(kind, arrays, views, options, device, capturing, prepared, limits).description
+        return prepare_call(kind, arrays, views, options, device, prepared, limits).description
 
 
 def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -303,7 +302,7 @@ def _forward(
     stream = kind.stream(device)
     capturing = is_capturing(stream)
     limbs = prepared is not None and prepared.limbs is not None
-    found, key, pointers = _find(_calls, kind, arrays, options, capturing, limbs, read_only, limits)
+    found, key, pointers = _find(_calls, kind, arrays, options, limbs, read_only, limits)
     views: dict[str, Any] = {}
     if found is None:
         views = _views(kind, arrays, options, read_only)
@@ -314,7 +313,7 @@ def _forward(
     exchange = None if options[8] is None else exchange_of(options[8], device, capturing)  # the first one waits
     if found is None:
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = prepare_call(kind, arrays, views, options, device, capturing, prepared, limits, exchange)
+        found = prepare_call(kind, arrays, views, options, device, prepared, limits, exchange)
         remember(_calls, key, found)
         log.debug(
             "forward %s x %s, %s: %s", views["x"].shape, views["weight"].shape, views["x"].dtype, found.description

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
-from ._device import gemm_arguments
+from ._cublas import CublasGemm
 from ._interop import Kind
 from ._limbs import Limbs
 from ._prepared import Prepared
@@ -75,7 +75,6 @@ def prepare_call(
     views: dict[str, Any],
     options: tuple[Any, ...],
     device: int,
-    capturing: bool,
     prepared: Prepared | None,
     limits: _plan.Limits,
     exchange: Exchange | None = None,
@@ -102,7 +101,6 @@ def prepare_call(
         training=bool(training),
         precision=precision,
         gemm="auto" if group is not None and m <= 1 else gemm,
-        capturing=capturing,
         prepared=limbs,
         saved=bool(return_saved),
         cumulative=momentum is None,
@@ -186,10 +184,10 @@ def prepare_call(
         call.workspace(plan.workspace if group is None else end)
         workspace = call.at(0)
         g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
+        q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
         if m == 0:  # the group's other ranks have some
             pass
         elif plan.product is not None:
-            q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
             if plan.limbs.of:
                 made = Limbs(call, plan.limbs, {"x": of_x, "weight": of_w}, gpu, device)
                 made.multiply(q, plan.product, "x", "weight", g)
@@ -198,9 +196,8 @@ def prepare_call(
         elif plan.gemm_kernel is not None:
             call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
         else:
-            shape, ldg = (m, n, k), plan.ldg
-            product = gemm_arguments(shape, x_at, w_at, ldg, x.dtype, precision, wide=True, sms=gpu.target)
-            call.multiply(product, of_x, of_w, g)
+            cublas = CublasGemm(q, precision, device, wide=True)
+            call.multiply(cublas, of_x, of_w, g, call.lend(cublas.workspace))
         of_posted = ABSENT if group is None else call.at(posted)
         if training and m:
             if plan.tickets_bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ._device import cuda, on_device
-from ._driver import driver
+from ._driver import beside_captures
 from ._group import Group
 
 __all__ = ["Exchange", "exchange_of", "letters", "posts_at", "signature"]
@@ -27,7 +27,6 @@ _LETTER = 16
 _LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
 _INFO = struct.Struct("16s q q q ? 64s")  # of a rank: its host, its process, its mailbox, its device, what others open
 _NCCL_FLOAT64 = 8
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _STATUS = {  # STATUS_ of kernels/ranks.cuh
     1: "a rank did not come within {timeout:g} s",
     2: "a rank makes another call: of other features or another dtype, or a forward where this one makes a backward",
@@ -227,15 +226,14 @@ class _Watch:
 
     def _run(self) -> None:
         cuda().runtime.setDevice(self._device)
-        # A capture of another thread, in torch's usual mode, would be spoilt by whoever asks for an event.
-        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
-        while not self._ended.wait(min(1.0, self._timeout / 4)):
-            while self._calls and self._calls[0][1].done:
-                self._events.append(self._calls.popleft()[1])
-            if self._calls and time.monotonic() > self._calls[0][0]:
-                self.late = True
-                self._comm.abort()
-                return
+        with beside_captures():  # it asks for events
+            while not self._ended.wait(min(1.0, self._timeout / 4)):
+                while self._calls and self._calls[0][1].done:
+                    self._events.append(self._calls.popleft()[1])
+                if self._calls and time.monotonic() > self._calls[0][0]:
+                    self.late = True
+                    self._comm.abort()
+                    return
 
 
 def _host() -> bytes:

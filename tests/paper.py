@@ -26,7 +26,7 @@ if __package__:  # as tests.paper
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gsbn
-from gsbn import _backward, _call, _declared, _device, _forward, _interop, _kernels, _plan, _tma
+from gsbn import _backward, _call, _declared, _device, _forward, _forward_call, _interop, _kernels, _plan, _tma
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)
@@ -90,7 +90,7 @@ class Kind(_interop.Kind):
 
 
 class Launch(NamedTuple):
-    """One entry of the log: a kernel of ours, or "gemm_ex" or "memset" with all that they were told as words."""
+    """One entry of the log: a kernel of ours, or "cuBLAS" or "memset" with all that they were told as words."""
 
     name: str
     defines: tuple[tuple[str, str], ...]
@@ -125,27 +125,23 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         maps.update((i, repr(m)) for i, m in zip(at, zip(pointers, matrices.arguments, strict=True), strict=True))
         return (), tuple(at)
 
-    names = (
-        "COMPUTE_32F_PEDANTIC",
-        "COMPUTE_32F",
-        "COMPUTE_64F",
-        "COMPUTE_32F_FAST_TF32",
-        "OP_N",
-        "OP_T",
-        "DEFAULT_MATH",
-    )
-    runtime = {f"CUDA_R_{name}": i for i, name in enumerate(("32F", "16F", "16BF", "64F"))}
-    found = SimpleNamespace(
-        runtime=SimpleNamespace(**runtime, memsetAsync=other("memset")),
-        cublas=SimpleNamespace(**{f"CUBLAS_{name}": i for i, name in enumerate(names)}),
-        current_context=lambda: 1,
-    )
+    class Cublas:
+        kernels, workspace = ("cuBLAS",), 1000
+
+        def __init__(self, *told: Any, wide: bool) -> None:
+            self._told = (*told, wide)
+
+        def __call__(self, operands: tuple[int, ...], stream: int) -> None:
+            log.append(Launch("cuBLAS", (), False, 1, (), (*self._told, *operands, stream)))
+
+    found = SimpleNamespace(runtime=SimpleNamespace(memsetAsync=other("memset")), current_context=lambda: 1)
     with contextlib.ExitStack() as stack:
         for module in (_device, _call):
             stack.enter_context(mock.patch.object(module, "cuda", return_value=found))
         for module in (_forward, _backward):
             stack.enter_context(mock.patch.object(module, "_calls", {}))
-        stack.enter_context(mock.patch.object(_call, "gemm_ex", other("gemm_ex")))
+        for module in (_forward_call, _backward):
+            stack.enter_context(mock.patch.object(module, "CublasGemm", Cublas))
         stack.enter_context(mock.patch.object(_tma, "tensor_maps", tensor_maps))
         stack.enter_context(mock.patch.object(_kernels, "gpu", return_value=device))
         stack.enter_context(mock.patch.object(_kernels, "launcher", launcher))

@@ -28,7 +28,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._plan.backward", "gsbn._plan.forward"},
     {"gsbn._plan"},
     {"gsbn._cpu", "gsbn._declared", "gsbn._device", "gsbn._interop", "gsbn._tma"},
-    {"gsbn._capture", "gsbn._kernels", "gsbn._ranks", "gsbn._saved"},
+    {"gsbn._capture", "gsbn._cublas", "gsbn._kernels", "gsbn._ranks", "gsbn._saved"},
     {"gsbn._call", "gsbn._sm90"},
     {"gsbn._limbs"},
     {"gsbn._fold", "gsbn._forward_call", "gsbn._prepare", "gsbn._warm_up"},

@@ -167,7 +167,7 @@ def test_captured_memory_is_about_torchs_and_ends_with_the_graph() -> None:
     assert left[1] == 0  # torch's own leave cuBLAS' workspace behind
 
 
-@pytest.mark.parametrize("gemm", ["auto", "tiled"])
+@pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
 def test_what_cupy_captured_ends_with_the_graph(gemm: str) -> None:
     """Nothing of gsbn is called after the graph is gone, and no later capture is begun."""
     arrays = without_out(Case((2000, 64, 512), "float16", True, layouts=()).arrays())

@@ -31,7 +31,7 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
             beside = 2 if log[1].name == "split_limbs" and log[1].words[0] == 0 else 1
         for i, launch in enumerate(log):
             seen[launch.name] += 1
-            if launch.name in ("memset", "gemm_ex"):
+            if launch.name in ("memset", "cuBLAS"):
                 continue
             prepares = i < beside
             assert 1 <= launch.grid <= (2**31 - 1 if prepares else most), (seed, launch)
@@ -43,7 +43,7 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
                 assert len(call.arrays["x"].shape) == 2
                 assert call.arrays["x"].shape[0] > 32 or call.options["momentum"] is None
     hopper = {"forward_sm90", "split_limbs"}
-    assert set(seen) >= {"gemm_tiled", "scale_stats", "normalize", "running_affine", "copy_matrix", "gemm_ex"}
+    assert set(seen) >= {"gemm_tiled", "scale_stats", "normalize", "running_affine", "copy_matrix", "cuBLAS"}
     assert set(seen) >= {"backward_sums", "backward_dg", "backward_fused", "sum_features"}
     assert hopper <= set(seen) if device == paper.HOPPER else not hopper & set(seen)
 

@@ -217,23 +217,20 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
 
 
-@given(p=problems(), training=st.booleans(), capturing=st.booleans())
-def test_auto_serves_every_call(p: Matmul, training: bool, capturing: bool) -> None:
-    decided = plan(p, training=training, capturing=capturing)
+@given(p=problems(), training=st.booleans())
+def test_auto_serves_every_call(p: Matmul, training: bool) -> None:
+    decided = plan(p, training=training)
     assert_fits(p, decided, training=training)
     assert decided.why
-    if capturing:
-        assert decided.gemm != "cublas"
 
 
-@given(p=problems(), training=st.booleans(), capturing=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
-def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, capturing: bool, gemm: str) -> None:
-    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
-    if gemm == "cublas" and (capturing or not has_bfloat16):
+@given(p=problems(), training=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
+def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, gemm: str) -> None:
+    if gemm == "cublas" and p.device.capability < (8, 0) and p.dtype == "bfloat16":
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
-            plan(p, training=training, capturing=capturing, gemm=gemm)
+            plan(p, training=training, gemm=gemm)
     else:
-        decided = plan(p, training=training, capturing=capturing, gemm=gemm)
+        decided = plan(p, training=training, gemm=gemm)
         assert decided.gemm == gemm
         assert_fits(p, decided, training=training)
 
@@ -251,9 +248,9 @@ def kept_by(p: Matmul, *, training: bool) -> str:
     return p.dtype if p.m > FEW_ROWS else "float64"
 
 
-@given(p=problems(), training=st.booleans(), capturing=st.booleans())
-def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool) -> None:
-    decided = plan(p, training=training, capturing=capturing, saved=True)
+@given(p=problems(), training=st.booleans())
+def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
+    decided = plan(p, training=training, saved=True)
     assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
     if decided.one is not None:
         assert training
@@ -272,19 +269,16 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool, capturing: bool)
 @given(
     p=problems(),
     training=st.booleans(),
-    capturing=st.booleans(),
     needs=st.sets(st.sampled_from(FIELDS)),
     gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
     precision=st.sampled_from(["highest", "high"]),
 )
-def test_a_backward_fits(
-    p: Matmul, training: bool, capturing: bool, needs: set[str], gemm: str, precision: str
-) -> None:
-    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs)), "capturing": capturing}
+def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, precision: str) -> None:
+    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
     too_few_sms = p.device.limited and p.device.sms < CUBLAS_SMS
-    if gemm == "cublas" and (capturing or too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
+    if gemm == "cublas" and (too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
             backward_plan(p, gemm=gemm, **options)
         return
@@ -374,8 +368,7 @@ def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: 
     limit = MAX_TERMS["tf32" if dtype == "float32" else dtype]
     assert plan(contiguous(64, 64, limit, dtype), training=True, precision=precision, gemm="sm90").one is not None
     p = contiguous(64, 64, limit + 8, dtype)
-    for options, want in (({}, "cublas"), ({"capturing": True}, "tiled")):
-        assert plan(p, training=True, precision=precision, **options).gemm == want
+    assert plan(p, training=True, precision=precision).gemm == "cublas"
     with pytest.raises(ValueError, match=r"gemm: .*lose digits"):
         plan(p, training=True, precision=precision, gemm="sm90")
     if dtype != "float32":
@@ -427,8 +420,6 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((1024, 8192, 8192), "bfloat16", A100, {}, "cublas"),
         ((1024, 8192, 8192), "bfloat16", OLD_NVRTC, {}, "cublas"),
         ((128, 8192, 8192), "bfloat16", H200, {}, "cublas"),  # measured: 51 against 56 us
-        ((128, 8192, 8192), "bfloat16", H200, {"capturing": True}, "sm90"),
-        ((1024, 8192, 8192), "float32", A100, {"capturing": True}, "tiled"),
         ((100000, 64, 64), "bfloat16", H200, {}, "sm90"),  # 37 against 59 us, one CTA a cluster
         ((32, 32, 16384), "bfloat16", H200, {}, "cublas"),  # 15 against 49 us: cuBLAS splits k
     ],
@@ -449,11 +440,8 @@ def test_auto_takes_what_was_measured_to_win(
         ((32768, 1024, 1024), {}, "sm90", "cublas"),  # 122 and 121; 99 and 142
         ((128, 1024, 512), {}, "sm90", "sm90"),  # 6.5 and 7.1, 6.8 and 7.6: the host takes 8 to call cuBLAS
         ((256, 2048, 2048), {}, "cublas", "cublas"),  # 10.6 and 13.1, 10.4 and 10.7
-        ((128, 1024, 512), {"capturing": True}, "sm90", "sm90"),
         ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
         ((128, 1020, 512), {"gemm": "sm90"}, "cublas", "cublas"),  # rows of dx off 16 bytes
-        ((128, 1020, 512), {"capturing": True}, "tiled", "tiled"),
-        ((128, 1024, 511), {"capturing": True}, "sm90", "sm90"),  # dg has a pitch of its own
         ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
         ((1024, 8192, 8192), {"gemm": "tiled"}, "tiled", "tiled"),
     ],

@@ -83,7 +83,6 @@ def backward_plan(
     needs: tuple[str, ...],
     precision: str = "highest",
     gemm: str = "auto",
-    capturing: bool = False,
     activation: str | None = None,
     norm: bool = True,
     linear: bool = True,
@@ -114,8 +113,8 @@ def backward_plan(
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(m, k, n, dtype, device, rows, w.T, Matrix((k, 1), True), p.limits)
     of_weight = Matmul(n, k, m, dtype, device, rows.T, x.T, Matrix((k, 1), True), p.limits)
-    dx = _product("dx", of_x, precision, gemm, capturing) if linear and "x" in needs else None
-    dw = _product("dw", of_weight, precision, gemm, capturing, wide) if linear and "weight" in needs else None
+    dx = _product("dx", of_x, precision, gemm) if linear and "x" in needs else None
+    dw = _product("dw", of_weight, precision, gemm, wide) if linear and "weight" in needs else None
     across = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
@@ -176,9 +175,9 @@ def backward_plan(
     )
 
 
-def _product(name: str, p: Matmul, precision: str, gemm: str, capturing: bool, wide: bool = False) -> Product:
+def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
     """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
-    obstacle = cublas_obstacle(p, capturing)
+    obstacle = cublas_obstacle(p)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
     if _wants_limbs(p, precision, gemm, obstacle):

@@ -88,7 +88,6 @@ def plan(
     training: bool,
     precision: str = "highest",
     gemm: str = "auto",
-    capturing: bool = False,
     prepared: bool = False,
     saved: bool = False,
     cumulative: bool = False,
@@ -109,7 +108,6 @@ def plan(
         p,
         precision=precision,
         gemm=gemm,
-        capturing=capturing,
         training=training,
         prepared=prepared,
         saved=saved,
@@ -206,7 +204,6 @@ def gemm_for(
     *,
     precision: str,
     gemm: str,
-    capturing: bool,
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
@@ -219,7 +216,7 @@ def gemm_for(
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {
         "sm90": sm90,
-        "cublas": cublas_obstacle(p, capturing),
+        "cublas": cublas_obstacle(p),
         "tiled": None,
     }
     if gemm != "auto":

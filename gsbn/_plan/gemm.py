@@ -206,14 +206,14 @@ def copy_grid(rows: int, cols: int, device: Device) -> int:
     return device.grid(ceil_div(rows, COPY_TILE) * ceil_div(cols, COPY_TILE))
 
 
-def cublas_obstacle(p: Matmul, capturing: bool) -> str | None:
+def cublas_obstacle(p: Matmul) -> str | None:
     if max(p.m, p.n, p.k, *map(abs, p.x.strides), *map(abs, p.w.strides)) > INT32_MAX:
         return "cuBLAS takes sizes below 2^31"
     if p.dtype == "bfloat16" and p.device.capability < (8, 0):
         return "cuBLAS has no bfloat16 below compute capability 8.0"
     if p.device.limited and p.device.sms < CUBLAS_SMS:
         return f"cuBLAS cannot be held to fewer than {CUBLAS_SMS} SMs"
-    return "CuPy's cuBLAS cannot be captured in a CUDA graph" if capturing else None
+    return None
 
 
 def takes_limbs(dtype: str, precision: str, device: Device) -> bool:

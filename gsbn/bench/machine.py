@@ -71,11 +71,11 @@ def matmul_of(case: Case, xp: Any) -> _plan.Matmul:
 
 
 def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
-    """Which GEMM serves a case outside of a capture, and why; on the CPU always NumPy."""
+    """Which GEMM serves a case, and why; on the CPU always NumPy."""
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: float32 BLAS in blocks of rows (float64 for float64)"
     options: dict[str, Any] = {"precision": case.precision, "gemm": gemm, "training": case.training}
-    return _plan.gemm_for(matmul_of(case, xp), capturing=False, **options)
+    return _plan.gemm_for(matmul_of(case, xp), **options)
 
 
 def missing() -> list[tuple[str, str]]:

@@ -68,7 +68,7 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
             reset()
             return library.give(forward()), library.give(state["running_mean"]), library.give(state["running_var"])
 
-        return Candidate(name, library.name, forward, outputs, chosen != "cublas", chosen)
+        return Candidate(name, library.name, forward, outputs, path=chosen)
 
     def forward_that_saves() -> tuple[Any, Any]:
         y, saved = gsbn.forward(x, weight, scale, **affine, **state, **options, return_saved=True)
@@ -85,7 +85,7 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         return tuple(None if a is None else library.give(a) for a in (*gsbn.backward(dy, saved), y))
 
     chosen = "numpy" if xp.__name__ == "numpy" else gemm
-    return Candidate(name, library.name, backward, gradients, chosen == "tiled", chosen)
+    return Candidate(name, library.name, backward, gradients, path=chosen)
 
 
 def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -118,7 +118,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     x, weight, g = operands.x, operands.weight, xp.empty((case.batch, case.out_features), operands.x.dtype)
     matmul = matmul_of(case, xp)
     try:
-        _plan.gemm_for(matmul, precision=case.precision, gemm="sm90", capturing=False)
+        _plan.gemm_for(matmul, precision=case.precision, gemm="sm90")
     except ValueError as error:
         raise Unavailable(str(error)) from None
     one = _plan.one_launch(matmul, "gemm", case.precision)
