@@ -58,7 +58,7 @@ class _Descriptor:
 class CublasGemm:
     """A product, ready but for its addresses and `workspace` bytes of scratch memory.
 
-    a is p's x and b its w, of any strides that cuBLAS takes; c has p's y's rows, which start on 16 bytes. It is in the
+    a is p's x and b its w, of any strides that cuBLAS takes. c is its y, which starts on 16 bytes; it is in the
     accumulator's type if `wide`.
     """
 
@@ -88,6 +88,7 @@ class CublasGemm:
             choice, found = _Choice(), ctypes.c_int()
             asked = map(ctypes.c_void_p, (handle, product.at, b.at, a.at, c.at, c.at, wanted.at))
             _check(_library().cublasLtMatmulAlgoGetHeuristic(*asked, 1, ctypes.byref(choice), ctypes.byref(found)))
+            _check(choice.state)
         self.workspace: int = choice.workspace
         self._matmul, self._handle, one_and_zero = _matmul(), handle, _ONE_AND_ZERO[accumulator]
         self._product, self._a, self._b, self._c, self._choice = product, a, b, c, choice

@@ -125,8 +125,8 @@ def forward(
         32768 input features, 262144 in bfloat16. float32 at "highest" has a launch before it, which makes limbs, and
         takes any number of input features and any rows of x and weight; with other rows of y "sm90" is its GEMM alone,
         with two launches after it.
-        "cublas" is cuBLAS through CuPy, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. All
-        but "cublas" (and so "auto") can be captured in a CUDA graph, after one call of the same kind.
+        "cublas" is cuBLAS, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. After one call of
+        the same kind any can be captured in a CUDA graph.
     sms : int, optional
         At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in
@@ -166,8 +166,9 @@ def forward(
     Notes
     -----
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
-    that library's allocator, a copy of an operand whose strides the GEMM cannot take, and, but for "sm90", one B x O
-    array of float32 for g where y's own memory cannot hold it (float16 and bfloat16; rows of y off a 16-byte boundary).
+    that library's allocator, what cuBLAS wants (32 MiB at most), a copy of an operand whose strides the GEMM cannot
+    take, and, but for "sm90", one B x O array of float32 for g where y's own memory cannot hold it (float16 and
+    bfloat16; rows of y off a 16-byte boundary).
     With `return_saved` the deviations are one B x O array more (`Saved` tells its dtype); but for "sm90", g is computed
     in it where it is wide enough.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
@@ -178,8 +179,7 @@ def forward(
     rows, and y is rounded once; of up to 16 rows all but the product is float64. Beside y it allocates a few blocks,
     1 MiB or 512 rows each; in training a 16-bit y holds deviations, in its dtype, until the batch's mean is known.
 
-    The same call gives the same bits, run to run, with "sm90" and "tiled"; with "cublas" as far as cuBLAS promises it,
-    which is one stream at a time.
+    The same call gives the same bits, run to run, in a CUDA graph or not.
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)

@@ -58,14 +58,17 @@ def test_by_inductor(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("training", [True, False])
-def test_reduce_overhead(training: bool, dtype: str) -> None:
+@pytest.mark.parametrize("gemm", ["auto", "cublas"])
+def test_reduce_overhead(gemm: Any, training: bool, dtype: str) -> None:
     """torch.compile's own CUDA graphs: nothing but their outputs may be alive in their pool."""
-    eager = LinearBatchNorm1d(256, 256, scale=True, activation="relu", device="cuda").train(training)
+    features = 256 if gemm == "auto" else 251  # with which "auto" goes to cuBLAS, too
+    layer = {"scale": True, "activation": "relu", "device": "cuda", "gemm": gemm}
+    eager = LinearBatchNorm1d(features, features, **layer).train(training)
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, mode="reduce-overhead")
-    target = batch("cuda", torch.float32, (512, 256))
+    target = batch("cuda", torch.float32, (512, features))
     for i in range(7):
-        x = batch("cuda", torch.float32, (512, 256)).roll(i, 0)
+        x = batch("cuda", torch.float32, (512, features)).roll(i, 0)
         found = []
         for model, call in ((eager, eager), (compiled, run)):
             leaf = x.clone().requires_grad_()

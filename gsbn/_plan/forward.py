@@ -228,7 +228,7 @@ def gemm_for(
         element = element_for(p.dtype, precision)
         if between and element != "limbs":
             return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
-        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 64 and p.m > 8192)):
+        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 128 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
         ours = cheapest_tile(p, _mode(training), element, keeps=saved).us + split_us(p, element, prepared=prepared)
         few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
