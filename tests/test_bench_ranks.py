@@ -127,7 +127,7 @@ real.main(sys.argv[1])""")  # fmt: skip
     ("code", "said"),
     [
         ("print('hello'); sys.exit(4 if rank else 0)", "rank 1 ended with 4, after it printed:\nhello"),
-        ("sys.exit(5)", "rank 0 ended with 5, after it printed:\nnothing\nrank 1 ended with 5"),
+        ("sys.exit(5)", "ended with 5, after it printed:\nnothing"),  # of one rank or both: who is seen first varies
         (
             "print('hello', flush=True); time.sleep(60)",
             "nothing was heard of the ranks for 1 s\nrank 0 printed:\nhello",
@@ -138,7 +138,7 @@ def test_ranks_that_never_begin(monkeypatch: pytest.MonkeyPatch, code: str, said
     monkeypatch.setattr(ranks, "PATIENCE", 1.0)
     worker(monkeypatch, code)
     report = ranks.run(2, TINY, ["gsbn"], QUICK)
-    assert report.failure.startswith(said)
+    assert said in report.failure
     assert not report.measured and not report.results
 
 
