@@ -1,0 +1,315 @@
+// split_limbs: a float32 matrix as two float16 matrices and a power of two for every row, for forward_sm90's ELEMENT 3.
+//
+//   a[i][j] = 2^exponents[i] (limb(0, i, j) + limb(1, i, j)) + error
+//
+// a (rows, k), row pitch in elements; exponents (rows). A row of limbs lies as [k / SPAN, rounded up][limb][SPAN], zeros
+// from column k: SPAN elements of a take the bytes of their limbs, which can so be written over them. The row's largest
+// finite magnitude becomes a number in [2^14, 2^15), so that float16 neither overflows nor, down to 2^-16 of it, loses
+// digits: with v the scaled element, limb 0 is float16(v) and limb 1 float16(v - limb 0), |error| <= max(2^-23 |v|, 2^-25)
+// in scaled terms. A row of zeros has exponent 0. Inf and NaN keep out of the maximum and have a second limb of zero,
+// since Inf - Inf would turn Inf into NaN.
+//
+// Two matrices in one launch: x's rows (m), then the weight's (n), of which either may be absent. ROW_WARPS warps take a
+// row, 8 neighbouring elements a lane: two 16-byte reads, one 16-byte write a limb. A row of up to 8192 (ROW_WARPS 8)
+// or 1024 elements (1) stays in registers between finding the maximum and splitting; a longer one is read twice, the
+// second time from L2. Bytes: 4 read and 4 written an element, the minimum.
+
+#include "common.cuh"
+
+#ifndef ROW_WARPS
+#define ROW_WARPS 8  // 1, 8
+#endif
+
+constexpr int WARPS = 8;                   // of a CTA
+constexpr int ROWS = WARPS / ROW_WARPS;    // of a CTA
+constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // elements that the row's lanes take at a time
+constexpr int HELD = 4;                    // such pieces in registers
+constexpr int SPAN = 64;                   // elements of a row whose limbs lie together: 128 bytes a limb
+constexpr unsigned INFINITE = 0x7F800000u;
+
+struct Problem {
+    long long m, n, k;   // rows of x, rows of the weight, their elements
+    long long ldx, ldw;  // row pitches in elements
+    long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
+};
+
+// In float16s: the length of a row of limbs, and where an element's first limb lies in it; the second is SPAN further.
+__device__ __forceinline__ long long length_of(long long k) { return (k + SPAN - 1) / SPAN * 2 * SPAN; }
+__device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2 * SPAN + j % SPAN; }
+
+struct Operand {
+    const float* a;
+    long long pitch;
+    __half* limbs;
+    int* exponents;
+    bool vector;
+};
+
+__device__ __forceinline__ unsigned magnitude(float v) {
+    const unsigned bits = __float_as_uint(v) & 0x7FFFFFFFu;
+    return bits < INFINITE ? bits : 0;
+}
+
+// Without .ftz, which CuPy compiles with: subnormal elements have digits, too.
+__device__ __forceinline__ float times(float a, float b) {
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+
+// What 2^-exponent makes of an element: in two steps, since up to 2^163 it is no float.
+struct Scale {
+    int exponent;
+    float once, again;
+
+    __device__ void split(float v, __half& high, __half& low) const {
+        const float scaled = times(times(v, once), again);
+        high = __float2half_rn(scaled);
+        low = __float2half_rn(isfinite(v) ? scaled - __half2float(high) : 0.f);
+    }
+};
+
+// Of the bits of the largest magnitude, 2^e f with 1 <= f < 2.
+__device__ __forceinline__ Scale scale_of(unsigned top) {
+    const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
+    return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
+            __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
+}
+
+__device__ __forceinline__ void read(const Operand& o, const float* row, long long j, long long k, float (&v)[8]) {
+    if (o.vector && j + 8 <= k) {
+        const float4 low = *reinterpret_cast<const float4*>(row + j),
+                     high = *reinterpret_cast<const float4*>(row + j + 4);
+        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+        v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = j + e < k ? row[j + e] : 0.f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    split_limbs(const __grid_constant__ Problem p, const float* x, __half* x_limbs, int* x_exponents, const float* w,
+                __half* w_limbs, int* w_exponents) {
+    await_kernel_ahead();
+    __shared__ unsigned largest[WARPS];
+    const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, length = length_of(k);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for_each_item((m + n + ROWS - 1) / ROWS, [&](long long item) {
+        long long i = item * ROWS + warp / ROW_WARPS;
+        if (ROW_WARPS == 1 && i >= m + n) return;
+        const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
+                                : Operand{w, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
+        i -= i < m ? 0 : m;
+        const float* row = o.a + i * o.pitch;
+        const long long first = 8 * (threadIdx.x % (32 * ROW_WARPS));
+
+        float v[HELD][8];
+        unsigned top = 0;
+#pragma unroll
+        for (int h = 0; h < HELD; h++) { read(o, row, first + h * WIDTH, k, v[h]); }
+#pragma unroll
+        for (int h = 0; h < HELD; h++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) top = max(top, magnitude(v[h][e]));
+        for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
+            float beyond[8];
+            read(o, row, j, k, beyond);
+#pragma unroll
+            for (int e = 0; e < 8; e++) top = max(top, magnitude(beyond[e]));
+        }
+        top = __reduce_max_sync(0xFFFFFFFFu, top);
+        if (ROW_WARPS > 1) {
+            if (lane == 0) largest[warp] = top;
+            __syncthreads();
+            top = __reduce_max_sync(0xFFFFFFFFu, largest[lane % WARPS]);
+        }
+
+        const Scale scale = scale_of(top);
+        if (first == 0) o.exponents[i] = scale.exponent;
+
+        auto split = [&](const float (&from)[8], long long j) {
+            if (2 * j >= length) return;
+            Vector<__half, 8> high, low;
+#pragma unroll
+            for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
+            __half* to = o.limbs + i * length + place_of(j);
+            *reinterpret_cast<Vector<__half, 8>*>(to) = high;
+            *reinterpret_cast<Vector<__half, 8>*>(to + SPAN) = low;
+        };
+#pragma unroll
+        for (int h = 0; h < HELD; h++) split(v[h], first + h * WIDTH);
+        for (long long j = first + HELD * WIDTH; 2 * j < length; j += WIDTH) {
+            float beyond[8];
+            read(o, row, j, k, beyond);
+            split(beyond, j);
+        }
+    });
+}
+
+// ---- across: the limbs of a matrix's transpose, and of the matrix itself ---------------------------------------------
+//
+// The backward sums over rows, not along them: it wants limbs of transposes, and of dg both. Up to three matrices (m, n),
+// row pitch lda, in one launch. take_maxima first, 4 bytes read an element, by items of BLOCK_COLUMNS columns and
+// `maxima_rows` rows: the largest magnitude of every column, and of every row where limbs of rows are wanted, merged by
+// integer maxima, whose order does not matter. They start at zero, set by the caller. Then split_tiles, 8 bytes for either
+// limbs and 12 for both: an item is a tile of 64 x 64, turned in shared memory. Limbs of rows may lie where the matrix
+// does: a CTA writes them to the bytes that it has read.
+
+constexpr int BLOCK_COLUMNS = 128, TILE = SPAN;
+
+struct Matrices {
+    long long m[3], n[3], lda[3];  // rows, 0 for no matrix, and columns; row pitches in elements
+    long long vector[3];           // whether rows start on 16 bytes
+    long long of_columns[3];       // where the maxima, and the exponents, of its columns start
+    long long of_rows[3];          // and those of its rows; -1 where limbs of rows are not wanted
+    long long along_row[3];        // row pitch of these limbs, in float16s
+    long long maxima_rows;         // rows of an item of take_maxima
+};
+
+// One of them.
+struct Matrix {
+    const float* a;
+    int m, n;  // below 2^30
+    long long lda;
+    bool vector;
+
+    __device__ Matrix(const Matrices& p, int i, const float* a, const float* b, const float* c)
+        : a(i == 0   ? a
+            : i == 1 ? b
+                     : c),
+          m(p.m[i]),
+          n(p.n[i]),
+          lda(p.lda[i]),
+          vector(p.vector[i]) {}
+
+    __device__ float4 read_four(int i, int j) const {
+        if (i >= m) return make_float4(0.f, 0.f, 0.f, 0.f);
+        const float* from = a + i * lda + j;
+        if (vector && j + 4 <= n) return *reinterpret_cast<const float4*>(from);
+        return make_float4(j < n ? from[0] : 0.f, j + 1 < n ? from[1] : 0.f, j + 2 < n ? from[2] : 0.f,
+                           j + 3 < n ? from[3] : 0.f);
+    }
+};
+
+__device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
+
+// Items of `rows` by `columns`, matrix by matrix: what work(i, row, column) is told are the matrix and where its item
+// begins.
+template <typename Work>
+__device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
+    const auto across = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
+    const auto count = [&](int i) { return across(i) * static_cast<unsigned>((p.m[i] + rows - 1) / rows); };
+    const unsigned first = count(0), second = first + count(1);
+    for_each_item(second + count(2), [&](long long at) {  // below 2^31, as all items are
+        unsigned item = static_cast<unsigned>(at);
+        const int i = item < first ? 0 : item < second ? 1 : 2;
+        item -= i == 0 ? 0 : i == 1 ? first : second;
+        const unsigned wide = across(i);
+        work(i, static_cast<int>(item / wide) * rows, static_cast<int>(item % wide) * columns);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    take_maxima(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c, unsigned* maxima) {
+    await_kernel_ahead();
+    constexpr int FLIGHT = 8;
+    __shared__ uint4 of_warp[WARPS][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int height = static_cast<int>(p.maxima_rows);
+    for_each_block(p, height, BLOCK_COLUMNS, [&](int which, int first, int column) {
+        const Matrix matrix(p, which, a, b, c);
+        const int j = column + 4 * lane, end = min(first + height, matrix.m);
+        const long long of_rows = p.of_rows[which];
+        uint4 top = make_uint4(0, 0, 0, 0);
+        for (int i = first + warp; i < end; i += FLIGHT * WARPS) {
+            float4 v[FLIGHT];
+#pragma unroll
+            for (int f = 0; f < FLIGHT; f++) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
+            unsigned of_row = 0;  // lane f's is that of row f
+#pragma unroll
+            for (int f = 0; f < FLIGHT; f++) {
+                const uint4 of = {magnitude(v[f].x), magnitude(v[f].y), magnitude(v[f].z), magnitude(v[f].w)};
+                top.x = max(top.x, of.x), top.y = max(top.y, of.y), top.z = max(top.z, of.z), top.w = max(top.w, of.w);
+                if (of_rows < 0) continue;
+                const unsigned all = __reduce_max_sync(0xFFFFFFFFu, max(max(of.x, of.y), max(of.z, of.w)));
+                if (lane == f) of_row = all;
+            }
+            if (of_rows >= 0 && lane < FLIGHT && i + lane * WARPS < end)
+                atomicMax(maxima + of_rows + i + lane * WARPS, of_row);
+        }
+        of_warp[warp][lane] = top;
+        __syncthreads();
+        if (warp > 0) return;
+        for (int other = 1; other < WARPS; other++) {
+            const uint4 its = of_warp[other][lane];
+            top.x = max(top.x, its.x), top.y = max(top.y, its.y), top.z = max(top.z, its.z), top.w = max(top.w, its.w);
+        }
+        const unsigned four[4] = {top.x, top.y, top.z, top.w};
+        for (int e = 0; e < 4; e++)
+            if (j + e < matrix.n) atomicMax(maxima + p.of_columns[which] + j + e, four[e]);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: with four, a small matrix takes 15 % more
+    split_tiles(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c,
+                const unsigned* maxima, int* exponents, __half* a_across, __half* b_across, __half* c_across,
+                __half* a_along, __half* b_along, __half* c_along) {
+    await_kernel_ahead();
+    __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
+    for_each_block(p, TILE, TILE, [&](int which, int row, int column) {
+        const Matrix matrix(p, which, a, b, c);
+        const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int j = column + 4 * group;
+
+        float4 v[2][2];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) v[half][r] = matrix.read_four(row + 2 * (threadIdx.x / 16 + 16 * half) + r, j);
+        const long long of_columns = p.of_columns[which] + j;
+        unsigned top[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) top[e] = j + e < matrix.n ? maxima[of_columns + e] : 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const Scale scale = scale_of(top[e]);
+            if (row == 0 && threadIdx.x < 16 && j + e < matrix.n) exponents[of_columns + e] = scale.exponent;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int pair = threadIdx.x / 16 + 16 * half;
+                __half high[2], low[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) scale.split(at(v[half][r], e), high[r], low[r]);
+                turned[0][4 * group + e][pair] = __halves2half2(high[0], high[1]);
+                turned[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
+            }
+        }
+        __syncthreads();  // and all of the tile was read
+
+        const long long of_rows = p.of_rows[which];
+        __half* along = (which == 0 ? a_along : which == 1 ? b_along : c_along) + place_of(column) + 4 * group;
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int i = row + 2 * (threadIdx.x / 16 + 16 * half) + r;
+                if (of_rows < 0 || i >= matrix.m) continue;
+                const Scale of_row = scale_of(maxima[of_rows + i]);
+                if (column == 0 && group == 0) exponents[of_rows + i] = of_row.exponent;
+                Vector<__half, 4> high, low;
+#pragma unroll
+                for (int e = 0; e < 4; e++) of_row.split(at(v[half][r], e), high.at[e], low.at[e]);
+                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which]) = high;
+                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which] + SPAN) = low;
+            }
+
+        __half* across = (which == 0 ? a_across : which == 1 ? b_across : c_across) + place_of(row) + 2 * lane;
+        const long long length = length_of(matrix.m);
+        for (int line = warp; line < 2 * TILE; line += WARPS) {
+            const int limb = line % 2, e = line / 2;
+            if (column + e < matrix.n)
+                *reinterpret_cast<__half2*>(across + (column + e) * length + limb * SPAN) = turned[limb][e][lane];
+        }
+    });
+}
