@@ -572,13 +572,13 @@ def the_next_call_tells(at: Ranks) -> None:
 def equal_bits(at: Ranks) -> None:
     """Calls of random sizes, dealt out at random: the running statistics have the same bits on all ranks.
 
-    ``CALLS`` in the environment says how many.
+    ``CALLS`` in the environment says how many, in fifties.
     """
     import torch
 
     draw = random.Random(1)
     of_rank, of_all = (torch.Generator(device="cuda").manual_seed(seed) for seed in (at.rank, at.size))
-    for _ in range(int(os.environ.get("CALLS", "200")) // 50):
+    for _ in range(max(1, int(os.environ.get("CALLS", "200")) // 50)):
         seen = []
         for _ in range(50):
             dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
