@@ -153,14 +153,19 @@ def test_streams_leave_nothing_behind() -> None:
     import cupy
 
     step = Step(kind_of("cupy"), SHAPES[0], "bfloat16")
-    free = []
-    for _ in range(100):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            step()
-            stream.synchronize()
-        cupy.get_default_memory_pool().free_all_blocks()
-        free.append(cupy.cuda.runtime.memGetInfo()[0])
-    assert free[0] - free[-1] <= 4 << 20
+
+    def taken() -> int:
+        free = []
+        for _ in range(100):
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                step()
+                stream.synchronize()
+            cupy.get_default_memory_pool().free_all_blocks()
+            free.append(cupy.cuda.runtime.memGetInfo()[0])
+        return free[0] - free[-1]
+
+    # Other processes take memory of the same GPU, too, but what a stream leaves is taken every time.
+    assert any(taken() <= 4 << 20 for _ in range(10))
 
 
 @pytest.mark.gpu

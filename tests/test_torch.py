@@ -47,7 +47,7 @@ class Plain(nn.Module):
 def pair(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> tuple[LinearBatchNorm1d, Plain]:
     """Our layer and PyTorch's in the same state on any device, in which nothing is 0 or 1."""
     torch.manual_seed(0)
-    layer = LinearBatchNorm1d(I, O, device=device, dtype=dtype, **options)
+    layer = LinearBatchNorm1d(I, O, dtype=dtype, **options).to(device)  # each device has random numbers of its own
     with torch.no_grad():
         for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
             tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)
@@ -217,7 +217,8 @@ def test_gradcheck(device: str, training: bool, activation: Any, one: bool) -> N
         return linear_batch_norm(x, weight, scale, bias=bias, gamma=gamma, beta=beta, **state, **options)
 
     x = batch(device, shape=(6, I)).requires_grad_()
-    assert call(x, *given).abs().min() > 1e-4 or activation is not None  # gradcheck's steps stay off the kink
+    if activation is None:  # the same u is relu's: gradcheck's steps of 1e-6 stay off the kink
+        assert call(x, *given).abs().min() > 1e-4
     assert torch.autograd.gradcheck(call, (x, *given))
 
 
