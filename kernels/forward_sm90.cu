@@ -4,6 +4,7 @@
 //   MODE GEMM:       y = g
 //   MODE INFERENCE:  y = f(a g + c)             a = gamma r s, c = gamma r (s bias - running_mean) + beta
 //   MODE TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
+//   MODE RECOMPUTE:  the same, g being made twice
 //   f is the activation that the variant is compiled for (activation.cuh).
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
@@ -19,7 +20,7 @@
 //
 // Threads. Three warpgroups. Warpgroups 1 and 2 are the consumers: 64 features of the tile each, with wgmma
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
-// training warp 1 merges statistics, and warps 2 and 3 finish tiles; in inference the three lay out a and c. Two CTAs
+// training warp 1 merges statistics, and warps 2 and 3 finish parked tiles; in inference the three lay out a and c. Two CTAs
 // with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
 // both. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
@@ -35,6 +36,16 @@
 // With KEEP, step 5 also writes what a backward needs, g - mean in y's type (float16 in units, see SAVED_UNIT), and the
 // merger its float64 vectors.
 //
+// Recomputing. Where k is short a tile costs less to make again than to park: x is read twice and y written once, where
+// parking reads x once, and writes y, reads it and writes it again. A CTA keeps to one block of features. Over its tiles,
+// in their order:
+//   1. consumers take a tile's statistics as above, and merge them with those of the tiles before in registers,
+//   2. and after the last tile publish them, so that a feature has a word from each CTA and not from each tile;
+//   3. merger: as above, once;
+//   4. consumers finish the last tile, which is still in registers, and make the others again, from the last but one to the
+//      first, for y: x's end is what L2 still holds. The producer loads the first of them meanwhile.
+// 64 features of a CTA's block that lie beyond n are not multiplied.
+//
 // Ranks. With RANKS the batch is spread over several GPUs: in step 4 the merger posts the statistics of its share to all
 // of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
 // (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
@@ -49,19 +60,21 @@
 // No deadlock. Any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3) waits for its
 // operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits for publishing
 // only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been published. No
-// wait goes the other way, whatever m, the grid and the order of the tiles.
+// wait goes the other way, whatever m, the grid and the order of the tiles. To recompute, a CTA publishes once, before it
+// waits for anyone.
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
 // finishes a row.
 //
 // Bytes. x and w stream through L2 to shared memory. y is written as deviations and rewritten in place, from L2 while
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
-// and feature, written once, read once or twice.
+// and feature, written once, read once or twice. To recompute, x streams twice, y is written once, and the workspace is 16
+// bytes per CTA and feature.
 
-#include "sm90_consumer.cuh"
 #include "sm90_finisher.cuh"
 #include "sm90_merger.cuh"
 #include "sm90_producer.cuh"
+#include "sm90_recompute.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
@@ -72,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ld_kept elements
 #endif
     char* y,
-    Word* partial,  // [feature block][tile row][BLOCK_N]: mean and M2 of a tile's feature
+    Word* partial,  // [feature block][part][BLOCK_N]: mean and M2 of a feature in some rows (RowParts)
     Word* merged,   // await_merged's
     u64* roll,      // [1 + gridDim.x]: agree_on_number's
     const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
@@ -136,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             if (lane == 0) cta.produce(rank);
         } else if constexpr (MODE == INFERENCE) {
             if (warp <= LAYING_WARPS) cta.lay_out_constants(warp, lane, rank);
-        } else if constexpr (MODE == TRAINING) {
+        } else if constexpr (MODE >= TRAINING) {
             if (warp == 1) {
                 cta.merge(lane, rank);
             } else {
@@ -144,13 +157,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if RANKS
                 if (warp == 2) cta.join(lane, rank);
 #endif
-                mbar_wait(&sh.agreed, 0);
-                cta.finish_tiles(LONG_NAP);
+                if constexpr (MODE == TRAINING) {
+                    mbar_wait(&sh.agreed, 0);
+                    cta.finish_tiles(LONG_NAP);
+                }
             }
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        Consumer{cta, warpgroup - 1, warp, lane_id(), cluster_rank()}.run();
+        const Consumer consumer = {cta, warpgroup - 1, warp, lane_id(), cluster_rank()};
+        if constexpr (MODE == RECOMPUTE)
+            Recomputer{consumer}.run();
+        else
+            Consumer(consumer).run();
     }
     cluster_sync();  // no CTA leaves while its neighbour may still write to it
 }

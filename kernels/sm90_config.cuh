@@ -3,8 +3,8 @@
 #include "activation.cuh"
 #include "ranks.cuh"
 
-enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
-enum Mode { GEMM, INFERENCE, TRAINING };
+enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };     // of x and w; the last two are float32, LIMBS as two of float16
+enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE };  // the last trains, too
 
 #ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
 #define ELEMENT 0
@@ -13,7 +13,7 @@ enum Mode { GEMM, INFERENCE, TRAINING };
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2
-#define KEEP 0             // 1, in training: write g - mean, too
+#define KEEP 0             // 1, in TRAINING and RECOMPUTE: write g - mean, too
 #define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
 #define X_ACROSS 0         // 1: x is (k, m)
 #define WIDE 0             // 1: y is float32 though x and w have 16 bits

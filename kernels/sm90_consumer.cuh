@@ -182,12 +182,11 @@ struct Consumer : Cta {
                   [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
         } else {
             const Affine u = sh.arguments[within + 8 * h];
-            float2 all;  // mean and a
-            if (!RANKS &&
-                lanes_of(order.rows) == 1) {  // few tiles share a feature: merging them here saves a round trip
+            float2 all;                            // mean and a
+            if (!RANKS && parts().lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
                 float m2;
                 const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
-                merge_feature<4>(words, order.rows, (int)m, launch, 0, 1, all.x, m2);
+                merge_feature<4>(words, parts(), launch, 0, 1, all.x, m2);
                 all.y = u.slope(m2 / (float)m, f.eps);
             } else {
                 all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);

@@ -3,14 +3,16 @@
 #include "sm90_formats.cuh"
 #include "sm90_statistics.cuh"
 
+constexpr bool LAYS_BETA = KEEP || MODE == RECOMPUTE;  // all else that y takes of a feature comes from the merger
+
 struct Shared {                       // on 1024 bytes, as swizzled stages must be
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {                       // of a variant one of the three: the others have no size
-        float2 constants[MODE == INFERENCE ? BLOCK_N : 1];          // a and c of the features of the tile
-        float beta[KEEP ? BLOCK_N : 1];                             // of the CTA's last tile
-        Affine arguments[MODE == INFERENCE || KEEP ? 1 : BLOCK_N];  // of the CTA's last tile
+        float2 constants[MODE == INFERENCE ? BLOCK_N : 1];               // a and c of the features of the tile
+        float beta[LAYS_BETA ? BLOCK_N : 1];                             // of the CTA's last tile
+        Affine arguments[MODE == INFERENCE || LAYS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
     u64 launch;                  // training: the launch's number
@@ -18,7 +20,10 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     int ready;                   // warps that have published (training), laid out constants (inference)
     int stored[WARPGROUPS];      // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
-    Finish coef[BLOCK_N];        // of the tile that is being finished
+    union {
+        Finish coef[MODE == RECOMPUTE ? 1 : BLOCK_N];      // of the tile that is being finished
+        Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    };
 };
 
 static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
@@ -29,7 +34,8 @@ struct Tile {
 
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
-// tiles are finished later: less is then left to finish at the end.
+// tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
+// divides that of the clusters, so that a cluster keeps to its column.
 struct Order {
     int rows, cols, panel;
     __device__ int count() const { return rows * cols; }
@@ -68,8 +74,23 @@ struct Cta {
     const size_t features;
     const Order order;
 
-    // the number of this CTA's nth tile, which is one if it is below order.count()
-    __device__ __forceinline__ int tile(int nth) const { return cluster_id() + nth * clusters; }
+    // tiles of this CTA
+    __device__ __forceinline__ int tiles() const { return (order.count() - 1 - cluster_id()) / clusters + 1; }
+
+    // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come
+    // again, from the end: what was read last is still in L2.
+    __device__ __forceinline__ int tile(int nth) const {
+        if constexpr (MODE == RECOMPUTE) {
+            const int last = tiles() - 1;
+            if (nth > last) nth = nth <= 2 * last ? 2 * last - nth : last + 1;
+        }
+        return cluster_id() + nth * clusters;
+    }
+
+    // Of a feature's rows a part is a tile, or to recompute, all tiles of a CTA.
+    __device__ __forceinline__ RowParts parts() const {
+        return {MODE == RECOMPUTE ? clusters / order.cols : order.rows, order.rows, (int)m};
+    }
 
     __device__ void produce(int rank) const;                                // loads x and w
     __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile

@@ -72,7 +72,7 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
 }
 
 __device__ inline void Cta::finish_tiles(int nap) const {
-    const int finishing = (order.count() - 1 - cluster_id()) / clusters * UNITS;
+    const int finishing = (tiles() - 1) * UNITS;
     while (true) {
         int unit;
         if (lane_id() == 0) unit = atomicAdd(&sh.ticket, 1);
@@ -84,12 +84,11 @@ __device__ inline void Cta::finish_tiles(int nap) const {
 
 // What the consumers need for the CTA's last tile, which they finish themselves. By one warp.
 __device__ __forceinline__ void Cta::lay_out_last_tile(int lane) const {
-    const auto [row, block] =
-        order.at((order.count() - 1 - cluster_id()) / clusters * clusters + cluster_id(), cluster_rank());
+    const auto [row, block] = order.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
 #pragma unroll
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {
-            if constexpr (KEEP)
+            if constexpr (LAYS_BETA)
                 sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
             else
                 sh.arguments[c] = f.affine(block * BLOCK_N + c);

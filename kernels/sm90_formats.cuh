@@ -95,6 +95,12 @@ struct Finish {
     float2 to_y;
 };
 
+// What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what KEEP
+// keeps; per_unit is 1 otherwise.
+struct Centred {
+    float mean, per_unit, slope, offset;
+};
+
 // The 16 bytes of one access to y and, with KEEP, to what is kept.
 __device__ __forceinline__ void finish(uint4 parked, const Finish (&coef)[CHUNK], uint4& y, uint4& kept) {
     u32 word[4] = {parked.x, parked.y, parked.z, parked.w}, keep[4];

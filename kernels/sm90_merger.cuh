@@ -5,7 +5,7 @@
 // What a warp does that waits for something else.
 __device__ __forceinline__ void Cta::finish_meanwhile(int nap) const {
     int unit = -1;
-    if (lane_id() == 0) {
+    if (MODE == TRAINING && lane_id() == 0) {
         const int next = *(volatile int*)&sh.ticket;
         if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
     }
@@ -32,7 +32,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
     }
     __syncwarp();
-    const int share = share_of(order.rows), lanes = lanes_of(order.rows);
+    const RowParts parts = this->parts();
+    const int share = parts.share(), lanes = parts.lanes();
     const Wide unbiased = (Wide)m / (Wide)(m - 1);
     const long long n = this->n;
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
@@ -56,15 +57,15 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
                 rv = fetch(f.running_var, f.running_var_code, feature).or_else((Wide)0);
             }
             // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
-            const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
+            const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
             while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) finish_meanwhile(nap);
             __syncwarp();
-            if (row * share >= BLOCK_N) break;  // more tiles than features: those before have merged them all
+            if (row * share >= BLOCK_N) break;  // more parts than features: those before have merged them all
             const u64 launch = *(volatile u64*)&sh.launch;
-            const Word* words = partial + (size_t)block * order.rows * BLOCK_N;
-            await(words + (size_t)(order.rows - 1) * BLOCK_N, launch, nap);
+            const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
+            await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
             float mean, m2;
-            merge_feature<4>(words + min(c, BLOCK_N - 1), order.rows, (int)m, launch, member, lanes, mean, m2);
+            merge_feature<4>(words + min(c, BLOCK_N - 1), parts, launch, member, lanes, mean, m2);
 #if RANKS
             if (mine) exchange.post_feature(feature, mean, m2);
             continue;
@@ -84,6 +85,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
                 store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
                             u.slope(var, f.eps), u.beta);
         }
+        if constexpr (MODE == RECOMPUTE) break;  // all tiles are one part, which has the number of the first one's row
     }
 }
 
@@ -95,7 +97,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
-    const int share = share_of(order.rows);
+    const int share = parts().share();
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);

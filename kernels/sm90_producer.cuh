@@ -5,7 +5,8 @@
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
-    for (int i = cluster_id(); i < order.count(); i += clusters) {
+    int nth = 0;
+    for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
         // a CTA of a pair loads half of the rows of x, or one limb of all
         const int x_limb = MATRICES == 2 ? rank : 0, w_row = block * BLOCK_N;

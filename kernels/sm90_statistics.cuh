@@ -40,31 +40,42 @@ struct Features {  // the caller's per-feature arguments
     }
 };
 
-// The tile in row i of a block of features merges the features [i share, (i + 1) share) of the block, `lanes`
-// neighbouring lanes to a feature: a power of two, lanes * share <= 32.
-__device__ __forceinline__ int share_of(int tile_rows) { return (BLOCK_N + tile_rows - 1) / tile_rows; }
-__device__ __forceinline__ int lanes_of(int tile_rows) { return max(1, 32 >> (32 - __clz(share_of(tile_rows) - 1))); }
+// The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ... of
+// `tiles`. Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
+// `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
+struct RowParts {
+    int count, tiles, m;
 
-// Mean and M2 of one feature over all tiles. `lanes` neighbouring lanes share a feature; lane `member` takes the
-// tiles member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
-// pivot, the mean of the first tile: deviations are as small as the data allow, and a sum of a few hundred terms of one
+    __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
+    __device__ __forceinline__ int lanes() const { return max(1, 32 >> (32 - __clz(share() - 1))); }
+    __device__ __forceinline__ float rows(int i) const {
+        if constexpr (MODE != RECOMPUTE) return (float)min(m - i * BLOCK_M, BLOCK_M);
+        const int whole = tiles / count, rest = tiles % count;  // only the last tile may be short
+        return (float)((whole + (i < rest)) * BLOCK_M - (i == (rest + count - 1) % count ? tiles * BLOCK_M - m : 0));
+    }
+};
+
+// Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` takes the
+// parts member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
+// pivot, the mean of the first part: deviations are as small as the data allow, and a sum of a few hundred terms of one
 // size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
 // core beside them tens of cycles each.)
 template <int BATCH>
-__device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, int m, u64 launch, int member,
+__device__ __forceinline__ void merge_feature(const Word* words, const RowParts& parts, u64 launch, int member,
                                               int lanes, float& mean, float& m2) {
+    const int count = parts.count;
     float2 part[BATCH];
     const float pivot = await(words, launch).x;
     float sum = 0.f;
     m2 = 0.f;
 #pragma unroll 1
-    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
+    for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
         bool here;
         do {
             here = true;
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < tile_rows) {
+                if (t0 + i * lanes < count) {
                     const Word w = peek(words + (size_t)(t0 + i * lanes) * BLOCK_N);
                     part[i] = make_float2(w.x, w.y);
                     here &= w.launch == launch;
@@ -73,26 +84,26 @@ __device__ __forceinline__ void merge_feature(const Word* words, int tile_rows, 
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
-            if (t < tile_rows) sum += (float)min(m - t * BLOCK_M, BLOCK_M) * (part[i].x - pivot);
+            if (t < count) sum += parts.rows(t) * (part[i].x - pivot);
         }
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    const float shift = sum / (float)m;
+    const float shift = sum / (float)parts.m;
 #pragma unroll 1
-    for (int t0 = member; t0 < tile_rows; t0 += BATCH * lanes) {
-        if (tile_rows > BATCH * lanes) {  // otherwise part still holds them all
+    for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
+        if (count > BATCH * lanes) {  // otherwise part still holds them all
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < tile_rows)
+                if (t0 + i * lanes < count)
                     part[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
-            if (t < tile_rows) {
+            if (t < count) {
                 const float d = part[i].x - pivot - shift;
-                m2 += fmaf((float)min(m - t * BLOCK_M, BLOCK_M) * d, d, part[i].y);
+                m2 += fmaf(parts.rows(t) * d, d, part[i].y);
             }
         }
     }

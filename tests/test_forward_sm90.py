@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from accuracy import FAMILIES, assert_as_accurate_as_torch
 from gradients import backward, draw_dy, gradient_bounds, truth_of
 from harness import DTYPES, GPU_KINDS, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
@@ -17,7 +18,7 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = pytest.mark.gpu
@@ -47,18 +48,36 @@ def tile(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+CHOICES = [Limits(), *(Limits(sm90=tile, recompute=False) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
+CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
+
+
+@pytest.fixture(params=CHOICES, ids=lambda limits: f"{limits.sm90}{' twice' * bool(limits.recompute)}")
+def within(request: pytest.FixtureRequest) -> Any:
+    """The planner's own choice, each tile for all shapes, and g made twice."""
+    return request.param
+
+
+def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: str) -> None:
+    if within.recompute and shape != SHAPES[-1]:
+        pytest.skip("no CTA has a second tile")
+    if precision == "highest" and within.sm90 and within.sm90[0] == 256 and not within.recompute:
+        pytest.skip("limbs have no tile of 256 rows")
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_tile_is_right(
-    shape: tuple[int, int, int], dtype: str, precision: str, training: bool, tile: Any
+    shape: tuple[int, int, int], dtype: str, precision: str, training: bool, within: Limits
 ) -> None:
     limbs = (dtype, precision) == ("float32", "highest")
-    if limbs and tile and tile[0] == 256:
-        pytest.skip("limbs have no tile of 256 rows")
+    skip_what_others_do(within, shape, precision)
+    if within.recompute and not training:
+        pytest.skip("g is made once")
     arrays = Case(shape, dtype, training).arrays()
     options = {"training": training, "gemm": "sm90", "precision": precision}
-    got = forward(kind_of("cupy"), arrays, limits=Limits(sm90=tile), **options)
+    got = forward(kind_of("cupy"), arrays, limits=within, **options)
     truth = reference.forward(**without_out(arrays), training=training)
     operand = TF32 if dtype == "float32" else 0.0
     limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
@@ -68,18 +87,17 @@ def test_every_tile_is_right(
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_tile_keeps_what_a_backward_needs(
-    shape: tuple[int, int, int], dtype: str, precision: str, tile: Any
+    shape: tuple[int, int, int], dtype: str, precision: str, within: Limits
 ) -> None:
     """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
-    if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
-        pytest.skip("limbs have no tile of 256 rows")
+    skip_what_others_do(within, shape, precision)
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
         pytest.skip("so few rows are kept in float64")
     arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, dtype, True).arrays()).items()}
     alone = {name: a.copy() for name, a in arrays.items()}
     options = {"training": True, "gemm": "sm90", "precision": precision}
-    y, saved = forward_within(Limits(sm90=tile), **arrays, **options, return_saved=True)
-    forward_within(Limits(sm90=tile), **alone, **options)
+    y, saved = forward_within(within, **arrays, **options, return_saved=True)
+    forward_within(within, **alone, **options)
     for name, a in arrays.items():  # the running statistics, and what may not be written
         assert_same_bits(a.get(), alone[name].get())
 
@@ -183,9 +201,52 @@ def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) 
     x = reference.round_to(rng.standard_normal((B, I)) * root, t)
     weight = reference.round_to(rng.standard_normal((O, I)) * root / 16, t)
     arrays = {"x": x, "weight": weight, "scale": np.full(O, 1 / magnitude, np.float32)}
-    got = forward(kind_of("cupy"), arrays, training=True, **SM90)
+    got = forward(kind_of("cupy"), arrays, limits=Limits(recompute=False), training=True, **SM90)
     truth = reference.forward(**arrays, training=True)
     assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
+
+
+def made_twice_on_few_sms(dtype: str, precision: str, cluster: int) -> Limits:
+    """On a GPU of ten SMs many CTAs have several tiles of a small problem."""
+    gpu = _kernels.gpu(cupy.cuda.Device().id)._replace(sms=10, pairs=5)
+    return Limits(sm90=(largest_block(_plan.element_for(dtype, precision)), cluster), recompute=True, gpu=gpu)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2817, 40, 8),  # the last tile has one row; half of each CTA has no features
+        (2100, 72, 520),  # one CTA to a feature, or two, and one of a pair without any
+        (8001, 264, 200),  # more steps of k than stages
+    ],
+)
+def test_g_made_twice(
+    shape: tuple[int, int, int], dtype: str, precision: str, cluster: int, activation: str | None
+) -> None:
+    arrays = Case(shape, dtype, True).arrays()
+    options = {"training": True, "gemm": "sm90", "precision": precision, "activation": activation}
+    limits = made_twice_on_few_sms(dtype, precision, cluster)
+    got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
+    for a, b in zip(got, again, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
+    truth = reference.forward(**without_out(arrays), training=True)
+    limbs = (dtype, precision) == ("float32", "highest")
+    limit = bounds(arrays, truth, training=True, operand=TF32 if dtype == "float32" else 0.0, limbs=limbs)
+    if activation:
+        truth = truth._replace(y=np.maximum(truth.y, 0))
+    assert_outcome_within(got, truth, limit)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_g_made_twice_is_as_accurate_as_torch(name: str, dtype: str) -> None:
+    limits = made_twice_on_few_sms(dtype, "highest", 2)
+    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, (1024, 1024, 512), dtype, gemm="sm90", limits=limits)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
+from gsbn._plan.variants import MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -123,14 +125,22 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
             assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
 
 
+def makes_g_twice(one: OneLaunch) -> bool:
+    return dict(one.kernel.defines)["MODE"] == str(MODES["recompute"])
+
+
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     assert one.clusters * one.cluster <= p.device.sms
-    features = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N
-    assert -(-p.m // one.block_m) * features * 16 <= one.merged  # (mean, M2, launch) of every tile and feature
+    features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
+    if makes_g_twice(one):  # every cluster keeps to its features
+        assert one.clusters % one.panel == 0 and one.cooperative
+        assert one.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
+        parts = one.clusters // one.panel
+    assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
     assert one.merged + features * 16 <= one.roll
     end = one.roll + 8 * (1 + one.clusters * one.cluster)
     if one.limbs is not None:
@@ -474,8 +484,12 @@ def test_a_choice_can_be_limited() -> None:
     tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
     assert len(tiles) == 8
     for tile in tiles:
-        one = plan(p._replace(limits=Limits(sm90=tile)), training=True, gemm="sm90").one
-        assert one is not None and (one.block_m, one.cluster) == tile
+        one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
+        assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
+    many = contiguous(100000, 512, 512)
+    for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
+        one = plan(many._replace(limits=Limits(sm90=tile, recompute=again)), training=True, gemm="sm90").one
+        assert one is not None and ((one.block_m, one.cluster), makes_g_twice(one)) == (tile, again)
     limbs = contiguous(1000, 1032, 136, "float32")._replace(limits=Limits(sm90=(256, 2)))
     one = plan(limbs, training=True, gemm="sm90").one
     assert one is not None and one.block_m < 256
@@ -494,6 +508,33 @@ def test_few_features_take_clusters_of_one() -> None:
     )
     assert few is not None and many is not None
     assert (few.block_m, few.cluster) == (many.block_m, many.cluster - 1) == (256, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "want"),
+    [  # us of g made twice, and of tiles that are parked
+        ((1000000, 32, 32), "bfloat16", {}, True),  # 114 and 287
+        ((802816, 128, 128), "bfloat16", {}, True),  # 169 and 371
+        ((802816, 128, 128), "float32", {"precision": "high"}, True),  # 315 and 578
+        ((131071, 96, 200), "float16", {}, True),  # 54 and 112 in bfloat16
+        ((50000, 64, 1024), "bfloat16", {"saved": True}, True),
+        ((50000, 64, 1024), "float32", {}, True),  # 199 and 391
+        ((65536, 256, 512), "bfloat16", {}, True),  # 65 and 129
+        ((65536, 256, 512), "bfloat16", {"training": False}, False),
+        ((65536, 256, 512), "bfloat16", {"ranks": "inside"}, False),
+        ((380000, 768, 512), "float32", {"precision": "high"}, False),  # 1686 and 1466
+        ((380000, 768, 512), "float32", {}, False),  # 3443 and 2813
+        ((65536, 1024, 1024), "bfloat16", {}, False),
+        ((16384, 4096, 4096), "bfloat16", {}, False),
+        ((1024, 8192, 8192), "bfloat16", {}, False),
+    ],
+)
+def test_g_is_made_twice_where_that_was_measured_to_win(
+    shape: tuple[int, int, int], dtype: str, options: dict[str, Any], want: bool
+) -> None:
+    m, k, n = shape
+    one = plan(contiguous(m, n, k, dtype), gemm="sm90", **{"training": True, **options}).one
+    assert one is not None and makes_g_twice(one) == want
 
 
 def test_the_planner_loses_little_on_what_was_measured() -> None:

@@ -104,10 +104,12 @@ def fold(dtype):
 
 def sm90(element, mode, block_m, cluster, keeps=False, activation=None):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
-    within = limits(sm90=(block_m, cluster))
-    shape = 2 * block_m - 5, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows and the last features fill no tile
+    again = mode == "recompute"
+    within = limits(sm90=(block_m, cluster), recompute=again)
+    rows, blocks = (7, 1) if again else (2, 4)
+    shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if mode != "gemm":
-        return forward(within, shape, dtype, "sm90", mode == "training", precision, keeps, activation)
+        return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation)
     return multiply(within, shape, dtype, precision)
 
 

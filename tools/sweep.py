@@ -5,8 +5,9 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, the portable path on cuBLAS, and PyTorch eager beside them. Times are of the device, calls
-back to back behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
+tiles, named BLOCK_MxCLUSTER and "twice" where it makes g twice, the portable path on cuBLAS, and PyTorch eager beside
+them. Times are of the device, calls back to back behind a kernel that keeps it busy while the host enqueues; each
+choice's result is held to cuBLAS's.
 """
 
 import json
@@ -27,9 +28,10 @@ from gsbn._declared import source
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import cublas_us, split_us
-from gsbn._plan.gemm import tile_of
+from gsbn._plan.gemm import candidates, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, largest_block
+from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
     "bfloat16": ("bfloat16", "high"),
@@ -37,7 +39,6 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
-TILES = list(product(BLOCKS_M, CLUSTERS))
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
@@ -70,10 +71,25 @@ def problem(shape, dtype):
     return _plan.Matmul(b, o, i, DTYPES[dtype][0], _plan.Device((9, 0), 132), *at)
 
 
-def planned(shape, dtype, mode):
-    """What "auto" takes."""
-    decided = _plan.plan(problem(shape, dtype), training=mode == "training", precision=DTYPES[dtype][1])
-    return decided.gemm if decided.one is None else f"{decided.one.block_m}x{decided.one.cluster}"
+def planned(shape, dtype, mode, among):
+    """What "auto" takes of the choices with these names."""
+    p = problem(shape, dtype)
+    if not any(name.endswith("twice") for name in among):
+        p = p._replace(limits=Limits(recompute=False))
+    decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
+    if decided.one is None:
+        return decided.gemm
+    return name_of(decided.one, dict(decided.one.kernel.defines)["MODE"] == str(KERNEL_MODES["recompute"]))
+
+
+def name_of(tile, twice):
+    return f"{tile.block_m}x{tile.cluster}" + " twice" * twice
+
+
+def tiles(shape, dtype, mode):
+    """What forward_sm90 can take, by name."""
+    p, element = problem(shape, dtype), _plan.element_for(*DTYPES[dtype])
+    return {name_of(tile, tile.mode == "recompute"): tile for tile in candidates(p, mode, element)}
 
 
 def compile_one(kernel):
@@ -82,16 +98,17 @@ def compile_one(kernel):
     cupy.RawModule(code=source(f"{kernel.file}.cu"), options=_kernels._options(kernel)).compile()
 
 
-def tiles(dtype):
-    return [tile for tile in TILES if dtype != "float32" or tile[0] < 256]
-
-
 def compile_all(dtypes):
     """Every variant into CuPy's cache on disk, many at a time."""
     variants = [
         _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile)
         for dtype, mode in product(dtypes, MODES)
-        for tile in tiles(dtype)
+        for tile in product(BLOCKS_M, CLUSTERS)
+        if tile[0] <= largest_block(_plan.element_for(*DTYPES[dtype]))
+    ]
+    variants += [
+        _plan.forward_sm90(element, "recompute", largest_block(element), cluster)
+        for element, cluster in product({_plan.element_for(*DTYPES[dtype]) for dtype in dtypes}, CLUSTERS)
     ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
@@ -125,7 +142,8 @@ def measure(limit, skip, dtypes):
 
     def forced(call, tile):
         """The same call with one tile to choose from; cuBLAS for None."""
-        run = partial(call, Limits(sm90=tile), "cublas" if tile is None else "sm90")
+        limits = Limits() if tile is None else Limits((tile.block_m, tile.cluster), tile.mode == "recompute")
+        run = partial(call, limits, "cublas" if tile is None else "sm90")
         run()
         return run
 
@@ -155,9 +173,9 @@ def measure(limit, skip, dtypes):
             runs = {"cublas": forced(ours, None)}
             truth = y.clone()
             error = 0.0
-            for tile in tiles(dtype):
+            for name, tile in tiles(shape, dtype, mode).items():
                 y.fill_(float("nan"))
-                runs["{}x{}".format(*tile)] = forced(ours, tile)
+                runs[name] = forced(ours, tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
             runs["eager"] = eager
             eager()
@@ -181,7 +199,8 @@ def judged(file):
     """The problems of a file with what the planner takes and what that loses."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
     for line in lines:
-        us, own = line["us"], planned(line["shape"], line["dtype"], line["mode"])
+        us = line["us"]
+        own = planned(line["shape"], line["dtype"], line["mode"], us)
         choices = {name: t for name, t in us.items() if name != "eager"}
         line["best"] = min(choices, key=choices.get)
         line["own"], line["regret"] = own, us[own] / us[line["best"]] - 1
@@ -194,10 +213,9 @@ def expected(line, rates):
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
     found = {"cublas": cublas_us(p, element, mode == "training", keeps=False, rates=rates)}
-    for tile in TILES:
-        name = "{}x{}".format(*tile)
+    for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:
-            found[name] = tile_of(p, mode, element, *tile, rates=rates).us
+            found[name] = tile_of(p, tile.mode, element, tile.block_m, tile.cluster, rates=rates).us
             found[name] += split_us(p, element, prepared=False, rates=rates)
     return found
 

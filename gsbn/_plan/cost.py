@@ -7,7 +7,7 @@ from .problem import ITEMSIZE, Matmul, ceil_div
 from .rates import Rates
 from .variants import SM90_BLOCK_N
 
-__all__ = ["cublas_us", "ieee_us", "limb_product_us", "one_launch_us", "split_us"]
+__all__ = ["cublas_us", "ieee_us", "limb_product_us", "one_launch_us", "recompute_us", "split_us"]
 
 
 def one_launch_us(
@@ -65,11 +65,26 @@ def one_launch_us(
     return us
 
 
+def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bool, rates: Rates = H200) -> float:
+    """Training by forward_sm90 where it makes g twice: waves of tiles for their statistics, and all but the last for y.
+
+    A tile takes its steps and what comes after, or the time of its bytes.
+    """
+    m, n, k, dtype, *_ = p
+    alone = cluster == 1 and n > SM90_BLOCK_N  # who shares a tile of x loads half of it
+    steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
+    product = steps * rates.again_step_us[element] * (rates.alone if alone else 1.0)
+    x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
+    first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
+    return rates.call_us["recompute"] + waves * first + (waves - 1) * again + y
+
+
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
     """What comes before the one launch."""
     if element != "limbs":
         return 0.0
-    return rates.limb_us + (p.m + (0 if prepared else p.n)) * p.k * 8e-6 / rates.limb_rate
+    rows = p.m + (0 if prepared else p.n)
+    return rates.limb_us + rows * max(p.k * 8e-6 / rates.limb_rate, rates.limb_row_us)
 
 
 def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Rates = H200) -> float:

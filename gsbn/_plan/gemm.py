@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .cost import one_launch_us
+from .cost import one_launch_us, recompute_us
 from .h200 import H200
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, Matrix, ceil_div, kept_dtype, round_up
@@ -22,6 +22,7 @@ from .variants import (
     element_for,
     forward_sm90,
     gemm_tiled,
+    largest_block,
     split_limbs,
 )
 
@@ -87,18 +88,21 @@ class Tile(NamedTuple):
     block_m: int
     cluster: int
     clusters: int
+    mode: str
 
 
 def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
-    found = candidates(p, mode, element, keeps=keeps, ranks=ranks)
-    return min([tile for tile in found if (tile.block_m, tile.cluster) == p.limits.sm90] or found)
+    found, limits = candidates(p, mode, element, keeps=keeps, ranks=ranks), p.limits
+    found = [tile for tile in found if limits.sm90 in (None, (tile.block_m, tile.cluster))] or found
+    return min([tile for tile in found if limits.recompute in (None, tile.mode == "recompute")] or found)
 
 
 def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> list[Tile]:
-    """All tiles that forward_sm90 can have, each with what it is expected to take."""
-    tiles = itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)
-    found = (tile_of(p, mode, element, *tile, keeps=keeps) for tile in tiles)
+    """All tiles that forward_sm90 can have, each with what it is expected to take; to train, it may make g twice."""
+    modes = ("training", "recompute") if mode == "training" and not ranks else (mode,)
+    tiles = itertools.product(modes, BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)
+    found = (tile_of(p, of, element, *tile, keeps=keeps) for of, *tile in tiles)
     return [tile for tile in found if tile is not None]
 
 
@@ -106,18 +110,28 @@ def tile_of(
     p: Matmul, mode: str, element: str, block_m: int, cluster: int, *, keeps: bool = False, rates: Rates = H200
 ) -> Tile | None:
     """What forward_sm90 would take with this tile, and the clusters of its grid; None where it cannot have it."""
-    if element == "limbs" and block_m == 256:
-        return None  # no room for sums beside its accumulators
+    largest = largest_block(element)
+    if block_m > largest or (mode == "recompute" and block_m < largest):
+        return None
     if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
     tiles, resident = ceil_div(p.m, block_m) * ceil_div(p.n, SM90_BLOCK_N * cluster), p.device.clusters(cluster)
     if resident == 0:
         return None
-    waves = ceil_div(tiles, resident)
+    # Where g is made twice, each cluster keeps to its features.
+    apart = ceil_div(p.n, SM90_BLOCK_N * cluster) if mode == "recompute" else 1
+    if apart > resident:
+        return None
+    waves = ceil_div(tiles // apart, resident // apart)
     # As few clusters as need no more waves: the power that the others would draw goes to these.
-    clusters = ceil_div(tiles, waves)
-    us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, rates=rates)
-    return Tile(us, block_m, cluster, clusters)
+    clusters = ceil_div(tiles // apart, waves) * apart
+    if mode != "recompute":
+        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, rates=rates)
+    elif waves > 1:
+        us = recompute_us(p, element, cluster, waves, keeps=keeps, rates=rates)
+    else:  # all tiles stay in registers: none is made twice
+        return None
+    return Tile(us, block_m, cluster, clusters, mode)
 
 
 def one_launch(
@@ -139,11 +153,11 @@ def one_launch(
     """
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
-    rows, blocks = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N)
+    _, block_m, cluster, clusters, mode = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
+    rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     merged = roll = workspace = 0
     if mode != "gemm":  # which has neither statistics nor flags
-        merged = rows * blocks * SM90_BLOCK_N * 16
+        merged = (clusters // columns if mode == "recompute" else rows) * blocks * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster), 256)
     split = None
@@ -153,13 +167,13 @@ def one_launch(
         workspace = split.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
         kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks),
-        cooperative=mode == "training" and (rows > 1 or cumulative),
+        cooperative=mode in ("training", "recompute") and (rows > 1 or cumulative),
         element=element,
         limbs=split,
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
-        panel=_panel(p, mode, element),
+        panel=columns if mode == "recompute" else _panel(p, mode, element),
         merged=merged,
         roll=roll,
         workspace=workspace,

@@ -97,6 +97,7 @@ class Limits(NamedTuple):
     """
 
     sm90: tuple[int, int] | None = None  # forward_sm90's rows in a tile, and CTAs in a cluster
+    recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     fused: bool | None = None  # the backward's passes in one launch where its rows allow it, or never
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs

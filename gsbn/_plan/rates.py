@@ -24,10 +24,15 @@ class Rates(NamedTuple):
     laying_us: float  # inference: a round of constants, 96 features by three warps
     relaying_us: float  # and of a later tile
     park_us: float  # training: a tile that waits, at least
+    again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
+    alone: float  # times that where a CTA loads all of x's tile, of several blocks of features
+    fold_us: float  # and the statistics of a tile
+    copy_rate: float  # MB/us of x and y
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
     trip_us: float  # and of more rows
     limb_us: float  # a launch that splits float32 into limbs
     limb_rate: float  # MB/us of it
+    limb_row_us: float  # and a row at least
     cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
     ieee_call_us: float  # more than for a GEMM on tensor cores
     cublas_call_us: dict[bool, float]  # of three launches, in training or not

@@ -32,6 +32,7 @@ __all__ = [
     "fold",
     "forward_sm90",
     "gemm_tiled",
+    "largest_block",
     "merge_statistics",
     "normalize",
     "running_affine",
@@ -45,7 +46,8 @@ WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th ro
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 RING_STEP = 4 * WARPS  # rows that a CTA of backward_sums or backward_dg has on their way at once
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
-MODES = {"gemm": 0, "inference": 1, "training": 2}  # and its MODE; "gemm" is for limbs, the backward, and the bench
+# "gemm" is for limbs, the backward, and the bench; "recompute" is another way to train
+MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3}  # and its MODE
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
@@ -97,8 +99,9 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield from map(copy_matrix, (2, 4, 8))
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
-        if (element, block_m) != ("limbs", 256):
-            for keeps in (False, True) if mode == "training" else (False,):
+        largest = largest_block(element)
+        if block_m == largest or (block_m < largest and mode != "recompute"):
+            for keeps in (False, True) if mode in ("training", "recompute") else (False,):
                 yield forward_sm90(element, mode, block_m, cluster, keeps)
                 if mode == "training" and cluster in CLUSTERS_OF_RANKS:
                     yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
@@ -193,14 +196,14 @@ def forward_sm90(
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
 
-    `keeps`: training that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight, lies across k;
-    `wide`: one whose result is float32; `ranks`: training of a batch that ranks share.
+    `keeps`: training, either way, that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight,
+    lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share.
     """
     limbs = 2 if element == "limbs" else 1
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
     of_float32 = wide or element in ("tf32", "limbs")
     staging = 64 if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
-    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP), coefficients (8 bytes; 16), barriers and counters.
+    # Beside the rings: arguments and coefficients (12 and 8 bytes a feature, or 4 and 16), barriers and counters.
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + SM90_BLOCK_N * (12 + 8) + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines |= {
@@ -219,6 +222,11 @@ def forward_sm90(
         arch="sm_90a",
         shared=shared,
     )
+
+
+def largest_block(element: str) -> int:
+    """The most rows of x in a tile of forward_sm90: limbs leave no room for sums beside so many accumulators."""
+    return BLOCKS_M[element == "limbs"]
 
 
 def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str, *, wide: bool = False) -> Kernel:

@@ -1,0 +1,106 @@
+// The consumers where g is made twice: they take the statistics of their features over all tiles of the CTA, in registers,
+// and multiply again for y when those of all CTAs are merged. A thread has two features, as in Consumer.
+#pragma once
+#include "sm90_consumer.cuh"
+
+struct Recomputer : Consumer {
+    float pivot[2] = {}, shift[2] = {}, m2[2] = {};  // over the tiles so far: shift is mean - pivot, m2 is M2
+
+    // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
+    __device__ __forceinline__ void fold(const float (&mean)[2], const float (&of_tile)[2], int rows) {
+        const float before = (float)(nth * BLOCK_M), weight = (float)rows / (before + (float)rows);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (nth == 0) pivot[h] = mean[h];
+            const float d = mean[h] - pivot[h] - shift[h];
+            m2[h] += fmaf(d * d, before * weight, of_tile[h]);
+            shift[h] = fmaf(d, weight, shift[h]);
+        }
+    }
+
+    // Publish what this CTA has of the features. Who `finishes` tiles waits for what all CTAs have.
+    __device__ __forceinline__ void exchange(int part, int block, int lane, bool finishes) {
+        mbar_wait(&sh.agreed, 0);
+        const u64 launch = sh.launch;
+        const int h = lane & 1,
+                  mine = within + 8 * h;  // of four lanes with the same two features, two speak for one each
+        const bool speaks = (lane & 2) == 0;
+        if (speaks)
+            publish(partial + ((size_t)block * parts().count + part) * BLOCK_N + mine,
+                    h ? pivot[1] + shift[1] : pivot[0] + shift[0], h ? m2[1] : m2[0], launch);
+        if (lane == 0) hint(&sh.ready);
+        if (!finishes) return;
+        mbar_wait(&sh.laid_out, 0);
+        if (speaks) {
+            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + mine, launch);
+            sh.centred[mine] = {all.mean, 1.f / all.unit, all.a * all.unit, sh.beta[mine]};
+        }
+        __syncwarp();
+    }
+
+    // d, of which `own` has been subtracted from g, to y and, with KEEP, to what is kept.
+    __device__ __forceinline__ void finish(float (&d)[ACC], const float (&own)[2], int row, int block) const {
+        float2 to_y[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Centred u = sh.centred[within + 8 * h];
+            const float shift = own[h] - u.mean;
+            to_y[h] = make_float2(u.slope, u.offset);
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& v = d[4 * j + 2 * h + e];
+                    v = KEEP && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
+                }
+        }
+        if constexpr (KEEP)
+            store(*kept.map, d, row, block,
+                  [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
+        store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
+    }
+
+    // Of 64 features that are not there the mergers get zeros, and stages pass by.
+    __device__ __forceinline__ void pass_by(int part, int block) {
+        if (block < blocks) exchange(part, block, lane_id(), false);
+        for (; tile(nth) < order.count(); nth++)
+            for (int step = 0; step < steps; step++) {
+                mbar_wait(&sh.full[s], phase);
+                release(s);
+                next_stage(step);
+            }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int last = tiles() - 1;
+        const auto [part, block] = order.at(cluster_id(), rank);  // the first tile's row counts the parts
+        within = 64 * half + 16 * warp + lane / 4;
+        if (block * BLOCK_N + 64 * half >= n) return pass_by(part, block);
+        float d[ACC];
+        for (int i; (i = tile(nth)) < order.count(); nth++) {
+            const int row = order.at(i, rank).row;
+            float sum[ACC];
+            if constexpr (ELEMENT == LIMBS)
+                multiply_limbs(d, sum);
+            else
+                multiply(d);
+            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            if constexpr (ELEMENT == LIMBS)
+                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n,
+                        block * BLOCK_N + within);
+            float own[2] = {};  // what has been subtracted of g
+            if (nth <= last) {
+                const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+                float of_tile[2];
+                centre(d, rows, lane, own, of_tile);
+                fold(own, of_tile, rows);
+                if (nth < last) continue;
+                exchange(part, block, lane, true);
+            }
+            finish(d, own, row, block);
+        }
+        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+    }
+};
