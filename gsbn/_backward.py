@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, overload
 
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
+from ._copies import Move, copied, move
 from ._cublas import CublasGemm
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
@@ -94,10 +95,11 @@ def backward(
 
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did. Beside the result it allocates dg, in x's dtype (for TF32 its transpose as well), O(O) scratch, what cuBLAS
-    wants (32 MiB at most), and copies of operands whose strides the kernels cannot take. dg passes through x's dtype as
-    in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows, merged in float64 in a
-    fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU arithmetic and memory are as the
-    forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each gradient rounded once.
+    wants (32 MiB at most), and copies of operands and results that the kernels cannot take as they lie, or would take
+    much longer for. dg passes through x's dtype as in PyTorch: beyond 65504 a float16 gradient overflows. S and D are
+    float32 sums of 16 rows, merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is
+    float64. On the CPU arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one
+    block at a time, each gradient rounded once.
     """
     return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
 
@@ -304,17 +306,20 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "vector_dy": plan.vector_dy,
         **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
     }
-    of_dy = call.copy("dy", dy, like, gpu) if plan.copy_dy and m else "dy"
-    of_x, of_w = "x", "weight"
-    if m and x is not None and plan.weight is not None and plan.weight.copy:
-        of_x = call.copy("x", x, like, gpu)
-    if m and weight is not None and plan.x is not None and plan.x.copy:
-        of_w = call.copy("weight", weight, like, gpu)
+    copies = [copied(call, "dy", dy, plan.dy, like)] if plan.copy_dy and m else []
+    for name, view, product in (("x", x, plan.weight), ("weight", weight, plan.x)):  # the operand b of the product
+        if m and view is not None and product is not None and product.p.w.own:
+            copies.append(copied(call, name, view, product.p.w.T, like))
+    names = {copy.name: copy.to for copy in copies}
+    of_dy, of_x, of_w = (names.get(name, name) for name in ("dy", "x", "weight"))
     dg = across = ABSENT if how.norm else "dy"
     if plan.across and not how.norm:
-        across = call.copy("dy", dy._replace(shape=(n, m), strides=dy.strides[::-1]), like, gpu)
+        transposed = dy._replace(shape=(n, m), strides=dy.strides[::-1])
+        copies.append(copied(call, "dy", transposed, _plan.Matrix((plan.across, 1), True), like))
+        across = copies[-1].to
     if plan.dg and not how.linear:
         dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
+    move(call, copies, gpu)
     posted, gathered, end = posts_at(plan.workspace + (8 * n if one_scale else 0), n, exchange)
     call.workspace(plan.workspace + (8 * n if one_scale else 0) if exchange is None else end)
     if plan.dg and how.linear:
@@ -357,11 +362,21 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     if m:
         names = {"dg": dg, "x": of_x, "weight": of_w, "dweight": of["weight"]}
         limbs = Limbs(call, plan.limbs, names, gpu, device, cleared=plan.sums)
+        results: list[Move] = []
+
+        def multiply(product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str) -> None:
+            p, at = product.p, c
+            if p.y.own:
+                at = call.at(elsewhere)
+                results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
+            _multiply(call, product, (*operands, at), limbs, name, how.precision, device)
+
         if plan.x is not None:
-            _multiply(call, plan.x, (dg, of_w, of["x"]), limbs, "weight", how.precision, device)
+            multiply(plan.x, (dg, of_w), of["x"], plan.dx_at, "weight")
         limbs.make(late=True)
         if plan.weight is not None:
-            _multiply(call, plan.weight, (across, of_x, of["weight"]), limbs, "x", how.precision, device)
+            multiply(plan.weight, (across, of_x), of["weight"], plan.dw_at, "x")
+        move(call, results, gpu)
     elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"])
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)

@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from . import _capture, _declared, _kernels, _plan, _tma
-from ._check import View
 from ._device import cuda
 from ._interop import Kind
 
@@ -18,7 +17,6 @@ __all__ = ["ABSENT", "VECTORS", "Call", "Description", "log", "matrix_of", "reme
 VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 ABSENT = "absent"  # the address 0
 _MAX_CALLS = 1024  # that a cache holds
-_UNSIGNED = (1 << 64) - 1  # a word of a launch, which packs negative strides so
 log = logging.getLogger("gsbn")
 
 
@@ -68,25 +66,16 @@ class Call:
 
     # ---- memory
 
-    def make(self, name: str, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> str:
-        """An array that every call makes anew; all of them before the workspace. Gives the name."""
+    def make(
+        self, name: str, shape: tuple[int, ...], like: Any, dtype: str | None = None, *, scratch: bool = False
+    ) -> str:
+        """An array that every call makes anew, perhaps for itself; all of them before the workspace. Gives the name."""
         assert not self._offsets
+        if scratch:
+            self._copied += math.prod(shape) * _plan.ITEMSIZE[dtype or self._kind.dtype(like)]
         self._positions[name] = len(self._positions)
         self._makers.append(self._kind.maker(shape, like, dtype))
         return name
-
-    def copy(self, name: str, view: View, like: Any, gpu: _plan.Device) -> str:
-        """A C-contiguous copy of an argument whose strides a kernel cannot take."""
-        rows, cols = view.shape
-        row, col = (stride // view.itemsize & _UNSIGNED for stride in view.strides)
-        copy = self.make(f"copy of {name}", (rows, cols), like)
-        self._copied += math.prod(view.shape) * view.itemsize
-        self._kernels.append("copy_matrix")
-        launch = _kernels.launcher(_plan.copy_matrix(view.itemsize), self._device, _COPY)
-        at, to = self._positions[name], self._positions[copy]
-        told = _plan.copy_grid(rows, cols, gpu), _plan.THREADS, ()
-        self._steps.append((launch, told, lambda all_: (all_[at], row, col, all_[to], rows, cols)))
-        return copy
 
     def workspace(self, nbytes: int) -> None:
         """Scratch memory for one call, of the library's own allocator."""
@@ -190,9 +179,6 @@ class Call:
 
 def _all(addresses: list[int]) -> Any:
     return addresses
-
-
-_COPY = ("from", "row_stride", "col_stride", "to", "rows", "cols")
 
 
 def matrix_of(view: Any) -> _plan.Matrix:

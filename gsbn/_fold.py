@@ -6,6 +6,7 @@ from typing import Any, overload
 
 from . import _check, _kernels, _plan, reference
 from ._call import VECTORS, Call, matrix_of, vector_codes
+from ._copies import copied, move
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
 from ._interop import NUMBERS, kind_of, kinds_of
@@ -91,8 +92,10 @@ def fold(
         at, call = matrix_of(view), Call(kind, device, ARRAYS)
         source = "weight"
         if at.strides[1] != 1:
-            at = _plan.Matrix((view.shape[1], 1), True)
-            source = call.copy("weight", view, arrays["weight"], _kernels.gpu(device))
+            at = _plan.in_rows(view.shape[1], view.itemsize)
+            copy = copied(call, "weight", view, at, arrays["weight"])
+            move(call, [copy], _kernels.gpu(device))
+            source = copy.to
         fields = {"k": view.shape[1], "ldw": at.strides[0], "eps": eps, "number": number, **vector_codes(views)}
         passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
         passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}

@@ -120,11 +120,11 @@ def forward(
         GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
         an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
-        "sm90" is the whole forward in one launch on Hopper, for all but float64, and for rows of x, weight and y that
-        are multiples of 16 bytes; with `return_saved` in training only, in 16 bits from 17 rows on; with at most
-        32768 input features, 262144 in bfloat16. float32 at "highest" has a launch before it, which makes limbs, and
-        takes any number of input features and any rows of x and weight; with other rows of y "sm90" is its GEMM alone,
-        with two launches after it.
+        "sm90" is the whole forward in one launch on Hopper, for all but float64; with `return_saved` in training only,
+        in 16 bits from 17 rows on; with at most 32768 input features, 262144 in bfloat16. float32 at "highest" has a
+        launch before it, which makes limbs, and takes any number of input features; with rows of y that do not start
+        and end on 16 bytes it is the GEMM alone, with two launches after it. In other dtypes such rows of x, weight or
+        y cost a launch more, which copies the operands, and one that copies y.
         "cublas" is cuBLAS, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. After one call of
         the same kind any can be captured in a CUDA graph.
     sms : int, optional
@@ -166,9 +166,9 @@ def forward(
     Notes
     -----
     Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
-    that library's allocator, what cuBLAS wants (32 MiB at most), a copy of an operand whose strides the GEMM cannot
-    take, and, but for "sm90", one B x O array of float32 for g where y's own memory cannot hold it (float16 and
-    bfloat16; rows of y off a 16-byte boundary).
+    that library's allocator, what cuBLAS wants (32 MiB at most), a copy of an operand that the GEMM cannot take as it
+    lies or would take much longer for (rows off a 16-byte boundary), and one B x O array where y's own memory cannot
+    serve: of y's dtype with "sm90" (such rows of y), otherwise of float32 for g (such rows, float16 and bfloat16).
     With `return_saved` the deviations are one B x O array more (`Saved` tells its dtype); but for "sm90", g is computed
     in it where it is wide enough.
     "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is

@@ -6,6 +6,7 @@ from typing import Any
 
 from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
+from ._copies import Move, copied, move
 from ._cublas import CublasGemm
 from ._interop import Kind
 from ._limbs import Limbs
@@ -107,8 +108,7 @@ def prepare_call(
         activation=activation,
         ranks=ranks,
     )
-    x_at = _plan.Matrix((k, 1), True) if plan.copy_x else matrix_of(x)
-    w_at = _plan.Matrix((k, 1), True) if plan.copy_w else matrix_of(weight)
+    x_at, w_at = plan.taken.x, plan.taken.w
     flags = _declared.flags(
         vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
         vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
@@ -143,8 +143,13 @@ def prepare_call(
     }
 
     call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ()), *(RANKS if group is not None else ())))
-    of_x = call.copy("x", x, arrays[0], gpu) if plan.copy_x and m else "x"
-    of_w = call.copy("weight", weight, arrays[1], gpu) if plan.copy_w and m else "weight"
+    copies = [
+        copied(call, name, view, at, array)
+        for name, view, at, array in (("x", x, x_at, arrays[0]), ("weight", weight, w_at, arrays[1]))
+        if at.own and m
+    ]
+    names = {copy.name: copy.to for copy in copies}
+    of_x, of_w = names.get("x", "x"), names.get("weight", "weight")
     y = "out" if out is not None else call.make("y", (m, n), arrays[0])
     deviations = vectors = ABSENT
     if plan.keep is not None:
@@ -153,9 +158,11 @@ def prepare_call(
     counts = training and views["num_batches_tracked"] is not None
     count = "num_batches_tracked" if counts else ABSENT
     own = {name: name for name in VECTORS}
+    move(call, copies, gpu)
     if plan.one is not None:
         one = plan.one
-        call.workspace(one.workspace)
+        call.workspace(plan.workspace)
+        of_y = call.at(plan.y) if plan.taken.y.own else y  # where the launch works
         exponents = (ABSENT, ABSENT)
         if one.limbs is not None:
             at_x, at_w = call.at(one.limbs.x), PREPARED[0] if limbs else call.at(one.limbs.w)
@@ -167,9 +174,9 @@ def prepare_call(
             call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
             of_x, of_w = at_x, at_w
             x_at = w_at = _plan.Matrix((one.limbs.pitch, 1), True)
-        boxes = _tma.map_arguments(one, p._replace(x=x_at, w=w_at))
-        mapped: tuple[str, ...] = (of_x, of_w, y)
-        passed = {"y": y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
+        boxes = _tma.map_arguments(one, plan.taken._replace(x=x_at, w=w_at))
+        mapped: tuple[str, ...] = (of_x, of_w, of_y)
+        passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
         passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
         if plan.keep is not None:
             rows, cols, _, *rest = boxes[-1]
@@ -178,7 +185,9 @@ def prepare_call(
             passed |= {"kept": deviations, "saved": vectors}
         if group is not None:
             passed |= {"ranks": "ranks"}
-        call.launch_mapped(one, fields, boxes, mapped, passed)
+        call.launch_mapped(one, fields | {"y_row": plan.taken.y.strides[0]}, boxes, mapped, passed)
+        if of_y != y:
+            move(call, [Move(of_y, y, (m, n), x.itemsize, plan.taken.y, y_at)], gpu)
     else:
         posted, gathered, end = posts_at(plan.workspace, n, exchange)
         call.workspace(plan.workspace if group is None else end)
@@ -226,7 +235,7 @@ def prepare_call(
 
     dtypes = None if plan.keep is None else vector_dtypes(kind, arrays)
     found = ForwardCall(views, bool(training), call, call.describe(plan.gemm, plan.why), dtypes)
-    found.y = None if out is not None else (plan.copy_x + plan.copy_w) * (m > 0)
+    found.y = None if out is not None else len(copies)
     return found
 
 

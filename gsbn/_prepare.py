@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import _check, _declared, _kernels, _plan
 from ._call import ABSENT, Call
+from ._copies import copied, move
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs
 from ._interop import kind_of, kinds_of
@@ -57,17 +58,20 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     with on_device(device):
         view, gpu, stream = kind.view(given), _kernels.gpu(device), kind.stream(device)
         (n, k), call = view.shape, Call(kind, device, ("weight",))
-        words = {"w": call.copy("weight", view, given, gpu)}
+        at = _plan.in_rows(k, view.itemsize)
+        copy = copied(call, "weight", view, at, given)
+        move(call, [copy], gpu)
+        words = {"w": copy.to}
         takes_limbs = _plan.takes_limbs(view.dtype, precision, gpu)
         if takes_limbs:
             limbs = _plan.limbs(0, n, k, 0, gpu)
-            fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": k, "flags": _declared.flags(vector_w=k % 4 == 0)}
+            fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": _declared.flags(vector_w=True)}
             # In words of 32 bits, which is all that an allocator need know of them.
             words["w_limbs"] = call.make("limbs", (n, limbs.pitch), given, "float32")
             words["w_exponents"] = call.make("exponents", (n,), given, "float32")
             call.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
         made = call.run(given, [view.pointer], stream, is_capturing(stream))
-    prepared = Prepared(made[0], precision)
+    prepared = Prepared(made[0][:, :k], precision)
     if takes_limbs:
         prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
     if kind_of(weight) is None:

@@ -1,9 +1,9 @@
-// copy_matrix: a matrix of any strides as adjacent rows, for a kernel that cannot read it as it lies.
+// copy_matrix: a matrix of any strides to any others, for a kernel that cannot read, or write, it as it lies.
 //
-//   from (rows, cols), strides in elements, of any sign, 0 included  ->  to (rows, cols), C-contiguous
+//   from (rows, cols)  ->  to (rows, cols), strides in elements, of any sign, 0 included in what is read
 //
-// An item of work is a tile of 64 x 64, which passes through shared memory: it is read along the shorter stride and
-// written along rows, a warp taking 32 adjacent elements each time, 16 of them a thread on their way at once.
+// An item of work is a tile of 64 x 64, which passes through shared memory: it is read and written along the shorter
+// stride, a warp taking 32 adjacent elements each time, 16 of them a thread on their way at once.
 //
 // Moves each element in and out once, the minimum.
 #include "common.cuh"
@@ -16,32 +16,39 @@ using Word = WORD_TYPE;
 constexpr int THREADS = 256, TILE = 64, EACH = TILE * TILE / THREADS;
 constexpr int PITCH = TILE + (sizeof(Word) == 2 ? 2 : 1);  // a column of the tile lies in different banks
 
+struct Problem {
+    long long rows, cols;
+    long long from_row, from_col, to_row, to_col;  // strides
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    copy_matrix(const Word* from, long long row_stride, long long col_stride, Word* to, long long rows,
-                long long cols) {
+    copy_matrix(const __grid_constant__ Problem p, const Word* from, Word* to) {
     await_kernel_ahead();
     __shared__ Word tile[TILE][PITCH];
-    const bool down = llabs(row_stride) < llabs(col_stride);
-    const long long across = (cols + TILE - 1) / TILE, height = (rows + TILE - 1) / TILE;
+    const bool read_down = llabs(p.from_row) < llabs(p.from_col), write_down = llabs(p.to_row) < llabs(p.to_col);
+    const long long across = (p.cols + TILE - 1) / TILE, height = (p.rows + TILE - 1) / TILE;
     for_each_item(across * height, [&](long long item) {
         const long long row0 = item / across * TILE, col0 = item % across * TILE;
+        // the row and the column, in the tile, of a thread's element
+        const auto row_of = [](int i, bool down) {
+            return down ? threadIdx.x % TILE : (i * THREADS + threadIdx.x) / TILE;
+        };
+        const auto col_of = [](int i, bool down) {
+            return down ? (i * THREADS + threadIdx.x) / TILE : threadIdx.x % TILE;
+        };
         Word held[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int outer = (i * THREADS + threadIdx.x) / TILE, inner = threadIdx.x % TILE;
-            const long long row = row0 + (down ? inner : outer), col = col0 + (down ? outer : inner);
-            held[i] = row < rows && col < cols ? from[row * row_stride + col * col_stride] : Word(0);
+            const long long row = row0 + row_of(i, read_down), col = col0 + col_of(i, read_down);
+            held[i] = row < p.rows && col < p.cols ? from[row * p.from_row + col * p.from_col] : Word(0);
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int outer = (i * THREADS + threadIdx.x) / TILE, inner = threadIdx.x % TILE;
-            tile[down ? inner : outer][down ? outer : inner] = held[i];
-        }
+        for (int i = 0; i < EACH; ++i) tile[row_of(i, read_down)][col_of(i, read_down)] = held[i];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int r = (i * THREADS + threadIdx.x) / TILE, c = threadIdx.x % TILE;
-            if (row0 + r < rows && col0 + c < cols) to[(row0 + r) * cols + col0 + c] = tile[r][c];
+            const int r = row_of(i, write_down), c = col_of(i, write_down);
+            if (row0 + r < p.rows && col0 + c < p.cols) to[(row0 + r) * p.to_row + (col0 + c) * p.to_col] = tile[r][c];
         }
     });
 }

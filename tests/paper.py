@@ -45,6 +45,10 @@ class Array:
         self.shape, self.dtype, self.strides = shape, dtype, strides
         self.pointer = at or next(self._free)
 
+    def __getitem__(self, at: tuple[slice, slice]) -> Array:
+        """The first columns of it."""
+        return Array((self.shape[0], at[1].stop), self.dtype, self.strides, self.pointer)
+
 
 class Kind(_interop.Kind):
     """How gsbn reads and makes such arrays; `made` are those of this call."""

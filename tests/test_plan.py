@@ -82,9 +82,19 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     kernels = {decided.stats_kernel, decided.affine_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
     assert kernels <= set(_kernels.all_kernels())
 
+    # what lies elsewhere is a copy, in rows on 16 bytes
+    taken, size = decided.taken, ITEMSIZE[p.dtype]
+    assert taken._replace(x=p.x, w=p.w, y=p.y, device=p.device) == p
+    for lies, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k), (p.y, taken.y, p.m, p.n)):
+        assert_copied_or_given(lies, at, rows, columns, size)
+
     if decided.one is not None:
-        assert_one_launch_fits(p, decided.one)
+        assert_one_launch_fits(taken, decided.one)
+        assert taken.y.own or p.n * size % 16 == 0  # the last word of a row of the caller's is all the row's
+        copied = p.m * taken.y.strides[0] * size if taken.y.own else 0
+        assert decided.one.workspace <= decided.y and decided.y + copied <= decided.workspace
         return
+    assert taken.y == p.y
 
     # the grids are neither empty nor too large, and cover every row once
     grids = [decided.stats_grid, decided.affine_grid, decided.normalize_grid]
@@ -115,14 +125,22 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
             assert p.n * g_size % 16 == 0
 
     # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
-    for matrix, rows, copied in ((p.x, p.m, decided.copy_x), (p.w, p.n, decided.copy_w)):
-        if not copied:
-            row, column = matrix.strides
-            if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
-                assert 1 in matrix.strides
-                continue
-            by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
-            assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
+    for matrix, rows in ((taken.x, p.m), (taken.w, p.n)):
+        row, column = matrix.strides
+        if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
+            assert 1 in matrix.strides
+            continue
+        by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
+        assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
+
+
+def assert_copied_or_given(given: Matrix, at: Matrix, rows: int, columns: int, size: int) -> None:
+    if not at.own:
+        assert at == given
+        return
+    beside, pitch = sorted(at.strides)
+    assert (beside, at.aligned, pitch * size % 16) == (1, True, 0)
+    assert pitch >= (columns if at.strides[1] == 1 else rows)
 
 
 def makes_g_twice(one: OneLaunch) -> bool:
@@ -158,8 +176,11 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     # what the copy engine takes
     assert p.y.aligned
     assert p.y.strides[1] == 1
-    assert p.n * ITEMSIZE[p.dtype] % 16 == p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
-    assert one.limbs is not None or p.k * ITEMSIZE[p.dtype] % 16 == 0
+    assert p.n <= p.y.strides[0] and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+    for at in (p.x, p.w):
+        assert at.strides[1] == 1
+        if one.limbs is None:
+            assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
 def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int]) -> None:
@@ -272,7 +293,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
     assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
     assert decided.keep.dtype == kept_by(p, training=training)
-    if not decided.keep.is_g:
+    if decided.one is None and not decided.keep.is_g:
         assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
 
 
@@ -334,8 +355,12 @@ def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, 
     for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
         if product is None:
             continue
-        q = product.p
+        q, c_at = product.p, decided.dx_at if product is decided.x else decided.dw_at
         assert (q.m, q.n, q.k) == shape
+        b = p.w if product is decided.x else p.x
+        assert_copied_or_given(b.T, q.w, q.n, q.k, size)
+        assert_copied_or_given(Matrix((q.n, 1), True), q.y, q.m, q.n, size)
+        assert decided.limbs.end <= c_at <= c_at + product.copied_bytes <= decided.workspace
         if product.of_limbs:
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
@@ -426,8 +451,8 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((4096, 4096, 32), "float32", H200, {}, "cublas"),  # IEEE is the more accurate
         ((65536, 128, 64), "float32", H200, {}, "cublas"),  # 81 against 100 us
         ((16384, 4096, 4096), "float64", H200, {}, "cublas"),
-        ((1024, 8192, 8191), "bfloat16", H200, {}, "cublas"),  # rows off 16 bytes
-        ((1024, 8191, 8192), "bfloat16", H200, {}, "cublas"),
+        ((1024, 8192, 8191), "bfloat16", H200, {}, "sm90"),  # of copies in rows on 16 bytes
+        ((1024, 8191, 8192), "bfloat16", H200, {}, "sm90"),
         ((1024, 8192, 8192), "bfloat16", A100, {}, "cublas"),
         ((1024, 8192, 8192), "bfloat16", OLD_NVRTC, {}, "cublas"),
         ((128, 8192, 8192), "bfloat16", H200, {}, "cublas"),  # measured: 51 against 56 us
@@ -452,7 +477,7 @@ def test_auto_takes_what_was_measured_to_win(
         ((128, 1024, 512), {}, "sm90", "sm90"),  # 6.5 and 7.1, 6.8 and 7.6: the host takes 8 to call cuBLAS
         ((256, 2048, 2048), {}, "cublas", "cublas"),  # 10.6 and 13.1, 10.4 and 10.7
         ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
-        ((128, 1020, 512), {"gemm": "sm90"}, "cublas", "cublas"),  # rows of dx off 16 bytes
+        ((128, 1020, 512), {"gemm": "sm90"}, "sm90", "sm90"),  # rows of dx off 16 bytes: it is copied
         ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
         ((1024, 8192, 8192), {"gemm": "tiled"}, "tiled", "tiled"),
     ],
@@ -467,13 +492,15 @@ def test_a_backward_takes_what_was_measured_to_win(
 
 
 def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
-    """What starts off 16 bytes is copied where it is asked for, and left to cuBLAS where not; dw reads dg in place."""
+    """What starts off 16 bytes is copied, unless cuBLAS is as fast without; dw reads dg in place."""
     p = contiguous(1024, 8192, 8192)
     p = p._replace(w=p.w._replace(aligned=False))
     asked, auto = (backward_plan(p, training=True, needs=FIELDS, gemm=gemm) for gemm in ("sm90", "auto"))
     assert asked.x is not None and asked.weight is not None and auto.x is not None
-    assert (asked.x.gemm, asked.x.copy, asked.weight.copy) == ("sm90", True, False)
-    assert (auto.x.gemm, auto.x.copy) == ("cublas", False)
+    assert (asked.x.gemm, asked.x.p.w.own, asked.weight.p.w.own) == ("sm90", True, False)
+    assert (auto.x.gemm, auto.x.p.w.own) == ("sm90", True)
+    few = backward_plan(contiguous(2, 9, 9), training=True, needs=FIELDS).x
+    assert few is not None and not (few.p.w.own or few.p.y.own)
     assert asked.weight.p.x.strides == (1, asked.pitch)
     assert asked.across == 0
 
@@ -555,10 +582,8 @@ def test_the_planner_loses_little_on_what_was_measured() -> None:
 def test_sm90_writes_whole_words_of_16_bytes() -> None:
     """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
     p = contiguous(4096, 60, 1024)._replace(y=Matrix((64, 1), True))
-    assert plan(p, training=True).gemm == "cublas"
-    with pytest.raises(ValueError, match=r"gemm: .*rows of y"):
-        plan(p, training=True, gemm="sm90")
-    assert plan(p._replace(n=64), training=True).gemm == "sm90"
+    assert plan(p, training=True, gemm="sm90").taken.y == Matrix((64, 1), aligned=True, own=True)
+    assert plan(p._replace(n=64), training=True).taken.y is p.y
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])

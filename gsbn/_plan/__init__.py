@@ -5,8 +5,9 @@ its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `ba
 """
 
 from .backward import BackwardPlan, Product, backward_plan
+from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
-from .gemm import Limbs, OneLaunch, copy_grid, limbs, one_launch, takes_limbs
+from .gemm import Limbs, OneLaunch, limbs, one_launch, takes_limbs
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .variants import (
@@ -16,6 +17,7 @@ from .variants import (
     THREADS,
     Kernel,
     copy_matrix,
+    copy_rows,
     element_for,
     every_kernel,
     fill_sm,
@@ -28,6 +30,7 @@ from .variants import (
 __all__ = [
     "AT_ONCE",
     "COLUMN",
+    "COPIES_AT_ONCE",
     "C_TYPE",
     "FEW_ROWS",
     "INT32_MAX",
@@ -51,20 +54,24 @@ __all__ = [
     "Product",
     "Split",
     "Splits",
+    "adjacent",
     "backward_plan",
     "copy_grid",
     "copy_matrix",
+    "copy_rows",
     "element_for",
     "every_kernel",
     "fill_sm",
     "fold",
     "forward_sm90",
     "gemm_for",
+    "in_rows",
     "kept_dtype",
     "limbs",
     "maxima_grid",
     "one_launch",
     "plan",
+    "rows_grid",
     "split_grid",
     "split_limbs",
     "takes_limbs",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .cost import ieee_us, limb_product_us
+from .copies import in_rows, on_words
+from .cost import copies_us, ieee_us, limb_product_us, product_us
 from .gemm import (
     MAX_TERMS,
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
+    for_cublas,
     one_launch,
-    takes,
     takes_limbs,
     tiled,
     waiting_grid,
@@ -19,7 +20,16 @@ from .gemm import (
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
-from .variants import BLOCKS_M, CLUSTERS, RING_STEP, SM90_BLOCK_N, Kernel, backward_kernels, with_activation
+from .variants import (
+    BLOCKS_M,
+    CLUSTERS,
+    RING_STEP,
+    SM90_BLOCK_N,
+    Kernel,
+    backward_kernels,
+    element_for,
+    with_activation,
+)
 
 __all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan"]
 
@@ -31,9 +41,8 @@ FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90
 class Product(NamedTuple):
     """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
 
-    p: Matmul
+    p: Matmul  # b and c being copies where the GEMM takes them otherwise than they lie
     gemm: str
-    copy: bool  # the GEMM cannot take b's strides: p has those of a copy
     kernel: Kernel | None
     grid: int
     block: int
@@ -43,6 +52,15 @@ class Product(NamedTuple):
     @property
     def of_limbs(self) -> bool:
         return self.one is not None and self.one.element == "limbs"
+
+    @property
+    def c_size(self) -> int:
+        """Bytes of an element of c."""
+        return 4 if self.wide else ITEMSIZE[self.p.dtype]
+
+    @property
+    def copied_bytes(self) -> int:
+        return self.p.m * self.p.y.strides[0] * self.c_size if self.p.y.own else 0
 
 
 class BackwardPlan(NamedTuple):
@@ -67,6 +85,8 @@ class BackwardPlan(NamedTuple):
     dg_at: int
     across_at: int
     limbs: Splits
+    dx_at: int  # of results that are then copied
+    dw_at: int
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -104,9 +124,10 @@ def backward_plan(
     dg = "x" in needs or "weight" in needs
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
     dg, sums = dg and norm, (sums or ranks is not None) and norm
-    copy_dy = norm and dy.strides[1] not in (0, 1)
+    vector_dy = dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0
+    copy_dy = norm and dy.strides[1] != 0 and not vector_dy
     if copy_dy:
-        dy = Matrix((n, 1), True)
+        dy, vector_dy = in_rows(n, size), True
 
     pitch = round_up(n, 16 // size) if norm else dy.strides[0]
     # m, n, k of the two products; dg lies in rows of `pitch`
@@ -118,7 +139,7 @@ def backward_plan(
     across = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
-        across = round_up(m, 16 // size) if norm else m * (m % (16 // size) == 0)  # a copy has no wider rows
+        across = round_up(m, 16 // size)
     if across and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
@@ -138,6 +159,8 @@ def backward_plan(
     across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs = _split(dx, dw, limbs_at, "weight" in needs)
+    dx_at = round_up(limbs.end, 256)
+    dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
     kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
@@ -152,7 +175,7 @@ def backward_plan(
         or activation is not None,
         copy_dy=copy_dy,
         dy=dy,
-        vector_dy=dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0,
+        vector_dy=vector_dy,
         pitch=pitch,
         across=across,
         sums_grid=device.grid(columns if fused else blocks * splits),
@@ -165,7 +188,9 @@ def backward_plan(
         dg_at=dg_at,
         across_at=across_at,
         limbs=limbs,
-        workspace=limbs.end,
+        dx_at=dx_at,
+        dw_at=dw_at,
+        workspace=dw_at + (0 if dw is None else dw.copied_bytes),
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
@@ -177,24 +202,29 @@ def backward_plan(
 
 def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
     """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
-    obstacle = cublas_obstacle(p)
+    obstacle, element = cublas_obstacle(p), element_for(p.dtype, precision)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
-    if _wants_limbs(p, precision, gemm, obstacle):
-        copy = 1 not in p.w.strides
-        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, one_launch(p, "gemm", "highest"))
-    if _wants_sm90(p, gemm, obstacle):
-        copy = not _lies_across(p)
-        p = p._replace(w=Matrix((1, p.n), True)) if copy else p
-        return Product(p, "sm90", copy, None, 0, 0, one_launch(p, "gemm", precision, wide=wide), wide=wide)
+    size = ITEMSIZE[p.dtype]
+    across, rows = in_rows(p.n, size).T, in_rows(p.n, 4 if wide else size)
+    on_rows = p if p.n * (4 if wide else size) % 16 == 0 else p._replace(y=rows)  # TMA stores whole words
+
+    def product(path: str, q: Matmul, kernel: tuple[Kernel | None, int, int] = (None, 0, 0)) -> Product:
+        one = one_launch(q, "gemm", precision, wide=wide) if path == "sm90" else None
+        return Product(q, path, *kernel, one, wide)
+
+    of_limbs = p if 1 in p.w.strides else p._replace(w=across)
+    if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
+        return product("sm90", of_limbs)
+    ours = on_rows if _lies_across(p) else on_rows._replace(w=across)
+    theirs = for_cublas(p, element)
+    if (ours.w.own or ours.y.own) and p.dtype != "float64":
+        theirs = min(theirs, ours, key=lambda q: product_us(q, element, to_y=True) + copies_us(q))
+    if _wants_sm90(ours, gemm, obstacle, theirs):
+        return product("sm90", ours)
     if gemm != "tiled" and obstacle is None:
-        copy = not takes(False, "cublas", p.w, p.n, p.k, ITEMSIZE[p.dtype])
-        return Product(p._replace(w=Matrix((1, p.n), True)) if copy else p, "cublas", copy, None, 0, 0, wide=wide)
-    copy = p.w.strides[0] != 1
-    if copy:
-        p = p._replace(w=Matrix((1, p.n), True))
-    return Product(p, "tiled", copy, *tiled(p, name, wide=wide), wide=wide)
+        return product("cublas", theirs)
+    return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=across), tiled(p, name, wide=wide))
 
 
 def _split(dx: Product | None, dw: Product | None, start: int, makes_dw: bool) -> Splits:
@@ -222,26 +252,27 @@ def _split(dx: Product | None, dw: Product | None, start: int, makes_dw: bool) -
     return lay_out(wanted, start)
 
 
-def _wants_limbs(p: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
+def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
     """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
     if not takes_limbs(p.dtype, precision, p.device) or p.n % 4 or max(p.m, p.n, p.k) > INT32_MAX // 2:
         return False
-    if gemm != "auto":
-        return gemm == "sm90"
-    return obstacle is not None or (p.k >= 64 and limb_product_us(p, cheapest_tile(p, "gemm", "limbs").us) < ieee_us(p))
+    if gemm != "auto" or obstacle is not None:
+        return gemm in ("auto", "sm90")
+    ours = limb_product_us(taken, cheapest_tile(taken, "gemm", "limbs").us) + copies_us(taken)
+    return p.k >= 64 and ours < ieee_us(p)
 
 
-def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None) -> bool:
-    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot."""
+def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
+    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot.
+
+    `theirs` is what cuBLAS would take: of other copies it is the faster."""
     if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
         return False
-    if p.n % 8 or max(p.m, p.n, p.k) > INT32_MAX // 2:  # rows of the result are multiples of 16 bytes
-        return False
-    if p.k > MAX_TERMS[p.dtype]:
+    if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    return _lies_across(p) and (_fills_waves(p) or cheapest_tile(p, "gemm", p.dtype).us <= H200.cublas_host_us)
+    return p == theirs and (_fills_waves(p) or cheapest_tile(p, "gemm", p.dtype).us <= H200.cublas_host_us)
 
 
 def _fills_waves(p: Matmul) -> bool:
@@ -256,5 +287,4 @@ def _fills_waves(p: Matmul) -> bool:
 
 def _lies_across(p: Matmul) -> bool:
     """Whether forward_sm90 takes the weight, or x, as it lies across what is summed over."""
-    row, col = p.w.strides
-    return row == 1 and p.n <= col < 2**39 and p.w.aligned and col % 8 == 0
+    return on_words(p.w.T, p.n, ITEMSIZE[p.dtype]) and p.w.strides[1] < 2**39

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from .copies import word
 from .h200 import H200
 from .problem import ITEMSIZE, Matmul, ceil_div
 from .rates import Rates
 from .variants import SM90_BLOCK_N
 
-__all__ = ["cublas_us", "ieee_us", "limb_product_us", "one_launch_us", "recompute_us", "split_us"]
+__all__ = [
+    "copies_us",
+    "cublas_us",
+    "ieee_us",
+    "limb_product_us",
+    "one_launch_us",
+    "product_us",
+    "recompute_us",
+    "split_us",
+]
 
 
 def one_launch_us(
@@ -36,7 +46,7 @@ def one_launch_us(
     distinct = limbs * (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
     stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
     feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
-    if limbs == 1 and k * size % 128:
+    if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
     products = 3 if element == "limbs" else 1
     pace = [products * rates.mma_us * block_m, rates.step_us, feed]
@@ -49,7 +59,7 @@ def one_launch_us(
         * SM90_BLOCK_N
         * ITEMSIZE[dtype]
         * 1e-6
-        * (rates.off_line_y if n * ITEMSIZE[dtype] % 128 else 1.0)
+        * (rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0)
     )
     y *= 1 + keeps  # g - m is written as y is
     tile = ceil_div(k * size, 128) * step + rates.tile_us[mode] + y / rates.y_rate[mode]
@@ -89,13 +99,29 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
 def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Rates = H200) -> float:
     """A forward by cuBLAS and two launches more."""
-    m, n, k, dtype, device, *_ = p
+    m, n, k, dtype, *_ = p
     size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[training] + (rates.ieee_call_us if element == "limbs" else 0.0)
-    us += 2 * m * n * k / (rates.cublas_flops[element] * device.sms / 132)
+    us += product_us(p, element, rates=rates)
     us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
     return us + (g / rates.g_rate[cold] if training else 0.0)
+
+
+def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
+    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes; those for rows on less are slower."""
+    us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
+    if element == "limbs":  # IEEE arithmetic, not held up by its operands
+        return us
+    least = min(word(at, ITEMSIZE[p.dtype]) for at in (p.x, p.w, p.y)[: 2 + to_y])
+    return us * rates.cublas_off_words.get(least, 1.0)
+
+
+def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
+    """What it costs that some of its matrices are copies: a launch before the product, and one after it."""
+    m, n, k, size = p.m, p.n, p.k, 2e-6 * ITEMSIZE[p.dtype]
+    before, after = size * k * (m * p.x.own + n * p.w.own), size * m * n * p.y.own
+    return sum(rates.copy_us + moved / rates.copy_rate for moved in (before, after) if moved)
 
 
 def limb_product_us(p: Matmul, one_us: float, rates: Rates = H200) -> float:
@@ -108,4 +134,4 @@ def limb_product_us(p: Matmul, one_us: float, rates: Rates = H200) -> float:
 
 def ieee_us(p: Matmul, rates: Rates = H200) -> float:
     """A float32 product by cuBLAS in IEEE arithmetic."""
-    return 2 * p.m * p.n * p.k / (rates.cublas_flops["limbs"] * p.device.sms / 132) + rates.ieee_call_us
+    return product_us(p, "limbs", rates=rates) + rates.ieee_call_us

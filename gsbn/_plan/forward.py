@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .cost import cublas_us, split_us
+from .copies import in_rows
+from .cost import copies_us, cublas_us, split_us
 from .gemm import (
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
+    for_cublas,
+    for_sm90,
+    for_tiled,
     one_launch,
-    parking_obstacle,
     sm90_obstacle,
-    takes,
     tiled,
     waiting_grid,
 )
@@ -50,8 +52,7 @@ class Plan(NamedTuple):
 
     gemm: str
     why: str
-    copy_x: bool  # the GEMM cannot take these strides
-    copy_w: bool
+    taken: Matmul  # the call with x, weight and y as the kernels take them, perhaps copies
     y_is_g: bool  # g is computed in y's memory and normalised in place
     vector_y: bool
     ldg: int
@@ -67,6 +68,7 @@ class Plan(NamedTuple):
     tickets: int
     tickets_bytes: int
     g: int
+    y: int  # of what is then copied to y
     workspace: int
     gemm_kernel: Kernel | None
     gemm_grid: int
@@ -113,9 +115,11 @@ def plan(
         saved=saved,
         between=ranks == "between",
     )
-    m, n, k, dtype, device, x, w, y, _ = p
+    m, n, k, dtype, device, _, _, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_size = ITEMSIZE[dtype]
+    fused = chosen == "sm90" and ranks != "between" and not _limbs_to_copies(p, element_for(dtype, precision))
+    taken = _taken(p, chosen, element_for(dtype, precision), fused)
 
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
@@ -123,7 +127,6 @@ def plan(
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
-    fused = chosen == "sm90" and parking_obstacle(p) is None and ranks != "between"
     keep = None
     if saved:
         kept = kept_dtype(dtype, m, training=training)
@@ -146,13 +149,13 @@ def plan(
     product, split = None, lay_out((), round_up(workspace, 256))
     if chosen == "sm90" and not fused:
         if element_for(dtype, precision) == "limbs":
-            a, b = (at if 1 in at.strides else Matrix((k, 1), True) for at in (x, w))  # which are copied
-            split = lay_out((split_of("x", a, m, k), split_of("weight", b, n, k)), split.end)
+            wanted = split_of("x", taken.x, m, k), split_of("weight", taken.w, n, k)
+            split = lay_out(wanted, split.end)
             workspace = split.end
-        product = one_launch(p._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
+        product = one_launch(taken._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
     elif fused:
         one = one_launch(
-            p,
+            taken,
             _mode(training),
             precision,
             prepared=prepared,
@@ -161,12 +164,14 @@ def plan(
             ranks=ranks is not None,
         )
         one = one._replace(kernel=with_activation(one.kernel, activation))
-    limbs = one is not None and one.limbs is not None
+        workspace = round_up(one.workspace, 256)
+    of_y = workspace
+    if taken.y.own:
+        workspace = round_up(of_y + m * taken.y.strides[0] * y_size, 256)
     return Plan(
         gemm=chosen,
         why=why,
-        copy_x=1 not in x.strides if split.of else not takes(limbs, chosen, x, m, k, y_size),
-        copy_w=1 not in w.strides if split.of else not takes(limbs, chosen, w, n, k, y_size),
+        taken=taken,
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
@@ -182,6 +187,7 @@ def plan(
         tickets=tickets,
         tickets_bytes=tickets_bytes,
         g=g,
+        y=of_y,
         workspace=workspace,
         gemm_kernel=kernel,
         gemm_grid=grid,
@@ -230,13 +236,34 @@ def gemm_for(
             return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 128 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
-        ours = cheapest_tile(p, _mode(training), element, keeps=saved).us + split_us(p, element, prepared=prepared)
+        taken = for_sm90(p, element)
+        ours = cheapest_tile(taken, _mode(training), element, keeps=saved).us + copies_us(taken)
+        ours += split_us(p, element, prepared=prepared)
+        theirs = for_cublas(p, element)
         few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
-        if few_rows or cublas_us(p, element, training, keeps=saved) < ours:
+        if few_rows or cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
+
+
+def _limbs_to_copies(p: Matmul, element: str) -> bool:
+    """Whether limbs would have to write y elsewhere: then they make g alone, for two launches after it."""
+    return element == "limbs" and for_sm90(p, element).y.own
+
+
+def _taken(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
+    """The call as its path takes it. All but the one launch write y wherever it lies."""
+    if gemm == "cublas":
+        return for_cublas(p, element)
+    if gemm == "tiled":
+        return for_tiled(p)
+    if element == "limbs" and not fused:  # which are made of columns, too
+        x, w = (at if 1 in at.strides else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
+        return p._replace(x=x, w=w)
+    taken = for_sm90(p, element)
+    return taken if fused else taken._replace(y=p.y)
 
 
 def _mode(training: bool) -> str:

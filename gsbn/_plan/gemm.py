@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .cost import one_launch_us, recompute_us
+from .copies import adjacent, copy_along, in_rows, on_words
+from .cost import copies_us, one_launch_us, product_us, recompute_us
 from .h200 import H200
 from .limbs import limb_pitch, split_grid
-from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, Matrix, ceil_div, kept_dtype, round_up
+from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up
 from .rates import Rates
 from .variants import (
     BLOCKS_M,
@@ -34,19 +35,18 @@ __all__ = [
     "Tile",
     "candidates",
     "cheapest_tile",
-    "copy_grid",
     "cublas_obstacle",
+    "for_cublas",
+    "for_sm90",
+    "for_tiled",
     "limbs",
     "one_launch",
-    "parking_obstacle",
     "sm90_obstacle",
-    "takes",
     "takes_limbs",
     "tile_of",
     "tiled",
 ]
 
-COPY_TILE = 64  # rows and columns of an item of copy_matrix
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
 # Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
@@ -216,10 +216,6 @@ def waiting_grid(features: int, device: Device) -> int:
     return min(ceil_div(features, THREADS), max(1, device.sms // 2))
 
 
-def copy_grid(rows: int, cols: int, device: Device) -> int:
-    return device.grid(ceil_div(rows, COPY_TILE) * ceil_div(cols, COPY_TILE))
-
-
 def cublas_obstacle(p: Matmul) -> str | None:
     if max(p.m, p.n, p.k, *map(abs, p.x.strides), *map(abs, p.w.strides)) > INT32_MAX:
         return "cuBLAS takes sizes below 2^31"
@@ -249,33 +245,40 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
     if saved and kept_dtype(dtype, m, training=True) != dtype:
         return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
-    if limbs:  # they have a pitch of their own, and their g need not lie in y
-        return None
-    if k > MAX_TERMS[element_for(dtype, precision)]:
+    if not limbs and k > MAX_TERMS[element_for(dtype, precision)]:
         return f"beyond {MAX_TERMS[element_for(dtype, precision)]} input features its sums lose digits"
-    if k * size % 16:  # what is copied has rows of k elements
-        return "rows of x and weight must be multiples of 16 bytes"
-    return parking_obstacle(p)
-
-
-def parking_obstacle(p: Matmul) -> str | None:
-    """Why forward_sm90 cannot work in y's memory."""
-    y, size = p.y, ITEMSIZE[p.dtype]
-    if not y.aligned or y.strides[1] != 1 or y.strides[0] < p.n or y.strides[0] * size % 16:
-        return "rows of y must start on 16 bytes"
-    if p.n * size % 16:  # a parked tile is finished in words of 16 bytes: the last would reach past the row
-        return "rows of y must be multiples of 16 bytes"
     return None
 
 
-def takes(limbs: bool, gemm: str, operand: Matrix, rows: int, k: int, itemsize: int) -> bool:
-    """Whether the GEMM reads these strides as they are."""
-    row, col = operand.strides
-    if gemm == "tiled" or limbs:
-        return col == 1
-    if gemm == "sm90":
-        return col == 1 and row >= k and operand.aligned and row * itemsize % 16 == 0
-    return (col == 1 and row >= k) or (row == 1 and col >= rows)
+def for_sm90(p: Matmul, element: str) -> Matmul:
+    """The same with copies in place of what forward_sm90 cannot take as it lies; limbs are made of any rows.
+
+    It works in y's memory in words of 16 bytes, of which the last of a row may not reach past it.
+    """
+    size = ITEMSIZE[p.dtype]
+    if element == "limbs":
+        p = for_tiled(p)
+    else:
+        x, w = (at if on_words(at, p.k, size) else in_rows(p.k, size) for at in (p.x, p.w))
+        p = p._replace(x=x, w=w)
+    return p if on_words(p.y, p.n, size) and p.n * size % 16 == 0 else p._replace(y=in_rows(p.n, size))
+
+
+def for_tiled(p: Matmul) -> Matmul:
+    x, w = (at if at.strides[1] == 1 else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
+    return p._replace(x=x, w=w)
+
+
+def for_cublas(p: Matmul, element: str) -> Matmul:
+    """The same with copies in place of operands that cuBLAS cannot take, or of all that it would read off 16 bytes."""
+    k, size, sides = p.k, ITEMSIZE[p.dtype], ((p.x, p.m), (p.w, p.n))
+    copies = [copy_along(at, rows, k, size) for at, rows in sides]
+    takes = [adjacent(at, k) or adjacent(at.T, rows) for at, rows in sides]
+    likes = [on_words(at, k, size) or on_words(at.T, rows, size) for at, rows in sides]
+    must, best = (p._replace(x=p.x if x else copies[0], w=p.w if w else copies[1]) for x, w in (takes, likes))
+    if p.dtype == "float64":
+        return must
+    return min(must, best, key=lambda q: product_us(q, element) + copies_us(q))
 
 
 def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, int]:

@@ -74,10 +74,11 @@ class Device(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Where a 2-D operand lies: strides in elements, and whether its first element is on 16 bytes."""
+    """Where a 2-D operand lies: strides in elements, whether its first element is on 16 bytes, whether it is a copy."""
 
     strides: tuple[int, int]
     aligned: bool
+    own: bool = False  # the call makes it of what it was given, or what it gives back of it
 
     @classmethod
     def of(cls, shape: tuple[int, int], strides: tuple[int, int], aligned: bool) -> Matrix:

@@ -27,7 +27,7 @@ class Rates(NamedTuple):
     again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
     alone: float  # times that where a CTA loads all of x's tile, of several blocks of features
     fold_us: float  # and the statistics of a tile
-    copy_rate: float  # MB/us of x and y
+    copy_rate: float  # MB/us of what is read and written once, in order
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
     trip_us: float  # and of more rows
     limb_us: float  # a launch that splits float32 into limbs
@@ -37,7 +37,9 @@ class Rates(NamedTuple):
     ieee_call_us: float  # more than for a GEMM on tensor cores
     cublas_call_us: dict[bool, float]  # of three launches, in training or not
     cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
+    cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured
     operand_rate: float  # MB/us of cuBLAS' operands
+    copy_us: float  # a launch that copies rows
     g_rate: tuple[float, float]  # MB/us of g by scale_stats: from L2, from memory
     y_cublas_rate: tuple[float, float]  # MB/us of g and y by normalize: from L2, from memory
     l2_mb: float  # of operands, and 0.8 times that of g, stay in L2

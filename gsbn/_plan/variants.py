@@ -26,6 +26,7 @@ __all__ = [
     "Kernel",
     "backward_kernels",
     "copy_matrix",
+    "copy_rows",
     "element_for",
     "every_kernel",
     "fill_sm",
@@ -97,6 +98,7 @@ def _plain_kernels() -> Iterator[Kernel]:
         yield from (normalize(dtype, kept) for kept in (None, *sorted(kept_in_training)))
         yield from (scale_stats(dtype), merge_statistics(dtype), running_affine(dtype))
     yield from map(copy_matrix, (2, 4, 8))
+    yield copy_rows()
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)
@@ -151,6 +153,11 @@ def copy_matrix(itemsize: int) -> Kernel:
     """The variant of copy_matrix for elements of so many bytes."""
     word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
     return Kernel("copy_matrix", "copy_matrix", (("WORD_TYPE", word),))
+
+
+def copy_rows() -> Kernel:
+    """What copies rows of elements of any size from and to any bytes."""
+    return Kernel("copy_rows", "copy_rows", ())
 
 
 def fill_sm(shared: int) -> Kernel:

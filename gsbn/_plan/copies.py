@@ -1,0 +1,49 @@
+"""Copies of matrices in rows that every kernel can take, and back: how they lie, and the grids that make them."""
+
+from __future__ import annotations
+
+from .problem import Device, Matrix, ceil_div, round_up
+
+__all__ = ["COPIES_AT_ONCE", "adjacent", "copy_along", "copy_grid", "in_rows", "on_words", "rows_grid", "word"]
+
+COPIES_AT_ONCE = 3  # matrices in a launch of copy_rows
+TILE = 64  # rows and columns of an item of copy_matrix
+WORDS = 4 * 256  # of 16 bytes, in an item of copy_rows
+
+
+def in_rows(cols: int, itemsize: int) -> Matrix:
+    """A copy: rows on 16 bytes, on whole lines of 128 where that makes them longer by an eighth at most."""
+    lines = round_up(cols, 128 // itemsize)
+    return Matrix((lines if 8 * lines <= 9 * cols else round_up(cols, 16 // itemsize), 1), aligned=True, own=True)
+
+
+def copy_along(at: Matrix, rows: int, cols: int, itemsize: int) -> Matrix:
+    """A copy that runs along rows or columns, as the matrix does."""
+    row, col = at.strides
+    return in_rows(cols, itemsize) if abs(col) <= abs(row) else in_rows(rows, itemsize).T
+
+
+def adjacent(at: Matrix, cols: int) -> bool:
+    """Whether its rows are adjacent elements, one row after the other."""
+    return at.strides[1] == 1 and at.strides[0] >= cols
+
+
+def on_words(at: Matrix, cols: int, itemsize: int) -> bool:
+    """Whether all its rows are adjacent elements that start on 16 bytes."""
+    return adjacent(at, cols) and word(at, itemsize) == 16
+
+
+def word(at: Matrix, itemsize: int) -> int:
+    """Bytes, up to 16, on which all its rows start, or all its columns where these are adjacent elements."""
+    pitch = max(at.strides) * itemsize
+    return min(16, pitch & -pitch) if at.aligned else itemsize
+
+
+def copy_grid(rows: int, cols: int, device: Device) -> int:
+    """CTAs of copy_matrix."""
+    return device.grid(ceil_div(rows, TILE) * ceil_div(cols, TILE))
+
+
+def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:
+    """CTAs of copy_rows, for matrices of so many rows and pieces of 2 bytes in each."""
+    return device.grid(sum(ceil_div(rows * ((cols + 6) // 8 + 1), WORDS) for rows, cols in pieces))
