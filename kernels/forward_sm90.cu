@@ -32,7 +32,7 @@
 //   4. merger: the tiles of a block of features share its features out; each merges its share over all tiles of the
 //      block, in a fixed order, publishes (mean, a) to the workspace `merged`, and updates the running statistics;
 //   5. finishers: when a tile's features are all merged, they turn its deviations, most likely still in L2, into y,
-//      beside the main loop of later tiles. Consumers that have run out of tiles help.
+//      beside the main loop of later tiles. Warps that have nothing else left to do help.
 // With KEEP, step 5 also writes what a backward needs, g - mean in y's type (float16 in units, see SAVED_UNIT), and the
 // merger its float64 vectors.
 //
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         }
         mbar_init(&sh.agreed, 1);
         mbar_init(&sh.laid_out, 32);
-        sh.ready = sh.ticket = sh.finished = sh.laid = 0;
+        sh.ready = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -157,11 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if RANKS
                 if (warp == 2) cta.join(lane, rank);
 #endif
-                if constexpr (MODE == TRAINING) {
-                    mbar_wait(&sh.agreed, 0);
-                    cta.finish_tiles(LONG_NAP);
-                }
             }
+        }
+        if constexpr (MODE == TRAINING) {
+            __syncwarp();
+            mbar_wait(&sh.agreed, 0);
+            cta.finish_tiles(warp == 0 ? SHORT_NAP : LONG_NAP);  // warp 0 has loaded all
         }
     } else {
         take_registers<CONSUMER_REGISTERS>();

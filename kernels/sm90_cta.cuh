@@ -15,15 +15,12 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
         Affine arguments[MODE == INFERENCE || LAYS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
-    u64 launch;                  // training: the launch's number
-    Wide momentum;               // the weight of the new running statistics
-    int ready;                   // warps that have published (training), laid out constants (inference)
-    int stored[WARPGROUPS];      // tiles that each warpgroup has stored: with short k one may run two tiles ahead
-    int ticket, finished, laid;  // units of rows handed out, and done; tiles whose coefficients have been laid out
-    union {
-        Finish coef[MODE == RECOMPUTE ? 1 : BLOCK_N];      // of the tile that is being finished
-        Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
-    };
+    u64 launch;                // training: the launch's number
+    Wide momentum;             // the weight of the new running statistics
+    int ready;                 // warps that have published (training), laid out constants (inference)
+    int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
+    int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
+    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
 };
 
 static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
@@ -99,5 +96,6 @@ struct Cta {
     __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
     __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
     __device__ void finish_unit(int unit, int nap) const;  // some rows of that
-    __device__ void finish_meanwhile(int nap) const;       // or a nap
+    __device__ void take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const;
+    __device__ void finish_meanwhile(int nap) const;  // or a nap
 };

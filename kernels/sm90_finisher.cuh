@@ -2,73 +2,108 @@
 #pragma once
 #include "sm90_cta.cuh"
 
-// Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order.
-__device__ inline void Cta::finish_unit(int unit, int nap) const {
-    const u64 launch = *(volatile u64*)&sh.launch;  // read anew rather than held in registers, here and below
-    constexpr int ACROSS = BLOCK_N / CHUNK;         // lanes along a row
-    const int lane = lane_id(), within = lane % ACROSS * CHUNK;  // first of this lane's columns in the block
-    const auto [row, block] = order.at(tile(unit / UNITS), cluster_rank());
-    const int feature = block * BLOCK_N + within;
-    // The first unit's warp lays out y = f(a (d + tile mean - mean) + beta) for all.
-    if (unit % UNITS == 0) {
-        if (block < blocks) {
-            // first in this CTA, then one word of all, then all: polling must not crowd the main loop out of L2
-            for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], unit / UNITS + 1, nap);
-            await(merged + (size_t)block * BLOCK_N, launch, nap);
+// The coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all of
+// the tile's are merged. A lane makes those of EACH neighbouring features, with all words in flight at once, and
+// shuffles pass them on.
+__device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const {
+    const u64 launch = *(volatile u64*)&sh.launch;
+    constexpr int EACH = BLOCK_N / 32;
+    const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
+    const Word *of_all = merged + first,
+               *of_tile = partial + ((size_t)block * order.rows + row) * BLOCK_N + EACH * lane;
+    Fetched beta[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        beta[e] = first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
+    Word all[EACH], tile[EACH], units[EACH];
+    while (true) {
+        bool here = true;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            all[e] = peek(of_all + e), tile[e] = peek(of_tile + e);
+            if (KEEP && IN_UNITS) units[e] = peek(of_all + features + e);
         }
-        wait_count(&sh.finished, unit, SHORT_NAP);  // the last tile's coefficients are no longer read
-#pragma unroll 1
-        for (int i = lane; i < BLOCK_N; i += 32) {
-            if (block * BLOCK_N + i < n) {
-                const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + i, launch);
-                const float2 own = await(partial + ((size_t)block * order.rows + row) * BLOCK_N + i, launch);
-                const float unit_of = deviation_unit(own.y, min((int)m - row * BLOCK_M, BLOCK_M));
-                const float b = fetch(f.beta, f.beta_code, block * BLOCK_N + i).or_else(0.f);
-                const float shift = own.x - all.mean;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            here &= all[e].launch == launch && tile[e].launch == launch;
+            if (KEEP && IN_UNITS) here &= units[e].launch == launch;
+        }
+        if (__all_sync(0xFFFFFFFF, here)) break;
+        __nanosleep(nap);
+    }
+    Finish made[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
+        const float shift = tile[e].x - all[e].x, a = all[e].y, b = beta[e].or_else(0.f);
 #if KEEP
-                sh.coef[i] = {make_float2(unit_of / all.unit, shift / all.unit), make_float2(all.a * all.unit, b)};
+        const float unit = IN_UNITS ? units[e].x : 1.f;
+        made[e] = {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, b)};
 #else
-                sh.coef[i] = {make_float2(all.a * unit_of, fmaf(all.a, shift, b))};
+        made[e] = {make_float2(a * unit_of, fmaf(a, shift, b))};
 #endif
+    }
+#pragma unroll
+    for (int e = 0; e < CHUNK; e++) {
+        const int from = lane % (BLOCK_N / CHUNK) * (CHUNK / EACH) + e / EACH;
+        const auto given = [&](float2 of) {
+            return make_float2(__shfl_sync(0xFFFFFFFF, of.x, from), __shfl_sync(0xFFFFFFFF, of.y, from));
+        };
+#if KEEP
+        coef[e].to_kept = given(made[e % EACH].to_kept);
+#endif
+        coef[e].to_y = given(made[e % EACH].to_y);
+    }
+}
+
+// Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order. A unit is
+// one warp's own business: no warp waits for what another does.
+__device__ inline void Cta::finish_unit(int unit, int nap) const {
+    const int nth = unit / UNITS;
+    const auto [row, block] = order.at(tile(nth), cluster_rank());
+    if (block >= blocks) return;
+    // first in this CTA, then one word of all, then all: polling must not crowd the main loop out of L2
+    for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, nap);
+    if (look(&sh.merged_tiles) <= nth) await(merged + (size_t)block * BLOCK_N, *(volatile u64*)&sh.launch, nap);
+    constexpr int ACROSS = BLOCK_N / CHUNK, STEP = 32 / ACROSS;  // lanes along a row, rows of an access
+    constexpr int BATCH = KEEP ? 4 : 8;  // accesses; KEEP's coefficients take the other registers
+    const int lane = lane_id(), feature = block * BLOCK_N + lane % ACROSS * CHUNK;
+    const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
+    int to_read = feature < n ? (min((int)m - first, UNIT) + STEP - 1) / STEP : 0, to_write = to_read;  // accesses
+    const size_t step = STEP * y_pitch, kept_step = STEP * p.ld_kept * Y_BYTES;
+    char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
+    char* keep_at = kept.deviations + ((size_t)first * p.ld_kept + (size_t)feature) * Y_BYTES;
+    // deviations are read past L1, which might hold older lines
+    const auto read = [&](uint4(&d)[BATCH]) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, from += step)
+            if (i < to_read) d[i] = __ldcg((const uint4*)from);
+        to_read -= BATCH;
+    };
+    Finish coef[CHUNK];
+    const auto write = [&](const uint4(&d)[BATCH]) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, to += step, keep_at += kept_step) {
+            uint4 of_y, of_kept;
+            finish(d[i], coef, of_y, of_kept);
+            if (i < to_write) {
+                *(uint4*)to = of_y;
+                if constexpr (KEEP) *(uint4*)keep_at = of_kept;
             }
         }
-        __syncwarp();
-        if (lane == 0) count_up(&sh.laid);
-    } else {
-        wait_count(&sh.laid, unit / UNITS + 1, nap);
-    }
-    Finish coef[CHUNK];
-#pragma unroll
-    for (int e = 0; e < CHUNK; e++) coef[e] = sh.coef[within + e];
-    // deviations are read past L1, which might hold older lines
-    constexpr int STEP = 32 / ACROSS, BATCH = KEEP ? 4 : 8;  // KEEP's coefficients take the other registers
-    const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
-    const int end = feature < n ? (int)m - first : 0;
-    char* at = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES;
-    const size_t step = STEP * y_pitch;
-    const size_t kept_pitch = p.ld_kept * Y_BYTES;
-    char* keep_at = kept.deviations + (size_t)first * kept_pitch + (size_t)feature * Y_BYTES;
-    auto finish_row = [&](int i, uint4 d) {  // i rows of the warp after the first
-        uint4 of_y, of_kept;
-        finish(d, coef, of_y, of_kept);
-        *(uint4*)(at + i * step) = of_y;
-        if constexpr (KEEP) *(uint4*)(keep_at + i * (STEP * kept_pitch)) = of_kept;
+        to_write -= BATCH;
     };
-    if (end >= UNIT) {
+    uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is on its way while the other is finished
+    read(even);
+    take_coefficients(coef, row, block, nap);
+    if (lane == 0) atomicMax(&sh.merged_tiles, nth + 1);
 #pragma unroll 1
-        for (int r = 0; r < UNIT / STEP; r += BATCH) {
-            uint4 d[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) d[i] = __ldcg((const uint4*)(at + (r + i) * step));
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) finish_row(r + i, d[i]);
-        }
-    } else {
-#pragma unroll 1
-        for (int r = 0; r * STEP < min(end, UNIT); r++) finish_row(r, __ldcg((const uint4*)(at + r * step)));
+    for (int r = 0; r < UNIT / STEP; r += 2 * BATCH) {
+        read(odd);
+        write(even);
+        read(even);
+        write(odd);
     }
-    __syncwarp();
-    if (lane == 0) count_up(&sh.finished);
 }
 
 __device__ inline void Cta::finish_tiles(int nap) const {

@@ -2,20 +2,6 @@
 #pragma once
 #include "sm90_finisher.cuh"
 
-// What a warp does that waits for something else.
-__device__ __forceinline__ void Cta::finish_meanwhile(int nap) const {
-    int unit = -1;
-    if (MODE == TRAINING && lane_id() == 0) {
-        const int next = *(volatile int*)&sh.ticket;
-        if (next < *(volatile int*)&sh.laid * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
-    }
-    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-    if (unit < 0)
-        __nanosleep(nap);
-    else
-        finish_unit(unit, nap);
-}
-
 __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
     const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
@@ -39,45 +25,46 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
+        if (MODE == RECOMPUTE && nth > 0) break;  // all tiles are one part, which has the number of the first one's row
         const auto [row, block] = order.at(i, rank);
-        if (block >= blocks) continue;
+        if (block >= blocks || row * share >= BLOCK_N) continue;  // the others merge all there are
 #pragma unroll 1
         for (int base = 0; base < share; base += 32 / lanes) {
-            const int lane = lane_id(), member = lane % lanes;  // anew: less to hold beside finish_unit
+            const int lane = lane_id(), member = lane % lanes;
             const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
             const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
             const bool mine = speaks && feature < n, running = mine && tracked;
             // the arguments travel while the partials are not there yet
-            Affine u = {1.f, 1.f, 0.f};
-            Wide b = 0, rm = 0, rv = 0;
-            if (mine) u = f.affine(feature);
-            if (running) {
-                b = fetch(f.bias, f.bias_code, feature).or_else((Wide)0);
-                rm = fetch(f.running_mean, f.running_mean_code, feature).or_else((Wide)0);
-                rv = fetch(f.running_var, f.running_var_code, feature).or_else((Wide)0);
-            }
-            // first in this CTA, then one word of all, then all; meanwhile, finish what can be finished without a wait
+            const Fetched none = {KIND_ABSENT, 0};
+            Fetched of_s = none, of_gamma = none, of_beta = none, of_b = none, of_rm = none, of_rv = none;
+            if (mine)
+                of_s = fetch(f.scale, f.scale_code, feature), of_gamma = fetch(f.gamma, f.gamma_code, feature),
+                of_beta = fetch(f.beta, f.beta_code, feature);
+            if (running)
+                of_b = fetch(f.bias, f.bias_code, feature), of_rm = fetch(f.running_mean, f.running_mean_code, feature),
+                of_rv = fetch(f.running_var, f.running_var_code, feature);
+            // first in this CTA, then one word of all, then all
             const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
-            while (look(&sh.ready) < (nth + 1) * (CONSUMERS / 32)) finish_meanwhile(nap);
-            __syncwarp();
-            if (row * share >= BLOCK_N) break;  // more parts than features: those before have merged them all
+            wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
             const u64 launch = *(volatile u64*)&sh.launch;
             const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
             await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
             float mean, m2;
-            merge_feature<4>(words + min(c, BLOCK_N - 1), parts, launch, member, lanes, mean, m2);
+            merge_feature<8>(words + min(c, BLOCK_N - 1), parts, launch, member, lanes, mean, m2);
 #if RANKS
             if (mine) exchange.post_feature(feature, mean, m2);
             continue;
 #endif
+            const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
             const float var = m2 / (float)m;
             if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
             if (KEEP && IN_UNITS && speaks)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
             if (running) {
                 const Wide weight = sh.momentum, s = u.scale;
-                rm = (1 - weight) * rm + weight * (s * (mean + b));
-                rv = (1 - weight) * rv + weight * (s * s * var * unbiased);
+                const Wide b = of_b.or_else((Wide)0);
+                const Wide rm = (1 - weight) * of_rm.or_else((Wide)0) + weight * (s * (mean + b));
+                const Wide rv = (1 - weight) * of_rv.or_else((Wide)0) + weight * (s * s * var * unbiased);
                 store_vector(f.running_mean, f.running_mean_code, feature, rm);
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
@@ -85,11 +72,24 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
                 store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
                             u.slope(var, f.eps), u.beta);
         }
-        if constexpr (MODE == RECOMPUTE) break;  // all tiles are one part, which has the number of the first one's row
     }
 }
 
 #if RANKS
+// What the joiner does while it waits.
+__device__ __forceinline__ void Cta::finish_meanwhile(int nap) const {
+    int unit = -1;
+    if (lane_id() == 0) {
+        const int next = *(volatile int*)&sh.ticket;
+        if (next < look(&sh.merged_tiles) * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
+    }
+    unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+    if (unit < 0)
+        __nanosleep(nap);
+    else
+        finish_unit(unit, nap);
+}
+
 // The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features that
 // this CTA's merger merges, and updates the running statistics. The merger never waits for other ranks, so that no two
 // ranks wait for each other, in whatever order their CTAs take their tiles.

@@ -25,8 +25,8 @@ struct Features {  // the caller's per-feature arguments
     float eps, number;
 
     __device__ Affine affine(int i) const {
-        return {fetch(scale, scale_code, i).or_else(number), fetch(gamma, gamma_code, i).or_else(1.f),
-                fetch(beta, beta_code, i).or_else(0.f)};
+        const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);
+        return {s.or_else(number), g.or_else(1.f), b.or_else(0.f)};
     }
 
     // a and c of y = a g + c with the running statistics
@@ -65,8 +65,7 @@ __device__ __forceinline__ void merge_feature(const Word* words, const RowParts&
                                               int lanes, float& mean, float& m2) {
     const int count = parts.count;
     float2 part[BATCH];
-    const float pivot = await(words, launch).x;
-    float sum = 0.f;
+    float pivot, sum = 0.f;
     m2 = 0.f;
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
@@ -81,6 +80,7 @@ __device__ __forceinline__ void merge_feature(const Word* words, const RowParts&
                     here &= w.launch == launch;
                 }
         } while (!here);
+        if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // of tile 0
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;

@@ -11,7 +11,7 @@ initcheck does not see what the copy engine stores: to it, all of forward_sm90's
     looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
     this launch. --clear gives the variants that need Hopper memory that is zero.
 racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them. What it
-    reports of forward_sm90 is `constants` (inference) and `coef` (training), which such counters guard.
+    reports of forward_sm90 is `constants` (inference), which such counters guard.
 """
 
 import sys
