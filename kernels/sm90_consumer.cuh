@@ -11,6 +11,7 @@ struct Consumer : Cta {
     const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
     int phase = 0, s = 0, nth = 0;               // of the stage to be read next; this stage; the tile
     int within = 0;                              // the first of the thread's two features, in the tile
+    Run run_of_tile = {};                        // inference
 
     __device__ __forceinline__ void release(int stage) const {
         if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane);
@@ -126,11 +127,12 @@ struct Consumer : Cta {
     }
 
     // Inference: y = f(a g + c), of the thread's features `within` and `within` + 8 of the tile.
-    __device__ __forceinline__ void apply_constants(float (&d)[ACC]) const {
-        wait_count(&sh.ready, (nth + 1) * LAYING_WARPS, SHORT_NAP);
+    __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
+        run_of_tile.ends_before(block);
+        wait_count(&sh.ready, (run_of_tile.number + 1) * LAYING_WARPS, SHORT_NAP);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float2 ac = sh.constants[within + 8 * h];
+            const float2 ac = sh.constants[run_of_tile.number % 2][within + 8 * h];
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
@@ -212,7 +214,7 @@ struct Consumer : Cta {
             if (block < blocks) {
                 if constexpr (ELEMENT == LIMBS)
                     unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
-                if constexpr (MODE == INFERENCE) apply_constants(d);
+                if constexpr (MODE == INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });

@@ -10,8 +10,8 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     char staging[WARPGROUPS][2]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {                       // of a variant one of the three: the others have no size
-        float2 constants[MODE == INFERENCE ? BLOCK_N : 1];               // a and c of the features of the tile
-        float beta[LAYS_BETA ? BLOCK_N : 1];                             // of the CTA's last tile
+        float2 constants[2][MODE == INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
+        float beta[LAYS_BETA ? BLOCK_N : 1];                   // of the CTA's last tile
         Affine arguments[MODE == INFERENCE || LAYS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
@@ -43,6 +43,17 @@ struct Order {
         if (MODE == TRAINING && first >= grouped) width = 1, first = i / rows;
         i -= first * rows;
         return {i / width, (first + i % width) * CLUSTER + rank};
+    }
+};
+
+// Tiles of a CTA that follow each other and share their features, but for those beyond the features. In inference their
+// constants are laid out once.
+struct Run {
+    int block = -1, number = -1;
+    __device__ __forceinline__ bool ends_before(int next) {
+        if (next == block) return false;
+        block = next, number++;
+        return true;
     }
 };
 

@@ -24,15 +24,20 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     }
 }
 
-// Beside the main loop.
+// Beside the main loop, once for a run of tiles: in one slot, while the tiles of the run before read the other.
 __device__ __forceinline__ void Cta::lay_out_constants(int warp, int lane, int rank) const {
-    int nth = 0;
+    Run run;
+    int nth = 0, start = 0;  // of the run
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
-        const int first = block * BLOCK_N;
-        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth, LONG_NAP);
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS)
-            sh.constants[c] = first + c < n ? f.frozen(first + c) : make_float2(0.f, 0.f);
+        if (block >= blocks || !run.ends_before(block)) continue;
+        // the run before has begun: nobody reads this slot any more
+        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_NAP);
+        start = nth;
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS) {
+            const int feature = block * BLOCK_N + c;
+            sh.constants[run.number % 2][c] = feature < n ? f.frozen(feature) : make_float2(0.f, 0.f);
+        }
         __syncwarp();
         if (lane == 0) count_up(&sh.ready);
     }

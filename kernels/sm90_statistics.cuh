@@ -31,10 +31,10 @@ struct Features {  // the caller's per-feature arguments
 
     // a and c of y = a g + c with the running statistics
     __device__ float2 frozen(int i) const {
+        const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
+                      of_rv = fetch(running_var, running_var_code, i);
         const Affine u = affine(i);
-        const float b = fetch(bias, bias_code, i).or_else(0.f),
-                    rm = fetch(running_mean, running_mean_code, i).or_else(0.f);
-        const float rv = fetch(running_var, running_var_code, i).or_else(1.f);
+        const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
         const float gr = u.gamma / sqrtf(rv + eps);
         return make_float2(gr * u.scale, fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
     }

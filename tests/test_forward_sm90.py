@@ -84,6 +84,14 @@ def test_every_tile_is_right(
     assert_outcome_within(got, truth, limit)
 
 
+def test_constants_of_tiles_whose_features_alternate() -> None:
+    """61 clusters take three columns of tiles row by row: a CTA's next tile has other features, or lies beyond them."""
+    arrays = Case((9000, 64, 600), "bfloat16", False).arrays()
+    got = forward(kind_of("cupy"), arrays, limits=Limits(sm90=(64, 2)), training=False, **SM90)
+    truth = reference.forward(**without_out(arrays), training=False)
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=False))
+
+
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_tile_keeps_what_a_backward_needs(

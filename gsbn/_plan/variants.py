@@ -210,9 +210,9 @@ def forward_sm90(
     stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
     of_float32 = wide or element in ("tf32", "limbs")
     staging = 64 if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
-    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (8), barriers and counters; where g is
-    # made twice, beta and what makes y of it (4 and 16).
-    of_features = SM90_BLOCK_N * (20 if mode == "recompute" else 12)
+    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
+    # is made twice, beta and what makes y of it (4 and 16).
+    of_features = SM90_BLOCK_N * (20 if mode == "recompute" else 16)
     shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + of_features + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines |= {
