@@ -113,7 +113,7 @@ def plan(
         training=training,
         prepared=prepared,
         saved=saved,
-        between=ranks == "between",
+        ranks=ranks,
     )
     m, n, k, dtype, device, _, _, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
@@ -213,12 +213,9 @@ def gemm_for(
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
-    between: bool = False,
+    ranks: Literal["inside", "between"] | None = None,
 ) -> tuple[str, str]:
-    """The path that serves a call, and why; ValueError if `gemm` names one that cannot.
-
-    `between`: other ranks' statistics come between two launches.
-    """
+    """The path that serves a call of `plan`, and why; ValueError if `gemm` names one that cannot."""
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {
         "sm90": sm90,
@@ -232,13 +229,13 @@ def gemm_for(
         return gemm, "asked for"
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
-        if between and element != "limbs":
+        if ranks == "between" and element != "limbs":
             return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 128 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
         taken = for_sm90(p, element)
-        ours = cheapest_tile(taken, _mode(training), element, keeps=saved).us + copies_us(taken)
-        ours += split_us(p, element, prepared=prepared)
+        ours = cheapest_tile(taken, _mode(training), element, keeps=saved, ranks=ranks == "inside").us
+        ours += copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
         few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24  # where the model misses
         if few_rows or cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
