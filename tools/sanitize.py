@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
 
 CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
-four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them.
+four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them. A
+group is of one rank, and leaves four SMs free of eight.
 Results are held to the reference, coarsely: the bounds are the tests' job.
 
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
@@ -15,6 +16,7 @@ racecheck does not know that a release and an acquire on a counter in shared mem
 """
 
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import gsbn
 from gsbn import _kernels, _plan, _sm90, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
+from gsbn._group import Group
 from gsbn._plan import Limits
 from gsbn._plan.variants import ACTIVATIONS, BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES, with_activation
 from gsbn.bench import bounds
@@ -43,8 +46,27 @@ def cleared(nbytes):
     return memory
 
 
-def limits(**choice):
-    return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(sms=4, pairs=2), **choice)
+def limits(sms=4, **choice):
+    return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(sms=sms, pairs=sms // 2), **choice)
+
+
+class OneRank:
+    """The engine of a group of one: it collects what it posts."""
+
+    rank, size, on_host = 0, 1, False
+
+    def gather(self, data, timeout):
+        return [data]
+
+    def close(self):
+        pass
+
+
+@cache
+def alone():
+    group = Group(OneRank(), 60.0, peer_memory=True)
+    group.meet()
+    return group
 
 
 def operands(shape, dtype):
@@ -61,9 +83,9 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False, activation=None):
+def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False, activation=None, group=None):
     host, native = operands(shape, dtype)
-    options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps}
+    options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps, "group": group}
     y = forward_within(within, **native, **options, activation=activation)
     want = reference.forward(**host, training=training, activation=activation)
     if keeps:
@@ -78,19 +100,22 @@ def tiled(dtype, tile, activation=None):
         forward(limits(tiled=tile), (300, 40, 45), dtype, "tiled", training, activation=activation)
 
 
-def backward(dtype, tile, gemm, precision="highest", activation=None):
+def backward(dtype, tile, gemm, precision="highest", activation=None, group=None):
     host, native = operands((300, 40, 45), dtype)
     if activation:  # and one element for all features, whose gradient is a sum of theirs
         host["scale"], native["scale"] = host["scale"][:1], native["scale"][:1]
     dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
-    for training in (True,) if gemm == "sm90" else (False, True):  # training last: it moves the running statistics
-        options = {"training": training, "gemm": gemm, "precision": precision}
-        y, saved = forward_within(limits(tiled=tile), **native, **options, activation=activation, return_saved=True)
+    sms, only = (4, gemm == "sm90") if group is None else (8, True)
+    for training in (True,) if only else (False, True):  # training last: it moves the running statistics
+        options = {"training": training, "gemm": gemm, "precision": precision, "group": group}
+        y, saved = forward_within(
+            limits(sms, tiled=tile), **native, **options, activation=activation, return_saved=True
+        )
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
         before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)  # as gsbn.bench.bounds judges
         want = reference.backward(before, **taken, training=training)
         for fused in (False, True):  # two launches, and one
-            got = backward_within(limits(tiled=tile, fused=fused), cp.asarray(dy), saved)
+            got = backward_within(limits(sms, tiled=tile, fused=fused), cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
                 agree(getattr(got, name), getattr(want, name))
 
@@ -102,14 +127,15 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster, keeps=False, activation=None):
+def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
     again = mode == "recompute"
-    within = limits(sm90=(block_m, cluster), recompute=again)
+    within = limits(8 if ranks else 4, sm90=(block_m, cluster), recompute=again)
     rows, blocks = (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if mode != "gemm":
-        return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation)
+        group = alone() if ranks else None
+        return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
     return multiply(within, shape, dtype, precision)
 
 
@@ -142,15 +168,18 @@ def variants():
                 end = f" {activation}" if activation else ""
                 yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
+    for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
+        yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
-    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS, (False, True))):
-        for activation in (None, *ACTIVATIONS):
-            kernel = with_activation(_plan.forward_sm90(*choice), activation)
-            if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
-                end = " keeps" * choice[-1] + (f" {activation}" if activation else "")
-                yield "sm90 {} {} {}x{}".format(*choice) + end, sm90, (*choice, activation)
+    yes_or_no, activations = (False, True), (None, *ACTIVATIONS)
+    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS, yes_or_no, activations, yes_or_no)):
+        *tile, keeps, activation, ranks = choice
+        kernel = with_activation(_plan.forward_sm90(*tile, keeps, ranks=ranks), activation)
+        if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
+            end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
+            yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
         if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:
