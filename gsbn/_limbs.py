@@ -72,7 +72,7 @@ class Limbs:
             passed |= {name: self._names[split.name], f"{name}_limbs": self._place(split.along.limbs)}
             passed[f"{name}_exponents"] = self._call.at(split.along.exponents)
         flags = {f"vector_{name}": split.vector for split, name in zip(splits, ("x", "w"), strict=False)}
-        grid = _plan.split_grid(sum(split.rows for split in splits), k, self._gpu)
+        grid = _plan.split_grid((split.rows for split in splits), k, self._gpu)
         self._call.launch(_plan.split_limbs(k), grid, fields | {"flags": _declared.flags(**flags)}, passed)
 
     def _tiles(self, splits: list[_plan.Split]) -> None:

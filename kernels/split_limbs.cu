@@ -9,22 +9,27 @@
 // in scaled terms. A row of zeros has exponent 0. Inf and NaN keep out of the maximum and have a second limb of zero,
 // since Inf - Inf would turn Inf into NaN.
 //
-// Two matrices in one launch: x's rows (m), then the weight's (n), of which either may be absent. ROW_WARPS warps take a
-// row, 8 neighbouring elements a lane: two 16-byte reads, one 16-byte write a limb. A row of up to 8192 (ROW_WARPS 8)
-// or 1024 elements (1) stays in registers between finding the maximum and splitting; a longer one is read twice, the
-// second time from L2. Bytes: 4 read and 4 written an element, the minimum.
+// Two matrices in one launch: x's rows (m), then the weight's (n), of which either may be absent. A lane holds HELD
+// pieces of 8 neighbouring elements: two 16-byte reads, one 16-byte write a limb. So a CTA holds 8192 elements, 8192 /
+// WIDTH rows, all of which are on their way before any is used, however short they are. Up to a WIDTH of 256 a row is a
+// piece of each of 8, 16 or 32 lanes, which have HELD rows; then it is 2 or HELD pieces of a warp's lanes, and at last
+// HELD of all lanes of the CTA. What a row has beyond 8192 is read twice, the second time from L2. Bytes: 4 read and 4
+// written an element, the minimum, but that the last SPAN of a row is written in full.
 
 #include "common.cuh"
 
-#ifndef ROW_WARPS
-#define ROW_WARPS 8  // 1, 8
+#ifndef WIDTH
+#define WIDTH 8192  // elements of a row at most: 64, 128, 256, 512, 1024; or 8192 for any
 #endif
 
-constexpr int WARPS = 8;                   // of a CTA
-constexpr int ROWS = WARPS / ROW_WARPS;    // of a CTA
-constexpr int WIDTH = 8 * 32 * ROW_WARPS;  // elements that the row's lanes take at a time
-constexpr int HELD = 4;                    // such pieces in registers
-constexpr int SPAN = 64;                   // elements of a row whose limbs lie together: 128 bytes a limb
+constexpr int WARPS = 8;                                            // of a CTA
+constexpr int HELD = 4;                                             // pieces in a lane's registers
+constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // and those of one row
+constexpr int LANES = WIDTH / (8 * PIECES);                         // that share a row
+constexpr int GROUPS = HELD / PIECES;                               // rows of a lane
+constexpr int ABREAST = 32 * WARPS / LANES;                         // rows of a CTA that are neighbours
+constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA: _plan.split_rows_at_once
+constexpr int SPAN = 64;  // elements of a row whose limbs lie together: 128 bytes a limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
 struct Problem {
@@ -39,7 +44,7 @@ __device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2
 
 struct Operand {
     const float* a;
-    long long pitch;
+    long long rows, pitch;
     __half* limbs;
     int* exponents;
     bool vector;
@@ -76,15 +81,42 @@ __device__ __forceinline__ Scale scale_of(unsigned top) {
             __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
 }
 
-__device__ __forceinline__ void read(const Operand& o, const float* row, long long j, long long k, float (&v)[8]) {
-    if (o.vector && j + 8 <= k) {
-        const float4 low = *reinterpret_cast<const float4*>(row + j),
-                     high = *reinterpret_cast<const float4*>(row + j + 4);
+// Of 8 neighbours, those before the row's end.
+__device__ __forceinline__ int of_eight(long long left) { return static_cast<int>(min(max(left, 0LL), 8LL)); }
+
+__device__ __forceinline__ void read(const float* from, bool vector, int inside, float (&v)[8]) {
+    if (vector && inside == 8) {
+        const float4 low = *reinterpret_cast<const float4*>(from), high = *reinterpret_cast<const float4*>(from + 4);
         v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
         v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
     } else {
 #pragma unroll
-        for (int e = 0; e < 8; e++) v[e] = j + e < k ? row[j + e] : 0.f;
+        for (int e = 0; e < 8; e++) v[e] = e < inside ? from[e] : 0.f;
+    }
+}
+
+__device__ __forceinline__ unsigned largest_of(const float (&v)[8], unsigned top) {
+#pragma unroll
+    for (int e = 0; e < 8; e++) top = max(top, magnitude(v[e]));
+    return top;
+}
+
+// The largest of each row, of those of its lanes.
+__device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
+    if constexpr (LANES < 32) {
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2)
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) top[g] = max(top[g], __shfl_xor_sync(0xFFFFFFFFu, top[g], apart));
+    } else {
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) top[g] = __reduce_max_sync(0xFFFFFFFFu, top[g]);
+    }
+    if constexpr (LANES > 32) {
+        __shared__ unsigned of_warp[WARPS];
+        of_warp[threadIdx.x / 32] = top[0];
+        __syncthreads();
+        top[0] = __reduce_max_sync(0xFFFFFFFFu, of_warp[threadIdx.x % WARPS]);
     }
 }
 
@@ -92,57 +124,58 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     split_limbs(const __grid_constant__ Problem p, const float* x, __half* x_limbs, int* x_exponents, const float* w,
                 __half* w_limbs, int* w_exponents) {
     await_kernel_ahead();
-    __shared__ unsigned largest[WARPS];
-    const long long m = x_limbs ? p.m : 0, n = w_limbs ? p.n : 0, k = p.k, length = length_of(k);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for_each_item((m + n + ROWS - 1) / ROWS, [&](long long item) {
-        long long i = item * ROWS + warp / ROW_WARPS;
-        if (ROW_WARPS == 1 && i >= m + n) return;
-        const Operand o = i < m ? Operand{x, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
-                                : Operand{w, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
-        i -= i < m ? 0 : m;
-        const float* row = o.a + i * o.pitch;
-        const long long first = 8 * (threadIdx.x % (32 * ROW_WARPS));
+    const long long k = p.k, length = length_of(k), of_x = x_limbs ? (p.m + ROWS - 1) / ROWS : 0,
+                    of_w = w_limbs ? (p.n + ROWS - 1) / ROWS : 0;
+    for_each_item(of_x + of_w, [&](long long item) {
+        const Operand o = item < of_x ? Operand{x, p.m, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
+                                      : Operand{w, p.n, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
+        const long long row = (item < of_x ? item : item - of_x) * ROWS + threadIdx.x / LANES;
+        const long long first = 8 * (threadIdx.x % LANES);
 
-        float v[HELD][8];
-        unsigned top = 0;
+        float v[GROUPS][PIECES][8];
 #pragma unroll
-        for (int h = 0; h < HELD; h++) { read(o, row, first + h * WIDTH, k, v[h]); }
+        for (int g = 0; g < GROUPS; g++)
 #pragma unroll
-        for (int h = 0; h < HELD; h++)
+            for (int h = 0; h < PIECES; h++) {
+                const long long i = row + g * ABREAST, j = first + 8 * LANES * h;
+                read(o.a + i * o.pitch + j, o.vector, i < o.rows ? of_eight(k - j) : 0, v[g][h]);
+            }
+        unsigned top[GROUPS] = {};
 #pragma unroll
-            for (int e = 0; e < 8; e++) top = max(top, magnitude(v[h][e]));
-        for (long long j = first + HELD * WIDTH; j < k; j += WIDTH) {
-            float beyond[8];
-            read(o, row, j, k, beyond);
+        for (int g = 0; g < GROUPS; g++)
 #pragma unroll
-            for (int e = 0; e < 8; e++) top = max(top, magnitude(beyond[e]));
-        }
-        top = __reduce_max_sync(0xFFFFFFFFu, top);
-        if (ROW_WARPS > 1) {
-            if (lane == 0) largest[warp] = top;
-            __syncthreads();
-            top = __reduce_max_sync(0xFFFFFFFFu, largest[lane % WARPS]);
-        }
+            for (int h = 0; h < PIECES; h++) top[g] = largest_of(v[g][h], top[g]);
+        if constexpr (LANES > 32)
+            for (long long j = first + WIDTH; j < k; j += 8 * LANES) {
+                float beyond[8];
+                read(o.a + row * o.pitch + j, o.vector, of_eight(k - j), beyond);
+                top[0] = largest_of(beyond, top[0]);
+            }
+        share(top);
 
-        const Scale scale = scale_of(top);
-        if (first == 0) o.exponents[i] = scale.exponent;
-
-        auto split = [&](const float (&from)[8], long long j) {
-            if (2 * j >= length) return;
-            Vector<__half, 8> high, low;
 #pragma unroll
-            for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
-            __half* to = o.limbs + i * length + place_of(j);
-            *reinterpret_cast<Vector<__half, 8>*>(to) = high;
-            *reinterpret_cast<Vector<__half, 8>*>(to + SPAN) = low;
-        };
+        for (int g = 0; g < GROUPS; g++) {
+            const long long i = row + g * ABREAST;
+            if (i >= o.rows) break;
+            const Scale scale = scale_of(top[g]);
+            if (first == 0) o.exponents[i] = scale.exponent;
+            auto split = [&](const float (&from)[8], long long j) {
+                if (2 * j >= length) return;
+                Vector<__half, 8> high, low;
 #pragma unroll
-        for (int h = 0; h < HELD; h++) split(v[h], first + h * WIDTH);
-        for (long long j = first + HELD * WIDTH; 2 * j < length; j += WIDTH) {
-            float beyond[8];
-            read(o, row, j, k, beyond);
-            split(beyond, j);
+                for (int c = 0; c < 8; c++) scale.split(from[c], high.at[c], low.at[c]);
+                __half* to = o.limbs + i * length + place_of(j);
+                *reinterpret_cast<Vector<__half, 8>*>(to) = high;
+                *reinterpret_cast<Vector<__half, 8>*>(to + SPAN) = low;
+            };
+#pragma unroll
+            for (int h = 0; h < PIECES; h++) split(v[g][h], first + 8 * LANES * h);
+            if constexpr (LANES > 32)
+                for (long long j = first + WIDTH; 2 * j < length; j += 8 * LANES) {
+                    float beyond[8];
+                    read(o.a + i * o.pitch + j, o.vector, of_eight(k - j), beyond);
+                    split(beyond, j);
+                }
         }
     });
 }

@@ -144,7 +144,7 @@ def error_of(cupy: Any, g: Any, x: Any, w: Any) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-@pytest.mark.parametrize("k", [1, 2, 7, 8, 33, 64, 100, 257, 512, 1024, 4096, 8192, 65536])
+@pytest.mark.parametrize("k", [1, 2, 7, 8, 33, 64, 100, 200, 257, 512, 1024, 4096, 8192, 65536])
 def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: float) -> None:
     """Norm-wise at or below SGEMM's error from K = 512 on, at or below the larger of it and 4 u below that."""
     cupy = hopper
@@ -259,7 +259,10 @@ def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("shape", [(300, 77, 132), (64, 1025, 8), (1000, 20000, 260), (300, 77, 131), (70, 64, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(300, 77, 132), (301, 30, 8), (77, 200, 64), (64, 1025, 8), (1000, 20000, 260), (300, 77, 131), (70, 64, 1)],
+)
 def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, int, int], training: bool) -> None:
     layouts = {"x": "unaligned", "weight": "strided"}
     arrays = Case(shape, "float32", training).arrays()
@@ -292,6 +295,35 @@ def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
             want = gsbn.forward(x, w, one, training=True, gemm="sm90")
             assert bool((out == want).all())
             del junk
+
+
+def limbs_of(a: Any) -> tuple[Any, Any]:
+    """The limbs of rows and their exponents, by the definition at the head of split_limbs.cu."""
+    rows, k = a.shape
+    top = np.where(np.isfinite(a), np.abs(a), 0).max(axis=1)
+    exponents = np.where(top > 0, np.frexp(top)[1] - 15, 0)
+    whole = np.zeros((rows, -(-k // 64) * 64), np.float32)
+    whole[:, :k] = np.ldexp(a.astype(np.float64), -exponents[:, None])
+    high = whole.astype(np.float16)
+    low = np.where(np.isfinite(whole), whole - high, np.float32(0)).astype(np.float16)
+    return np.stack([limb.reshape(rows, -1, 64) for limb in (high, low)], axis=2), exponents
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("k", [1, 7, 32, 64, 65, 100, 128, 129, 256, 257, 512, 513, 1024, 1025, 8192, 8193])
+@pytest.mark.parametrize("rows", [1, 5, 127, 389])
+def test_limbs_are_those_of_the_definition(hopper: Any, rows: int, k: int) -> None:
+    """Bit for bit, however many rows share a warp: of zeros, of Inf and NaN, of any magnitude."""
+    rng = np.random.default_rng(rows + k)
+    powers = rng.integers(-100, 100, (rows, 1)) + rng.integers(-20, 1, (rows, k))
+    w = np.ldexp(rng.uniform(-2, 2, (rows, k)), powers).astype(np.float32)
+    w[rows // 2], w[rows // 3, k // 2], w[rows // 4, k // 3] = 0, np.inf, np.nan
+    made = gsbn.prepare(hopper.asarray(w)).limbs[0]
+    limbs, exponents = (array.get() for array in made[1:])
+    want, of_rows = limbs_of(w)
+    np.testing.assert_array_equal(limbs.view(np.float16).reshape(want.shape), want)
+    np.testing.assert_array_equal(exponents.view(np.int32), of_rows)
 
 
 # ---- the backward's products

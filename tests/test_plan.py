@@ -41,7 +41,7 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
-from gsbn._plan.variants import MODES
+from gsbn._plan.variants import MODES, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -194,7 +194,7 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
 
     for split in limbs.of:
         assert split.along is not None or split.across is not None
-        assert 1 <= split_grid(split.rows, split.columns, gpu) <= largest_grid(gpu)
+        assert 1 <= split_grid((split.rows,), split.columns, gpu) <= largest_grid(gpu)
         for operand, count, k in ((split.along, split.rows, split.columns), (split.across, split.columns, split.rows)):
             if operand is None:
                 assert limbs.word(operand) == -1
@@ -246,6 +246,16 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
         assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
     assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
+
+
+@given(rows=st.tuples(sizes(), st.integers(0, 300)), k=st.integers(1, 2**20) | st.sampled_from([64, 65, 8192, 8193]))
+def test_split_limbs_takes_as_many_rows_as_it_holds(rows: tuple[int, int], k: int) -> None:
+    """A CTA for each 8192 elements, of x or of the weight: none takes a second item where all may be there."""
+    kernel, at_once = split_limbs(k), split_rows_at_once(k)
+    width = int(dict(kernel.defines)["WIDTH"])
+    assert kernel in set(_kernels.all_kernels("sm_90a"))
+    assert at_once * width == 8192 and (k <= width < 2 * k or width in (64, 8192))
+    assert split_grid(rows, k, H200) == sum(-(-count // at_once) for count in rows)
 
 
 @given(p=problems(), training=st.booleans())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .copies import word
 from .h200 import H200
+from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div
 from .rates import Rates
 from .variants import SM90_BLOCK_N
@@ -94,7 +95,7 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
     if element != "limbs":
         return 0.0
     rows = p.m + (0 if prepared else p.n)
-    return rates.limb_us + rows * max(p.k * 8e-6 / rates.limb_rate, rates.limb_row_us)
+    return rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
 
 
 def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Rates = H200) -> float:

@@ -202,7 +202,7 @@ def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     x_exponents = w + round_up(4 * n * pitch, 256)
     return Limbs(
         kernel=split_limbs(k),
-        grid=split_grid(m + n, k, device),
+        grid=split_grid((m, n), k, device),
         pitch=pitch,
         x=start,
         w=w,

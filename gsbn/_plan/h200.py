@@ -25,7 +25,6 @@ H200 = Rates(
     trip_us=2.2,
     limb_us=3.7,
     limb_rate=3.6,
-    limb_row_us=0.0008,
     cublas_flops={"bfloat16": 915e6, "float16": 915e6, "tf32": 368e6, "limbs": 53e6},
     ieee_call_us=6.1,
     cublas_call_us={True: 14.6, False: 10.7},

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .problem import Device, Matrix, ceil_div, round_up
-from .variants import SPLIT_WIDTH, THREADS
+from .variants import split_rows_at_once
 
 __all__ = [
     "AT_ONCE",
@@ -120,9 +120,9 @@ def _words(operand: Operand | None, count: int) -> int:
     return 0 if operand is None else round_up(4 * count, 256)
 
 
-def split_grid(rows: int, k: int, device: Device) -> int:
-    """CTAs of split_limbs for so many rows of k elements."""
-    return device.grid(ceil_div(rows, 1 if k > SPLIT_WIDTH else THREADS // 32))
+def split_grid(rows: Iterable[int], k: int, device: Device) -> int:
+    """CTAs of split_limbs for matrices of so many rows of k elements."""
+    return device.grid(sum(ceil_div(count, split_rows_at_once(k)) for count in rows))
 
 
 def maxima_grid(splits: Iterable[Split], device: Device) -> tuple[int, int]:

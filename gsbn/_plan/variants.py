@@ -19,7 +19,6 @@ __all__ = [
     "RING_STEP",
     "SM90_BLOCK_N",
     "SM90_THREADS",
-    "SPLIT_WIDTH",
     "THREADS",
     "TILES",
     "WARPS",
@@ -39,6 +38,7 @@ __all__ = [
     "running_affine",
     "scale_stats",
     "split_limbs",
+    "split_rows_at_once",
     "tile_kernels",
     "with_activation",
 ]
@@ -54,7 +54,7 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
-SPLIT_WIDTH = 1024  # elements of a row up to which one warp of split_limbs takes it, and eight beyond
+SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -114,7 +114,7 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
                 if x_across:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
-    yield from (split_limbs(k) for k in (SPLIT_WIDTH, SPLIT_WIDTH + 1))
+    yield from map(split_limbs, SPLIT_WIDTHS)
     yield from tile_kernels()
 
 
@@ -167,7 +167,7 @@ def fill_sm(shared: int) -> Kernel:
 
 def tile_kernels() -> tuple[Kernel, Kernel]:
     """What makes limbs of operands that lie across what is summed over."""
-    maxima, tiles = (Kernel(name, *split_limbs(SPLIT_WIDTH)[1:]) for name in ("take_maxima", "split_tiles"))
+    maxima, tiles = (Kernel(name, *split_limbs(1)[1:]) for name in ("take_maxima", "split_tiles"))
     return maxima, tiles
 
 
@@ -187,7 +187,16 @@ def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = Fa
 
 def split_limbs(k: int) -> Kernel:
     """The variant of split_limbs for rows of k elements."""
-    return Kernel("split_limbs", "split_limbs", (("ROW_WARPS", "8" if k > SPLIT_WIDTH else "1"),), arch="sm_90a")
+    return Kernel("split_limbs", "split_limbs", (("WIDTH", str(_split_width(k))),), arch="sm_90a")
+
+
+def split_rows_at_once(k: int) -> int:
+    """Rows of k elements that a CTA of split_limbs takes at once."""
+    return SPLIT_WIDTHS[-1] // _split_width(k)
+
+
+def _split_width(k: int) -> int:
+    return next((width for width in SPLIT_WIDTHS if k <= width), SPLIT_WIDTHS[-1])
 
 
 def forward_sm90(
