@@ -371,11 +371,16 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
                 results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
             _multiply(call, product, (*operands, at), limbs, name, how.precision, device)
 
+        def multiply_weight(*, first: bool) -> None:
+            if plan.weight is not None and plan.weight_first == first:
+                multiply(plan.weight, (across, of_x), of["weight"], plan.dw_at, "x")
+
+        multiply_weight(first=True)
+        limbs.make()
         if plan.x is not None:
             multiply(plan.x, (dg, of_w), of["x"], plan.dx_at, "weight")
         limbs.make(late=True)
-        if plan.weight is not None:
-            multiply(plan.weight, (across, of_x), of["weight"], plan.dw_at, "x")
+        multiply_weight(first=False)
         move(call, results, gpu)
     elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"])

@@ -199,6 +199,7 @@ def prepare_call(
         elif plan.product is not None:
             if plan.limbs.of:
                 made = Limbs(call, plan.limbs, {"x": of_x, "weight": of_w}, gpu, device)
+                made.make()
                 made.multiply(q, plan.product, "x", "weight", g)
             else:
                 call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)

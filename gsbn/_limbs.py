@@ -31,17 +31,12 @@ class Limbs:
         cleared: bool = False,
     ) -> None:
         self._call, self._splits, self._names, self._gpu, self._device = call, splits, names, gpu, device
-        if across := [split for split in splits.of if split.across is not None]:
-            if not cleared:
-                call.clear(call.at(splits.maxima), splits.maxima_bytes)
-            kernel, _ = _plan.tile_kernels()
-            grid, rows = _plan.maxima_grid(across, gpu)
-            passed = {**self._sources(across), "maxima": call.at(splits.maxima)}
-            call.launch(kernel, grid, self._fields(across) | {"maxima_rows": rows}, passed)
-        self.make(late=False)
+        self._cleared = cleared
 
-    def make(self, *, late: bool) -> None:
-        """Limbs of all matrices, or of those whose place was not free before."""
+    def make(self, *, late: bool = False) -> None:
+        """Limbs of all matrices, and then of those whose place was not free before."""
+        if not late:
+            self._maxima()
         now = [split for split in self._splits.of if split.late == late]
         rows = sorted((split for split in now if split.across is None), key=lambda split: split.columns)
         for k, same in groupby(rows, key=lambda split: split.columns):
@@ -58,6 +53,17 @@ class Limbs:
         limbs = (self._place(operand.limbs) for operand in operands)
         exponents = (self._call.at(operand.exponents) for operand in operands)
         self._call.multiply(Sm90Gemm(p._replace(x=a_at, w=b_at), one, self._device), *limbs, c, *exponents)
+
+    def _maxima(self) -> None:
+        """Those of all matrices that want any: of early ones and of late ones in one launch."""
+        call, splits = self._call, self._splits
+        if across := [split for split in splits.of if split.across is not None]:
+            if not self._cleared:
+                call.clear(call.at(splits.maxima), splits.maxima_bytes)
+            kernel, _ = _plan.tile_kernels()
+            grid, rows = _plan.maxima_grid(across, self._gpu)
+            passed = {**self._sources(across), "maxima": call.at(splits.maxima)}
+            call.launch(kernel, grid, self._fields(across) | {"maxima_rows": rows}, passed)
 
     def _place(self, place: _plan.Place) -> str:
         return self._call.at(place) if isinstance(place, int) else self._names[place]

@@ -13,8 +13,9 @@
 // pieces of 8 neighbouring elements: two 16-byte reads, one 16-byte write a limb. So a CTA holds 8192 elements, 8192 /
 // WIDTH rows, all of which are on their way before any is used, however short they are. Up to a WIDTH of 256 a row is a
 // piece of each of 8, 16 or 32 lanes, which have HELD rows; then it is 2 or HELD pieces of a warp's lanes, and at last
-// HELD of all lanes of the CTA. What a row has beyond 8192 is read twice, the second time from L2. Bytes: 4 read and 4
-// written an element, the minimum, but that the last SPAN of a row is written in full.
+// HELD of all lanes of the CTA. What a row has beyond 8192 is read twice, the second time from L2. A shorter row is read
+// in full before any of it is written: its limbs may lie where it does. Bytes: 4 read and 4 written an element, the
+// minimum, but that the last SPAN of a row is written in full.
 
 #include "common.cuh"
 

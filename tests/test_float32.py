@@ -360,6 +360,27 @@ def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layou
 
 
 @pytest.mark.gpu
+def test_dw_of_dg_itself_comes_before_limbs_take_its_place(hopper: Any) -> None:
+    """Many rows: dx through limbs, dw by cuBLAS. Each is what it is alone, and no further off than IEEE float32."""
+    rng = hopper.random.default_rng(0)
+    x, weight, dy = (rng.standard_normal(shape, dtype="f4") for shape in ((65536, 128), (1024, 128), (65536, 1024)))
+    d = x.astype("f8") @ weight.astype("f8").T
+    d -= d.mean(axis=0)
+    r = 1 / hopper.sqrt((d * d).mean(axis=0) + 1e-5)
+    dg = r * (dy - dy.mean(axis=0, dtype="f8") - d * r**2 * (dy * d).mean(axis=0))
+    truth = dg @ weight.astype("f8"), dg.T @ x.astype("f8")
+    _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+    both = gsbn.backward(dy, saved, needs=("x", "weight"))
+    assert bool((gsbn.backward(dy, saved, needs=("x",)).x == both.x).all())
+    assert bool((gsbn.backward(dy, saved, needs=("weight",)).weight == both.weight).all())
+    _, saved = gsbn.forward(x, weight, training=True, gemm="cublas", return_saved=True)
+    ieee = gsbn.backward(dy, saved, needs=("x", "weight"))
+    for ours, theirs, true in zip((both.x, both.weight), (ieee.x, ieee.weight), truth, strict=True):
+        errors = [float(hopper.linalg.norm(a - true) / hopper.linalg.norm(true)) for a in (ours, theirs)]
+        assert errors[0] <= max(1.05 * errors[1], 4 * U), errors
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["C", "F"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_product_is_the_same_with_or_without_the_other(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:

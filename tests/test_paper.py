@@ -106,6 +106,24 @@ def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]
         assert [launch.name for launch in log] == names
 
 
+@pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])
+def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, ...]) -> None:
+    """Of many rows cuBLAS makes dw, of dg itself, and comes first: no more scratch than dg and the weight's limbs."""
+    B, I, O = 65536, 128, 1024
+    x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+        log.clear()
+        kind.made.clear()
+        gsbn.backward(dy, saved, needs=needs)
+    names = ["backward_sums", "backward_dg", "cuBLAS", "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
+    assert [launch.name for launch in log] == [name for name in names if name != "cuBLAS" or "weight" in needs]
+    split, tiles = (next(launch.words for launch in log if launch.name == of) for of in ("split_limbs", "split_tiles"))
+    dg, workspace = split[0], kind.made[-1]
+    assert split[1] == dg and dg >> 32 == tiles[3] >> 32 == workspace.pointer >> 32
+    assert workspace.shape[0] < 4 * (B * O + O * I) + (8 << 20)
+
+
 class Alone:
     """A communicator that nobody calls."""
 

@@ -24,6 +24,7 @@ from gsbn._plan import (
     INT32_MAX,
     ITEMSIZE,
     SM90_BLOCK_N,
+    BackwardPlan,
     Device,
     Limits,
     Matmul,
@@ -221,6 +222,19 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
                 assert split.late or (split.name == "dg" and operand is split.along and operand.pitch == split.pitch)
 
 
+def assert_dg_is_read_before_limbs_lie_there(decided: BackwardPlan) -> None:
+    operands = {split.name: (split.along, split.across) for split in decided.limbs.of}
+    places = {name: {operand.limbs for operand in of if operand is not None} for name, of in operands.items()}
+    takes_dg = decided.weight is not None and not decided.weight.of_limbs
+    assert decided.weight_first <= takes_dg
+    assert decided.weight_first or not (takes_dg and "dg" in places.get("dg", ()))
+    assert not (decided.weight_first and any("dweight" in of for of in places.values()))
+    along, across = operands.get("dg", (None, None))
+    if along is not None and along.limbs == "dg" and across is None:  # by split_limbs: dense rows, each held in full
+        split = next(split for split in decided.limbs.of if split.name == "dg")
+        assert split.pitch == split.columns == along.pitch <= 8192
+
+
 def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
     assert (one.element, one.limbs, one.workspace) == ("limbs", None, 0)
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
@@ -360,6 +374,7 @@ def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, 
     lent = {"dg": 4 * p.m * decided.pitch} | ({"dweight": 4 * p.n * p.k} if decided.weight is not None else {})
     assert_limbs_fit(decided.limbs, p.device, decided.across_at + p.n * decided.across * size, lent)
     assert decided.limbs.end <= decided.workspace
+    assert_dg_is_read_before_limbs_lie_there(decided)
 
     # the products: shapes that chain, and strides that the GEMM takes
     for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):

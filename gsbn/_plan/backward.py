@@ -25,6 +25,7 @@ from .variants import (
     CLUSTERS,
     RING_STEP,
     SM90_BLOCK_N,
+    SPLIT_WIDTHS,
     Kernel,
     backward_kernels,
     element_for,
@@ -85,6 +86,7 @@ class BackwardPlan(NamedTuple):
     dg_at: int
     across_at: int
     limbs: Splits
+    weight_first: bool  # dw is made before any limbs, which then lie where dg does
     dx_at: int  # of results that are then copied
     dw_at: int
     workspace: int
@@ -158,7 +160,7 @@ def backward_plan(
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
-    limbs = _split(dx, dw, limbs_at, "weight" in needs)
+    limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
     kept = kept_dtype(dtype, m, training=training)
@@ -188,6 +190,7 @@ def backward_plan(
         dg_at=dg_at,
         across_at=across_at,
         limbs=limbs,
+        weight_first=weight_first,
         dx_at=dx_at,
         dw_at=dw_at,
         workspace=dw_at + (0 if dw is None else dw.copied_bytes),
@@ -227,29 +230,34 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=across), tiled(p, name, wide=wide))
 
 
-def _split(dx: Product | None, dw: Product | None, start: int, makes_dw: bool) -> Splits:
-    """The limbs that the products want.
+def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, bool]:
+    """The limbs that the products want, and whether dw is made before them.
 
-    dx is made first. The weight's limbs then lie where dw will: they take the same bytes. dg's are all made at once,
-    those for dx in its place, and x's there as soon as dx is made.
+    Where both want limbs dx is made first. The weight's then lie where dw will: they take the same bytes. dg's are all
+    made at once, those for dx in its place, and x's there as soon as dx is made. A dw that takes dg as it is comes
+    first if there are more rows than input features: dg's limbs take its place, and only the weight's want room.
     """
     of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
-    wanted = []
+    wanted, weight_first = [], False
     if of_x is not None:
-        fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
-        wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, "dweight" if fits and makes_dw else SCRATCH))
         dg = split_of("dg", of_x.x, of_x.m, of_x.k)
-        if of_weight is not None:
-            across = split_of("dg", of_weight.x, of_weight.m, of_weight.k).across
-            dg = dg._replace(across=across, along=Operand("dg", dg.pitch) if fits else dg.along)
-        wanted.append(dg)
+        fits = in_place = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+        if of_weight is None:  # split_limbs makes them, one row after the other and each read in full
+            in_place = fits and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
+            weight_first = in_place and dw is not None
+        else:
+            dg = dg._replace(across=split_of("dg", of_weight.x, of_weight.m, of_weight.k).across)
+        if in_place:
+            dg = dg._replace(along=Operand("dg", dg.pitch))
+        place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
+        wanted += [split_of("weight", of_x.w, of_x.n, of_x.k, place), dg]
     elif of_weight is not None:
         wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
     if of_weight is not None:
         late = of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
         x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
         wanted.append(x._replace(late=late))
-    return lay_out(wanted, start)
+    return lay_out(wanted, start), weight_first
 
 
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:

@@ -19,6 +19,7 @@ __all__ = [
     "RING_STEP",
     "SM90_BLOCK_N",
     "SM90_THREADS",
+    "SPLIT_WIDTHS",
     "THREADS",
     "TILES",
     "WARPS",
