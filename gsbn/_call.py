@@ -128,7 +128,7 @@ class Call:
         matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
         self._kernels.append(one.kernel.name)
         self._records.append(record)
-        grid, values = one.clusters * one.cluster, (record.ctypes.data,)
+        grid, values = one.ctas, (record.ctypes.data,)
 
         def act(addresses: list[int], stream: int) -> None:
             _owners, maps = _tma.tensor_maps(matrices, *of_maps(addresses))  # the owners live until the launch is made

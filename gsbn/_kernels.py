@@ -124,8 +124,10 @@ def gpu(device: int) -> _plan.Device:
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
     with _device.on_device(device):
         function = launcher(_plan.fill_sm(shared), device).pointer
-        sms, pairs = (_driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2))
-    return found._replace(sms=sms, pairs=pairs)
+        sms, pairs, fours, eights = (
+            _driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8)
+        )
+    return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights)
 
 
 @cache

@@ -30,7 +30,7 @@ class Sm90Gemm:
     kernels = ("forward_sm90",)
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
-        self._grid = one.clusters * one.cluster
+        self._grid = one.ctas
         of_statistics = ("ld_kept", "flags", "signature", *SM90_WORDS[4:10], "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))

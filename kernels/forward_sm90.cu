@@ -24,6 +24,10 @@
 // with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
 // both. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
+// Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT tiles, one below the other. Each multiplies
+// all of these over its range of k, and they send each other their sums (sm90_split.cuh): from then on a CTA has its tile as
+// if it had made it alone. It has no other, so that none is parked. Two columns of them may share x as above.
+//
 // Training. Batch normalisation needs all m rows of a feature before it can write any. Each tile:
 //   1. consumers take the tile's mean and squared deviations about it, feature by feature, from the float32 accumulators,
 //   2. publish them to the workspace `partial`,
@@ -60,7 +64,8 @@
 // No deadlock. Any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3) waits for its
 // operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits for publishing
 // only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been published. No
-// wait goes the other way, whatever m, the grid and the order of the tiles. To recompute, a CTA publishes once, before it
+// wait goes the other way, whatever m, the grid and the order of the tiles. Sums wait for the main loops of the cluster
+// alone, and come before step 1. To recompute, a CTA publishes once, before it
 // waits for anyone.
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
@@ -69,16 +74,17 @@
 // Bytes. x and w stream through L2 to shared memory. y is written as deviations and rewritten in place, from L2 while
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
 // and feature, written once, read once or twice. To recompute, x streams twice, y is written once, and the workspace is 16
-// bytes per CTA and feature.
+// bytes per CTA and feature. CTAs that share k read x and w no more often than tiles of SPLIT * BLOCK_M rows, and send 512
+// bytes for each of these rows, once.
 
 #include "sm90_finisher.cuh"
 #include "sm90_merger.cuh"
 #include "sm90_producer.cuh"
 #include "sm90_recompute.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) forward_sm90(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
-    const __grid_constant__ TensorMap x_map,  // boxes of BLOCK_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
+    const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
     const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes; across: BLOCK_K of k x COLUMN rows
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
 #if KEEP
@@ -107,8 +113,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     // the shuffle tells the compiler that a warp's index is the same in all its lanes
     const int warp_index = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), warpgroup = warp_index / 4,
               warp = warp_index % 4;
-    const int clusters = gridDim.x / CLUSTER;
-    const int steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
+    const int clusters = gridDim.x / CLUSTER_CTAS, part = cluster_part();
+    const int all_steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
+    const int first_step = all_steps * part / SPLIT, steps = all_steps * (part + 1) / SPLIT - first_step;
     const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);
     const size_t features = (size_t)blocks * BLOCK_N;
     const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
@@ -123,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #if !RANKS
     Ranks* const ranks = nullptr;
 #endif
-    const Cta cta = {p,    x_map,   w_map,    y_map,       keeps,       y,        partial, merged,
-                     roll, f,       batches,  x_exponents, w_exponents, ranks,    sh,      m,
-                     n,    y_pitch, clusters, steps,       blocks,      features, order};
+    const Cta cta = {p,    x_map,   w_map,    y_map,       keeps,       y,      partial,  merged,
+                     roll, f,       batches,  x_exponents, w_exponents, ranks,  sh,       m,
+                     n,    y_pitch, clusters, first_step,  steps,       blocks, features, order};
 
     if (threadIdx.x == 0) {
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
@@ -135,6 +142,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         }
         mbar_init(&sh.agreed, 1);
         mbar_init(&sh.laid_out, 32);
+        if constexpr (SPLIT > 1) {
+            mbar_init(&sh.drained, SPLIT * CONSUMERS / 32);
+            mbar_init(&sh.summed, 1);
+            mbar_expect(&sh.summed, SENT_BYTES);
+        }
         sh.ready = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -159,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
 #endif
             }
         }
-        if constexpr (MODE == TRAINING) {
+        if constexpr (PARKS) {
             __syncwarp();
             mbar_wait(&sh.agreed, 0);
             cta.finish_tiles(warp == 0 ? SHORT_NAP : LONG_NAP);  // warp 0 has loaded all

@@ -9,10 +9,11 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE };  // the last trains, too
 #ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
 #define ELEMENT 0
 #define MODE 2
-#define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256
+#define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
 #define CLUSTER 2          // CTAs that share an x tile: 1, 2
+#define SPLIT 1            // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
 #define KEEP 0             // 1, in TRAINING and RECOMPUTE: write g - mean, too
 #define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
 #define X_ACROSS 0         // 1: x is (k, m)
@@ -46,23 +47,29 @@ constexpr int THREADS = 128 + CONSUMERS;
 constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0: neither side spills
 // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
-constexpr int LAYING_WARPS = 3;                     // warps that lay out constants in inference
-constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;   // y is float32, else ELEMENT
-constexpr bool IN_UNITS = ELEMENT == FLOAT16;       // deviations are parked and kept in units (deviation_unit)
-constexpr int MATRICES = ELEMENT == LIMBS ? 2 : 1;  // that make up an operand
-constexpr int Y_BYTES = FLOAT32 ? 4 : 2;            // of an element of y
+constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
+constexpr int LAYING_WARPS = 3;                         // warps that lay out constants in inference
+constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;       // y is float32, else ELEMENT
+constexpr bool IN_UNITS = ELEMENT == FLOAT16;           // deviations are parked and kept in units (deviation_unit)
+constexpr int MATRICES = ELEMENT == LIMBS ? 2 : 1;      // that make up an operand
+constexpr int Y_BYTES = FLOAT32 ? 4 : 2;                // of an element of y
 constexpr int OPERAND_BYTES = ELEMENT == TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;           // features in a tile
 constexpr int BLOCK_K = 128 / OPERAND_BYTES;       // one 128-byte swizzle atom
 constexpr int MMA_K = 32 / OPERAND_BYTES;          // k of one wgmma
 constexpr int W_BYTES = MATRICES * BLOCK_N * 128;  // of one stage
-constexpr int X_BYTES = MATRICES * BLOCK_M * 128;
+constexpr int PRODUCT_M = SPLIT * BLOCK_M;         // rows of x that a CTA multiplies
+constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
 static_assert(!(W_ACROSS || X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
-static_assert(!X_ACROSS || BLOCK_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
-constexpr int ACC = BLOCK_M / 2;                           // accumulators a thread
-constexpr int PASS_M = FLOAT32 || BLOCK_M < 64 ? 32 : 64;  // rows that a warpgroup stores at a time, 64 features each
+static_assert(SPLIT == 1 || (MODE != RECOMPUTE && !RANKS), "a CTA has one tile");
+static_assert(!X_ACROSS || PRODUCT_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
+constexpr int CLUSTER_CTAS = CLUSTER * SPLIT;  // the CTA of rank r is of side r / SPLIT and part r % SPLIT
+constexpr int ACC = BLOCK_M / 2;               // accumulators a thread, of a tile
+constexpr int PRODUCT_ACC = PRODUCT_M / 2;     // and of a product
+constexpr int MOST_M = FLOAT32 ? 32 : 64;
+constexpr int PASS_M = BLOCK_M < MOST_M ? BLOCK_M : MOST_M;  // rows that a warpgroup stores at a time, 64 features each
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;

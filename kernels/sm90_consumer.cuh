@@ -4,6 +4,7 @@
 // tile: a thread has two features, h = 0, 1.
 #pragma once
 #include "sm90_finisher.cuh"
+#include "sm90_split.cuh"
 #include "sm90_wgmma.cuh"
 
 struct Consumer : Cta {
@@ -14,11 +15,11 @@ struct Consumer : Cta {
     Run run_of_tile = {};                        // inference
 
     __device__ __forceinline__ void release(int stage) const {
-        if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane);
+        if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT + rank % SPLIT);
     }
 
     __device__ __forceinline__ void next_stage(int step) {
-        if constexpr (MODE == TRAINING)
+        if constexpr (PARKS)
             // the last tile's store has long arrived: a wait for it costs nothing here
             if (step == min(4, steps - 1) && storer && nth > 0) {
                 tma_store_wait();
@@ -27,8 +28,9 @@ struct Consumer : Cta {
         if (++s == STAGES) s = 0, phase ^= 1;
     }
 
-    // The main loop: g of the tile, to d. One stage's wgmmas stay in flight while the next stage's are issued.
-    __device__ __forceinline__ void multiply(float (&d)[ACC]) {
+    // The main loop: the product over the CTA's steps, to d. One stage's wgmmas stay in flight while the next one's are
+    // issued.
+    __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
         int before = 0;  // the stage before s
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
@@ -52,15 +54,15 @@ struct Consumer : Cta {
     // The same of limbs, to `sum`; d is what the tensor core adds in. It truncates as it adds, and always towards zero: the
     // sum of a part of a stage starts anew, takes the small products first, and is added to `sum`, which rounds. The other
     // warpgroup's wgmmas run meanwhile.
-    __device__ __forceinline__ void multiply_limbs(float (&d)[ACC], float (&sum)[ACC]) {
+    __device__ __forceinline__ void multiply_limbs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC]) {
         constexpr int PARTS = 2;  // of a stage, each with a sum of its own
 #pragma unroll
-        for (int i = 0; i < ACC; i++) sum[i] = 0.f;
+        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             mbar_wait(&sh.full[s], phase);
             const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
-            constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = BLOCK_M * 128 / 16;
+            constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = PRODUCT_M * 128 / 16;
 #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
@@ -76,9 +78,28 @@ struct Consumer : Cta {
                 wgmma_wait<0>();
                 if (part == PARTS - 1) release(s);
 #pragma unroll
-                for (int i = 0; i < ACC; i++) sum[i] += d[i];
+                for (int i = 0; i < PRODUCT_ACC; i++) sum[i] += d[i];
             }
             next_stage(step);
+        }
+    }
+
+    // g of the tile, to d; of limbs what `unscale` takes, to `sum`. A template, so that only its own branch is compiled.
+    template <int SIZE>
+    __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE]) {
+        if constexpr (SIZE < PRODUCT_ACC) {
+            float d_of_all[PRODUCT_ACC], sum_of_all[PRODUCT_ACC];
+            if constexpr (ELEMENT == LIMBS) {
+                multiply_limbs(d_of_all, sum_of_all);
+                exchange(sh, rank, sum_of_all, sum);
+            } else {
+                multiply(d_of_all);
+                exchange(sh, rank, d_of_all, d);
+            }
+        } else if constexpr (ELEMENT == LIMBS) {
+            multiply_limbs(d, sum);
+        } else {
+            multiply(d);
         }
     }
 
@@ -153,7 +174,7 @@ struct Consumer : Cta {
             publish(partial + ((size_t)block * order.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
                     launch);
         if (lane == 0) hint(&sh.ready);
-        if (cluster_id() + (nth + 1) * clusters >= order.count()) {
+        if (!PARKS || cluster_id() + (nth + 1) * clusters >= order.count()) {
             finish_last_tile(d, row, block, h, own, launch);
         } else if (IN_UNITS) {
             const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
@@ -204,14 +225,11 @@ struct Consumer : Cta {
         for (int i; (i = tile(nth)) < order.count(); nth++) {
             const auto [row, block] = order.at(i, rank);
             float sum[ACC];
-            if constexpr (ELEMENT == LIMBS)
-                multiply_limbs(d, sum);
-            else
-                multiply(d);
+            make(d, sum);
             const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
             within = 64 * half + 16 * warp + lane / 4;
             const int feature = block * BLOCK_N + within;
-            if (block < blocks) {
+            if (is_there(row, block)) {
                 if constexpr (ELEMENT == LIMBS)
                     unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
                 if constexpr (MODE == INFERENCE) apply_constants(d, block);
@@ -219,8 +237,9 @@ struct Consumer : Cta {
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
             if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
+            if constexpr (SPLIT > 1) break;                               // a CTA has one tile
         }
-        if constexpr (MODE == TRAINING) finish_tiles(SHORT_NAP);
+        if constexpr (PARKS) finish_tiles(SHORT_NAP);
         if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
     }
 };

@@ -21,6 +21,7 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
     Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    u64 drained, summed;  // SPLIT: all parts have read their stages; what they send is there
 };
 
 static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
@@ -35,14 +36,16 @@ struct Tile {
 // divides that of the clusters, so that a cluster keeps to its column.
 struct Order {
     int rows, cols, panel;
-    __device__ int count() const { return rows * cols; }
+    __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
+    __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster
     __device__ Tile at(int i, int rank) const {
+        const int height = groups();
         const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
-        int first = i / (rows * panel) * panel, width = min(panel, cols - first);
-        if (MODE == TRAINING && first >= grouped) width = 1, first = i / rows;
-        i -= first * rows;
-        return {i / width, (first + i % width) * CLUSTER + rank};
+        int first = i / (height * panel) * panel, width = min(panel, cols - first);
+        if (MODE == TRAINING && first >= grouped) width = 1, first = i / height;
+        i -= first * height;
+        return {i / width * SPLIT + rank % SPLIT, (first + i % width) * CLUSTER + rank / SPLIT};
     }
 };
 
@@ -64,7 +67,7 @@ struct Kept {  // with KEEP: g - mean (m, n), and rows of n, SAVED_
 };
 
 // What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth); the last ones of a pair may
-// lie beyond the features, in block `blocks`.
+// lie beyond the features, in block `blocks`, and with SPLIT beyond the rows.
 struct Cta {
     const Problem& p;
     const TensorMap &x_map, &w_map, &y_map;
@@ -77,13 +80,17 @@ struct Cta {
     const int *x_exponents, *w_exponents;
     Ranks* const ranks;
     Shared& sh;
-    const long long m, n, y_pitch;      // y_pitch in bytes
-    const int clusters, steps, blocks;  // steps of k, blocks of features
+    const long long m, n, y_pitch;                  // y_pitch in bytes
+    const int clusters, first_step, steps, blocks;  // steps of k that the CTA multiplies, blocks of features
     const size_t features;
     const Order order;
 
     // tiles of this CTA
     __device__ __forceinline__ int tiles() const { return (order.count() - 1 - cluster_id()) / clusters + 1; }
+
+    __device__ __forceinline__ bool is_there(int row, int block) const {
+        return block < blocks && (SPLIT == 1 || row < order.rows);
+    }
 
     // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come
     // again, from the end: what was read last is still in L2.

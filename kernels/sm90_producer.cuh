@@ -9,16 +9,16 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
         // a CTA of a pair loads half of the rows of x, or one limb of all
-        const int x_limb = MATRICES == 2 ? rank : 0, w_row = block * BLOCK_N;
-        const int x_row = row * BLOCK_M + (MATRICES == 1 ? rank * (BLOCK_M / CLUSTER) : 0);
+        const int side = rank / SPLIT, x_limb = MATRICES == 2 ? side : 0, w_row = block * BLOCK_N;
+        const int x_row = (row - rank % SPLIT) * BLOCK_M + (MATRICES == 1 ? side * (PRODUCT_M / CLUSTER) : 0);
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
+        for (int step = first_step; step < first_step + steps; step++) {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
-            char* x_part = w_tile + W_BYTES + rank * (X_BYTES / CLUSTER);
+            char* x_part = w_tile + W_BYTES + side * (X_BYTES / CLUSTER);
             W::load<BLOCK_N, false>(w_tile, &w_map, &sh.full[s], step, w_row, 0);
-            X::load<BLOCK_M / CLUSTER, (CLUSTER > 1)>(x_part, &x_map, &sh.full[s], step, x_row, x_limb);
+            X::load<PRODUCT_M / CLUSTER, (CLUSTER > 1)>(x_part, &x_map, &sh.full[s], step, x_row, x_limb);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
     }

@@ -17,13 +17,15 @@ __device__ __forceinline__ int lane_id() {
 __device__ __forceinline__ int cluster_id() {
     int c;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(c));
-    return c / CLUSTER;
+    return c / CLUSTER_CTAS;
 }
 __device__ __forceinline__ int cluster_rank() {
     int r = 0;
-    if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    if constexpr (CLUSTER_CTAS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
+// which of those that share k
+__device__ __forceinline__ int cluster_part() { return SPLIT > 1 ? cluster_rank() % SPLIT : 0; }
 
 __device__ __forceinline__ u64 now() {
     u64 t;
@@ -70,20 +72,32 @@ __device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
         : "memory");
 }
 
+// where other CTAs of the cluster have written what the barrier counts
+__device__ __forceinline__ void mbar_wait_sent(u64* bar, int phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
+        "r"(phase)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// With ALL, to the same place, and the same barrier, in every CTA of the cluster. Limbs are the map's third dimension.
+// With ALL, to the same place, and the same barrier, in every CTA that shares the tile of x. Limbs are the map's third
+// dimension.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
                  "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
-                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(EVERY_CTA)                               \
+                 "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(every_cta)                               \
                  : "memory")
 template <bool ALL>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr short EVERY_CTA = (1 << CLUSTER) - 1;
+    constexpr int SIDES = CLUSTER == 1 ? 1 : 1 | 1 << SPLIT;
+    const short every_cta = ALL ? SIDES << cluster_part() : 0;
     if constexpr (MATRICES == 1 && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (MATRICES == 1 && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
     if constexpr (MATRICES == 2 && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
@@ -104,6 +118,16 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// 16 bytes to the same place in another CTA of the cluster, and their number to its barrier
+__device__ __forceinline__ void send(void* to, float a, float b, float c, float d, u64* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %6;\nmapa.shared::cluster.u32 there, %5, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [there];\n}" ::"r"(
+            smem(to)),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(smem(bar)), "r"(cta)
+        : "memory");
+}
 
 // between ordinary writes to shared memory and TMA's reads of it
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

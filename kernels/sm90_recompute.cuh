@@ -82,10 +82,7 @@ struct Recomputer : Consumer {
         for (int i; (i = tile(nth)) < order.count(); nth++) {
             const int row = order.at(i, rank).row;
             float sum[ACC];
-            if constexpr (ELEMENT == LIMBS)
-                multiply_limbs(d, sum);
-            else
-                multiply(d);
+            make(d, sum);
             const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
             if constexpr (ELEMENT == LIMBS)
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n,

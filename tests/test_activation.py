@@ -25,7 +25,7 @@ from tolerance import TF32, assert_outcome_within, assert_within, bounds
 import gsbn
 from gsbn import _kernels, _plan, reference
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K
 
 Arrays = dict[str, np.ndarray]
 ELEMENTS = [*((dtype, "highest") for dtype in DTYPES), ("float32", "high")]
@@ -262,12 +262,14 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [None, *itertools.product(BLOCKS_M, CLUSTERS)], ids=str)
+@pytest.mark.parametrize("tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLITS_OF_K], ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
-@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (9000, 64, 2104)])  # the last parks its tiles
+@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # parks tiles
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
+    if tile in SPLITS_OF_K and shape[1] < 4096:
+        pytest.skip("k is too short to be shared")
     kind, within = kind_of("cupy"), Limits(sm90=tile)
     arrays, options = drawn(shape, dtype, True)
     asked = {"gemm": "sm90", "precision": precision}

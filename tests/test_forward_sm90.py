@@ -18,7 +18,7 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +31,7 @@ SHAPES = [
     (300, 72, 520),
     (4100, 264, 104),
     (129, 1032, 1000),
+    (600, 4104, 264),  # k is long enough for CTAs to share it
     (9000, 64, 2104),  # CTAs have several tiles: all but the last are parked
 ]
 
@@ -50,6 +51,7 @@ def tile(request: pytest.FixtureRequest) -> Any:
 
 CHOICES = [Limits(), *(Limits(sm90=tile, recompute=False) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
+CHOICES += [Limits(sm90=tile, split=True) for tile in SPLITS_OF_K]
 
 
 @pytest.fixture(params=CHOICES, ids=lambda limits: f"{limits.sm90}{' twice' * bool(limits.recompute)}")
@@ -61,6 +63,8 @@ def within(request: pytest.FixtureRequest) -> Any:
 def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: str) -> None:
     if within.recompute and shape != SHAPES[-1]:
         pytest.skip("no CTA has a second tile")
+    if within.split and shape[1] < 4096:
+        pytest.skip("k is too short to be shared")
     if precision == "highest" and within.sm90 and within.sm90[0] == 256 and not within.recompute:
         pytest.skip("limbs have no tile of 256 rows")
 
@@ -221,7 +225,7 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-@pytest.mark.parametrize("block_m", BLOCKS_M)
+@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, *_ in SPLITS_OF_K)}))
 @pytest.mark.parametrize("element", ELEMENTS_OF_KERNEL)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id
@@ -229,7 +233,7 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         defines = dict(kernel.defines)
         chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
-            size, function = int(defines["CLUSTER"]), _kernels.launcher(kernel, device).pointer
+            size, function = int(defines["CLUSTER"]) * int(defines["SPLIT"]), _kernels.launcher(kernel, device).pointer
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)
             assert resident == _kernels.gpu(device).clusters(size)
 

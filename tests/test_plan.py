@@ -42,7 +42,7 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
-from gsbn._plan.variants import MODES, split_rows_at_once
+from gsbn._plan.variants import ELEMENTS, MODES, SPLITS_OF_K, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -151,9 +151,11 @@ def makes_g_twice(one: OneLaunch) -> bool:
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
-    tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
-    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
-    assert one.clusters * one.cluster <= p.device.sms
+    tiles = -(-p.m // (one.block_m * one.split)) * -(-p.n // (SM90_BLOCK_N * one.cluster))  # of a cluster
+    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster * one.split))
+    assert one.ctas <= p.device.sms
+    if one.split > 1:  # each CTA has one tile, and a part of k
+        assert one.clusters == tiles and p.k > one.split and not makes_g_twice(one)
     features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
     if makes_g_twice(one):  # every cluster keeps to its features
         assert one.clusters % one.panel == 0 and one.cooperative
@@ -161,7 +163,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         parts = one.clusters // one.panel
     assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
     assert one.merged + features * 16 <= one.roll
-    end = one.roll + 8 * (1 + one.clusters * one.cluster)
+    end = one.roll + 8 * (1 + one.ctas)
     if one.limbs is not None:
         limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
         assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
@@ -409,6 +411,9 @@ def test_a_share_of_the_gpu() -> None:
     assert (H200.at_most(None), H200.at_most(132), H200.at_most(10**30)) == (H200,) * 3
     assert [H200.at_most(n).clusters(2) for n in (131, 120, 67, 66, 2)] == [65, 54, 1, 0, 0]
     assert Device((9, 0), 132, pairs=60).at_most(130).clusters(2) == 58
+    assert [H200.at_most(120).clusters(size) for size in (1, 2, 4, 8)] == [120, 54, 21, 4]
+    assert [Device((9, 0), 20, eights=1).clusters(size) for size in (4, 8)] == [5, 1]
+    assert [Device((9, 0), 15, pairs=0).clusters(size) for size in (4, 8)] == [0, 0]
     for device in SHARES[:3]:
         one = plan(contiguous(16384, 4096, 4096, device=device), training=True, gemm="sm90").one
         assert one is not None and (one.cluster == 1 or device.clusters(2) > 0)
@@ -550,6 +555,30 @@ def test_a_choice_can_be_limited() -> None:
     for fused in (True, False):
         decided = backward_plan(p._replace(limits=Limits(fused=fused)), training=True, needs=FIELDS)
         assert decided.fused == fused
+
+
+def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
+    few = contiguous(256, 1024, 16384, "bfloat16")
+    assert {tile.shape for tile in candidates(few, "training", "bfloat16") if tile.split > 1} == set(SPLITS_OF_K)
+    one = plan(few, training=True, gemm="sm90").one
+    assert one is not None and (one.split, one.ctas, one.cooperative) == (4, 64, True)
+    for tile, element, saved, training in itertools.product(SPLITS_OF_K, ELEMENTS, (False, True), (False, True)):
+        if training or not saved:
+            dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(
+                element, (element, "high")
+            )
+            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True))
+            one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
+            assert one is not None and (one.block_m, one.cluster, one.split) == tile
+            assert_one_launch_fits(p, one)
+    for p in (
+        contiguous(512, 1024, 8 * 64 * 2 - 64),  # k too short
+        contiguous(4096, 4096, 16384),  # tiles that fill the GPU without
+        few._replace(device=Device((9, 0), 132, pairs=0, fours=0, eights=0)),
+    ):
+        assert all(tile.split == 1 for mode in MODES for tile in candidates(p, mode, p.dtype))
+    assert all(tile.split == 1 for tile in candidates(few, "training", "bfloat16", ranks=True))
+    assert plan(few._replace(limits=Limits(split=False)), training=True, gemm="sm90").one.split == 1  # type: ignore[union-attr]
 
 
 def test_few_features_take_clusters_of_one() -> None:

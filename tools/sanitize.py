@@ -4,7 +4,8 @@ compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of t
 
 CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
 four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them. A
-group is of one rank, and leaves four SMs free of eight.
+group is of one rank, and leaves four SMs free of eight. Where CTAs share k there are 32 SMs, and each
+CTA has one tile.
 Results are held to the reference, coarsely: the bounds are the tests' job.
 
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
@@ -30,7 +31,7 @@ from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._group import Group
 from gsbn._plan import Limits
-from gsbn._plan.variants import ACTIVATIONS, BLOCKS_M, CLUSTERS, ELEMENTS, MODES, TILES, with_activation
+from gsbn._plan.variants import ACTIVATIONS, BLOCKS_M, CLUSTERS, ELEMENTS, MODES, SPLITS_OF_K, TILES, with_activation
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -127,12 +128,15 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False):
+def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False, split=1):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
     again = mode == "recompute"
     within = limits(8 if ranks else 4, sm90=(block_m, cluster), recompute=again)
     rows, blocks = (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
+    if split > 1:  # two clusters across and two down, of which the second has one tile of rows
+        within = limits(sms=32, sm90=(block_m, cluster, split), split=True)
+        shape = (split + 1) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
     if mode != "gemm":
         group = alone() if ranks else None
         return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
@@ -180,6 +184,11 @@ def variants():
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
+    for element, mode, tile, keeps in product(ELEMENTS, ("inference", "training"), SPLITS_OF_K, (False, True)):
+        for activation in (None, *ACTIVATIONS) if mode == "training" or not keeps else ():
+            end = " keeps" * keeps + (f" {activation}" if activation else "")
+            name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile) + end
+            yield name, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
         if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:

@@ -5,9 +5,9 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER and "twice" where it makes g twice, the portable path on cuBLAS, and PyTorch eager beside
-them. Times are of the device, calls back to back behind a kernel that keeps it busy while the host enqueues; each
-choice's result is held to cuBLAS's.
+tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k and "twice" where it makes g twice, the portable path on
+cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it busy
+while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -30,7 +30,7 @@ from gsbn._plan import Limits
 from gsbn._plan.cost import cublas_us, split_us
 from gsbn._plan.gemm import candidates, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, largest_block
 from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -73,9 +73,10 @@ def problem(shape, dtype):
 
 def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
-    p = problem(shape, dtype)
-    if not any(name.endswith("twice") for name in among):
-        p = p._replace(limits=Limits(recompute=False))
+    twice, split = (any(name.endswith("twice") for name in among), any(name.count("x") == 2 for name in among))
+    p = problem(shape, dtype)._replace(
+        limits=Limits(recompute=None if twice else False, split=None if split else False)
+    )
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
         return decided.gemm
@@ -83,7 +84,7 @@ def planned(shape, dtype, mode, among):
 
 
 def name_of(tile, twice):
-    return f"{tile.block_m}x{tile.cluster}" + " twice" * twice
+    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + " twice" * twice
 
 
 def tiles(shape, dtype, mode):
@@ -109,6 +110,10 @@ def compile_all(dtypes):
     variants += [
         _plan.forward_sm90(element, "recompute", largest_block(element), cluster)
         for element, cluster in product({_plan.element_for(*DTYPES[dtype]) for dtype in dtypes}, CLUSTERS)
+    ]
+    variants += [
+        _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile, split=split)
+        for dtype, mode, (*tile, split) in product(dtypes, MODES, SPLITS_OF_K)
     ]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
@@ -142,7 +147,7 @@ def measure(limit, skip, dtypes):
 
     def forced(call, tile):
         """The same call with one tile to choose from; cuBLAS for None."""
-        limits = Limits() if tile is None else Limits((tile.block_m, tile.cluster), tile.mode == "recompute")
+        limits = Limits() if tile is None else Limits(tile.shape, recompute=tile.mode == "recompute")
         run = partial(call, limits, "cublas" if tile is None else "sm90")
         run()
         return run
@@ -215,7 +220,7 @@ def expected(line, rates):
     found = {"cublas": cublas_us(p, element, mode == "training", keeps=False, rates=rates)}
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:
-            found[name] = tile_of(p, tile.mode, element, tile.block_m, tile.cluster, rates=rates).us
+            found[name] = tile_of(p, tile.mode, element, tile.block_m, tile.cluster, split=tile.split, rates=rates).us
             found[name] += split_us(p, element, prepared=False, rates=rates)
     return found
 

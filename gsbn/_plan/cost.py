@@ -31,26 +31,30 @@ def one_launch_us(
     clusters: int,
     *,
     keeps: bool,
+    split: int = 1,
     rates: Rates = H200,
 ) -> float:
     """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
-    (inference) or for the others' statistics (training).
+    (inference) or for the others' statistics (training). Where `split` CTAs share k, each multiplies the rows of as
+    many tiles, and they send each other their sums.
     """
     m, n, k, dtype, *_ = p
-    rows, ctas = ceil_div(m, block_m), clusters * cluster
+    rows, ctas, product_m = ceil_div(m, block_m), clusters * cluster * split, split * block_m
     limbs = 2 if element == "limbs" else 1
     size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
-    loaded = limbs * ctas * (block_m / cluster + SM90_BLOCK_N) * 128e-6
-    distinct = limbs * (min(rows, clusters) * block_m + max(1.0, clusters / rows) * cluster * SM90_BLOCK_N) * 128e-6
+    loaded = limbs * ctas * (product_m / cluster + SM90_BLOCK_N) * 128e-6
+    groups = ceil_div(rows, split)  # of tiles
+    distinct = min(groups, clusters) * product_m + max(1.0, clusters / groups) * cluster * SM90_BLOCK_N
+    distinct *= limbs * split * 128e-6  # each part of k has its own
     stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
     feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
     if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
     products = 3 if element == "limbs" else 1
-    pace = [products * rates.mma_us * block_m, rates.step_us, feed]
+    pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
@@ -63,7 +67,10 @@ def one_launch_us(
         * (rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0)
     )
     y *= 1 + keeps  # g - m is written as y is
-    tile = ceil_div(k * size, 128) * step + rates.tile_us[mode] + y / rates.y_rate[mode]
+    tile = ceil_div(ceil_div(k * size, 128), split) * step + rates.tile_us[mode] + y / rates.y_rate[mode]
+    if split > 1:
+        sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
+        tile += rates.exchange_us + sent / rates.exchange_rate
     warps = ceil_div(min(n, SM90_BLOCK_N), 32)  # of features
     if mode == "training":
         merge = rates.merge_us.get(rows, rates.trip_us)

@@ -17,6 +17,7 @@ from .variants import (
     CLUSTERS_OF_RANKS,
     COLUMN,
     SM90_BLOCK_N,
+    SPLITS_OF_K,
     THREADS,
     TILES,
     Kernel,
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
+LEAST_STEPS = 8  # of k, 128 bytes each, for each CTA that shares it: below, exchanging sums takes longer than it saves
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
 # Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
 # the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
@@ -76,11 +78,16 @@ class OneLaunch(NamedTuple):
     block_m: int
     cluster: int
     clusters: int
+    split: int  # CTAs that share k
     panel: int
     merged: int
     roll: int
     workspace: int
     wide: bool = False  # y is float32 though x has 16 bits
+
+    @property
+    def ctas(self) -> int:
+        return self.clusters * self.cluster * self.split
 
 
 class Tile(NamedTuple):
@@ -89,25 +96,44 @@ class Tile(NamedTuple):
     cluster: int
     clusters: int
     mode: str
+    split: int = 1  # CTAs that share k
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As `Limits` names it."""
+        return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
 def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
     found, limits = candidates(p, mode, element, keeps=keeps, ranks=ranks), p.limits
-    found = [tile for tile in found if limits.sm90 in (None, (tile.block_m, tile.cluster))] or found
+    found = [tile for tile in found if limits.sm90 in (None, tile.shape)] or found
+    found = [tile for tile in found if limits.split in (None, tile.split > 1)] or found
     return min([tile for tile in found if limits.recompute in (None, tile.mode == "recompute")] or found)
 
 
 def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> list[Tile]:
     """All tiles that forward_sm90 can have, each with what it is expected to take; to train, it may make g twice."""
     modes = ("training", "recompute") if mode == "training" and not ranks else (mode,)
-    tiles = itertools.product(modes, BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)
-    found = (tile_of(p, of, element, *tile, keeps=keeps) for of, *tile in tiles)
+    tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
+    tiles += SPLITS_OF_K if mode != "gemm" and not ranks else ()
+    found = (
+        tile_of(p, of, element, *tile, keeps=keeps, split=split)
+        for of, (*tile, split) in itertools.product(modes, tiles)
+    )
     return [tile for tile in found if tile is not None]
 
 
 def tile_of(
-    p: Matmul, mode: str, element: str, block_m: int, cluster: int, *, keeps: bool = False, rates: Rates = H200
+    p: Matmul,
+    mode: str,
+    element: str,
+    block_m: int,
+    cluster: int,
+    *,
+    keeps: bool = False,
+    split: int = 1,
+    rates: Rates = H200,
 ) -> Tile | None:
     """What forward_sm90 would take with this tile, and the clusters of its grid; None where it cannot have it."""
     largest = largest_block(element)
@@ -115,8 +141,13 @@ def tile_of(
         return None
     if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
-    tiles, resident = ceil_div(p.m, block_m) * ceil_div(p.n, SM90_BLOCK_N * cluster), p.device.clusters(cluster)
+    tiles = ceil_div(p.m, block_m * split) * ceil_div(p.n, SM90_BLOCK_N * cluster)  # of a cluster
+    resident = p.device.clusters(cluster * split)
     if resident == 0:
+        return None
+    # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
+    steps = ceil_div(p.k * (2 if element == "limbs" else ITEMSIZE[p.dtype]), 128)
+    if split > 1 and (tiles > resident or steps < LEAST_STEPS * split):
         return None
     # Where g is made twice, each cluster keeps to its features.
     apart = ceil_div(p.n, SM90_BLOCK_N * cluster) if mode == "recompute" else 1
@@ -126,12 +157,12 @@ def tile_of(
     # As few clusters as need no more waves: the power that the others would draw goes to these.
     clusters = ceil_div(tiles // apart, waves) * apart
     if mode != "recompute":
-        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, rates=rates)
+        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, split=split, rates=rates)
     elif waves > 1:
         us = recompute_us(p, element, cluster, waves, keeps=keeps, rates=rates)
     else:  # all tiles stay in registers: none is made twice
         return None
-    return Tile(us, block_m, cluster, clusters, mode)
+    return Tile(us, block_m, cluster, clusters, mode, split)
 
 
 def one_launch(
@@ -153,26 +184,29 @@ def one_launch(
     """
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters, mode = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
+    _, block_m, cluster, clusters, mode, split = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     merged = roll = workspace = 0
     if mode != "gemm":  # which has neither statistics nor flags
         merged = (clusters // columns if mode == "recompute" else rows) * blocks * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
-        workspace = roll + round_up(8 * (1 + clusters * cluster), 256)
-    split = None
+        workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
+    made = None
     if element == "limbs" and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
-        split = limbs(m, 0 if prepared else n, k, workspace, p.device)
-    if split is not None:
-        workspace = split.w_exponents + (0 if prepared else 4 * n)
+        made = limbs(m, 0 if prepared else n, k, workspace, p.device)
+    if made is not None:
+        workspace = made.w_exponents + (0 if prepared else 4 * n)
     return OneLaunch(
-        kernel=forward_sm90(element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks),
+        kernel=forward_sm90(
+            element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks, split
+        ),
         cooperative=mode in ("training", "recompute") and (rows > 1 or cumulative),
         element=element,
-        limbs=split,
+        limbs=made,
         block_m=block_m,
         cluster=cluster,
         clusters=clusters,
+        split=split,
         panel=columns if mode == "recompute" else _panel(p, mode, element),
         merged=merged,
         roll=roll,

@@ -40,20 +40,26 @@ class Device(NamedTuple):
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
     pairs: int | None = None  # clusters of two CTAs, an SM to each, that are there at once; None for sms / 2
+    fours: int | None = None  # of four, and of eight; None for half as many as of half the size
+    eights: int | None = None
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
         """The same for a call that may occupy so many SMs. Who holds the others may have broken a pair with each."""
         if sms is None or sms >= self.sms:
             return self
-        pairs = min(sms // 2, max(0, self.clusters(2) - (self.sms - sms)))
-        return self._replace(sms=sms, pairs=pairs, limited=True)
+        return self._with(sms, self.sms - sms)._replace(limited=True)
 
     def with_room(self) -> Device:
         """The same for a launch that waits for another GPU: that one may wait for another kernel to run here."""
         if self.limited or self.sms <= 2 * ROOM:  # whoever gave `sms` has left what room he wants
             return self
-        return self._replace(sms=self.sms - ROOM, pairs=max(0, self.clusters(2) - ROOM // 2))
+        return self._with(self.sms - ROOM, ROOM // 2)
+
+    def _with(self, sms: int, broken: int) -> Device:
+        """The same with so many SMs, and so many clusters of each size broken."""
+        pairs, fours, eights = (max(0, self.clusters(size) - broken) for size in (2, 4, 8))
+        return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights)
 
     @property
     def target(self) -> int:
@@ -61,8 +67,12 @@ class Device(NamedTuple):
         return self.sms if self.limited else 0
 
     def clusters(self, size: int) -> int:
-        """How many clusters of 1 or 2 CTAs, each with an SM to itself, are resident at once."""
-        return self.sms if size == 1 else self.sms // 2 if self.pairs is None else self.pairs
+        """How many clusters of 1, 2, 4 or 8 CTAs, each with an SM to itself, are resident at once."""
+        if size == 1:
+            return self.sms
+        most = self.clusters(size // 2) // 2
+        found = {2: self.pairs, 4: self.fours, 8: self.eights}[size]
+        return most if found is None else min(found, most)
 
     def ctas(self, of_an_sm: int) -> int:
         """CTAs that fill the GPU. They spread over all SMs before any gets a second."""
@@ -97,7 +107,9 @@ class Limits(NamedTuple):
     A limit that leaves a product no choice is passed over.
     """
 
-    sm90: tuple[int, int] | None = None  # forward_sm90's rows in a tile, and CTAs in a cluster
+    # forward_sm90's rows in a tile, CTAs that share them, and CTAs that share k if several do
+    sm90: tuple[int, ...] | None = None
+    split: bool | None = None  # whether CTAs of forward_sm90 share k, where they can
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     fused: bool | None = None  # the backward's passes in one launch where its rows allow it, or never

@@ -19,6 +19,8 @@ class Rates(NamedTuple):
     off_line_y: float  # and where rows of y do not
     tile_us: dict[str, float]  # beginning and end of a tile, by mode
     y_rate: dict[str, float]  # MB/us, by mode
+    exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
+    exchange_rate: float  # MB/us that a CTA receives meanwhile
     parked_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
     laying_us: float  # inference: a round of constants, 96 features by three warps

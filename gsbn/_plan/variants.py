@@ -19,6 +19,7 @@ __all__ = [
     "RING_STEP",
     "SM90_BLOCK_N",
     "SM90_THREADS",
+    "SPLITS_OF_K",
     "SPLIT_WIDTHS",
     "THREADS",
     "TILES",
@@ -53,6 +54,9 @@ MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3}  # and its MO
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
+# BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
+# send each other twice as many sums.
+SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
@@ -115,6 +119,9 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
                 if x_across:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
+    for element, mode, (block_m, cluster, split) in itertools.product(ELEMENTS, ("inference", "training"), SPLITS_OF_K):
+        for keeps in (False, True) if mode == "training" else (False,):
+            yield forward_sm90(element, mode, block_m, cluster, keeps, split=split)
     yield from map(split_limbs, SPLIT_WIDTHS)
     yield from tile_kernels()
 
@@ -210,24 +217,27 @@ def forward_sm90(
     w_across: bool = False,
     wide: bool = False,
     ranks: bool = False,
+    split: int = 1,
 ) -> Kernel:
-    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs in a cluster.
+    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
 
     `keeps`: training, either way, that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight,
-    lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share.
+    lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share; `split`: how many
+    CTAs share k.
     """
-    limbs = 2 if element == "limbs" else 1
-    stages = {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // limbs
+    limbs, rows = 2 if element == "limbs" else 1, split * block_m  # that a CTA multiplies
+    stages = {256: 4, 128: 6, 64: 8, 32: 8}[rows] // limbs
     of_float32 = wide or element in ("tf32", "limbs")
-    staging = 64 if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
+    staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
     # is made twice, beta and what makes y of it (4 and 16).
     of_features = SM90_BLOCK_N * (20 if mode == "recompute" else 16)
-    shared = limbs * stages * (SM90_BLOCK_N + block_m) * 128 + 4 * staging * 128 + of_features + 256
+    shared = limbs * stages * (SM90_BLOCK_N + rows) * 128 + 4 * staging * 128 + of_features + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
     defines |= {
         "SHARED": shared,
         "CLUSTER": cluster,
+        "SPLIT": split,
         "KEEP": int(keeps),
         "X_ACROSS": int(x_across),
         "W_ACROSS": int(w_across),

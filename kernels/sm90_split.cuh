@@ -1,0 +1,40 @@
+// With SPLIT, the CTAs of a cluster share k. They have SPLIT tiles, one below the other: each multiplies all of them over
+// its range of k, and what it has of a tile goes to the CTA whose tile it is, through distributed shared memory.
+//
+// A thread's sums of rows 8 j + ... (Consumer) are 16 bytes for each j, its own in every CTA: whoever receives them works on
+// the same two features and, with BLOCK_M / 8 of the j's, on the rows of its own tile. They lie in the ring, which is free
+// once the wgmmas of the CTA have read all of its stages: [part][BLOCK_M / 8][CONSUMERS], 16 bytes each. So a CTA receives
+// (and sends) 512 PRODUCT_M bytes, its own part among them: the least is (SPLIT - 1) / SPLIT of it.
+#pragma once
+#include "sm90_cta.cuh"
+
+constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // to each CTA, by all
+static_assert(SPLIT == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the ring holds what is sent");
+
+// By all consumers of the cluster, with no wgmma of theirs in flight: `of_all` over this CTA's range of k, to d over all of
+// it. Parts are added in their order, so that the bits are always the same.
+__device__ __forceinline__ void exchange(Shared& sh, int rank, const float (&of_all)[PRODUCT_ACC], float (&d)[ACC]) {
+    const int lane = lane_id(), thread = threadIdx.x - (THREADS - CONSUMERS), first = rank / SPLIT * SPLIT;
+    if (lane < SPLIT) mbar_arrive_at(&sh.drained, first + lane);
+    mbar_wait(&sh.drained, 0);
+    const auto place = [&](int part, int j) {
+        return sh.stage[0] + ((part * (BLOCK_M / 8) + j) * CONSUMERS + thread) * 16;
+    };
+#pragma unroll
+    for (int j = 0; j < BLOCK_M / 8; j++)
+#pragma unroll
+        for (int part = 0; part < SPLIT; part++) {  // in turn, so that all receive at the same time
+            const float* e = of_all + 4 * (part * (BLOCK_M / 8) + j);
+            send(place(rank % SPLIT, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
+        }
+    mbar_wait_sent(&sh.summed, 0);
+#pragma unroll
+    for (int j = 0; j < BLOCK_M / 8; j++)
+#pragma unroll
+        for (int part = 0; part < SPLIT; part++) {
+            const float4 v = *(const float4*)place(part, j);
+            const float e[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) d[4 * j + i] = part == 0 ? e[i] : d[4 * j + i] + e[i];
+        }
+}

@@ -1,0 +1,48 @@
+"""CTAs of the one-launch kernel on Hopper that share k: their sums, whoever is first and whatever lies beyond tiles."""
+
+from __future__ import annotations
+
+import pytest
+from harness import assert_same_bits, forward, kind_of, without_out
+from strategies import Case
+from tolerance import TF32, assert_outcome_within, bounds
+
+from gsbn import _kernels, reference
+from gsbn._plan import Limits
+from gsbn._plan.variants import SPLITS_OF_K
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
+
+
+@pytest.mark.parametrize("tile", SPLITS_OF_K, ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize(
+    ("shape", "training"),
+    [
+        ((2, 4104, 8), True),  # most CTAs have neither rows nor features of their own
+        ((129, 16384, 264), True),
+        ((512, 8200, 136), False),
+    ],
+)
+def test_sums_over_parts_of_k(
+    shape: tuple[int, int, int], training: bool, dtype: str, precision: str, tile: tuple[int, int, int]
+) -> None:
+    """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
+    device = _kernels.gpu(cupy.cuda.Device().id)
+    if device.capability != (9, 0) or not device.sm90a:
+        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
+    arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True)
+    options = {"training": training, "gemm": "sm90", "precision": precision}
+    got = forward(kind_of("cupy"), arrays, limits=within, **options)
+    truth = reference.forward(**without_out(arrays), training=training)
+    operand, limbs = TF32 if dtype == "float32" else 0.0, (dtype, precision) == ("float32", "highest")
+    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
+    assert_outcome_within(got, truth, limit)
+    busy = cupy.ones(1 << 24)
+    for _ in range(10):
+        with cupy.cuda.Stream(non_blocking=True):
+            cupy.sqrt(busy, out=busy)
+        assert_same_bits(forward(kind_of("cupy"), arrays, limits=within, **options).y, got.y)
