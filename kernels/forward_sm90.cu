@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    cluster_sync();
+    cluster_begin();
     await_kernel_ahead(RANKS);
 
     if (warpgroup == 0) {
@@ -184,5 +184,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         else
             Consumer(consumer).run();
     }
-    cluster_sync();  // no CTA leaves while its neighbour may still write to it
+    cluster_end();
 }

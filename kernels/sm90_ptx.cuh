@@ -33,8 +33,18 @@ __device__ __forceinline__ u64 now() {
     return t;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+// All threads of a cluster meet, and a CTA's see each other's writes; of other CTAs' only what was fenced for the cluster:
+// barriers that were made. (A release at cluster scope would be a fence of the whole GPU in every warp.)
+__device__ __forceinline__ void cluster_begin() {
+    __syncthreads();
+    if constexpr (CLUSTER_CTAS > 1)
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// No CTA leaves while its neighbour may still write to it.
+__device__ __forceinline__ void cluster_end() {
+    if constexpr (CLUSTER_CTAS > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // the four warps of one consumer warpgroup
