@@ -130,8 +130,8 @@ def forward(
     sms : int, optional
         At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in
-        training "sm90" needs all the SMs that it takes at once (unless all rows fit one tile), and would wait for the
-        other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the CPU.
+        training "sm90" needs all the SMs that it takes at once (eight where one cluster has all rows), and would wait
+        for the other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the CPU.
     group : Group, optional
         Of `gsbn.group`: the statistics are those of all its ranks' rows, as with ``torch.nn.SyncBatchNorm``. Every rank
         calls with the same features, dtype and options and any number of rows, none included; y is of its own rows. The
@@ -171,9 +171,10 @@ def forward(
     serve: of y's dtype with "sm90" (such rows of y), otherwise of float32 for g (such rows, float16 and bfloat16).
     With `return_saved` the deviations are one B x O array more (`Saved` tells its dtype); but for "sm90", g is computed
     in it where it is wide enough.
-    "sm90" allocates 16 bytes a feature for every tile of rows instead, and for limbs x's own bytes and, unless it is
-    prepared, the weight's; in training it may hold a tile's deviations from its own means in y, in y's dtype, until the
-    batch's are known. What a captured call allocates, y included, lives as long as the graph and no longer.
+    "sm90" allocates 16 bytes a feature for every tile of rows instead, unless one cluster has them all, and for
+    limbs x's own bytes and, unless it is prepared, the weight's; in training it may hold a tile's deviations from its
+    own means in y, in y's dtype, until the batch's are known. What a captured call allocates, y included, lives as long
+    as the graph and no longer.
 
     On the CPU the product is float32 BLAS (float64 for float64) whose threads are BLAS's, the rest is done in blocks of
     rows, and y is rounded once; of up to 16 rows all but the product is float64. Beside y it allocates a few blocks,

@@ -120,7 +120,7 @@ def gpu(device: int) -> _plan.Device:
     found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
     if found.capability != (9, 0) or not sm90a:
         return found
-    # MPS may leave a process fewer SMs than the device has, and pairs of SMs are fewer still.
+    # MPS may leave a process fewer SMs than the device has, and clusters of SMs are fewer still.
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
     with _device.on_device(device):
         function = launcher(_plan.fill_sm(shared), device).pointer

@@ -72,20 +72,22 @@ def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tu
 
 def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:
     """What `tensor_map` wants beside a pointer, for forward_sm90's x, weight and y: boxes of 128 bytes by the rows of a
-    transfer, which are rows of k where an operand lies across it. Limbs lie as p's x and w say, in float32's."""
+    transfer, which are rows of k where an operand lies across it. Limbs lie as p's x and w say, in float32's; of an
+    operand that CTAs share, a transfer takes one limb, and of x all rows."""
     m, n, k, dtype, _, x, w, y, _ = p
+    of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # that share it
     multiplied = one.block_m * one.split  # rows of x
     if one.element == "limbs":
         return [
-            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - one.cluster),
-            (n, k, 4 * w.strides[0], "float16", _plan.SM90_BLOCK_N, 64, L2_256B, 2),
+            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - of_x),
+            (n, k, 4 * w.strides[0], "float16", _plan.SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1),
             (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
         ]
     size = _plan.ITEMSIZE[dtype]
     width = 128 // size
     store_rows = min(one.block_m, 32 if size == 4 else 64)
     maps: list[tuple[Any, ...]] = []
-    for at, rows, box in ((x, m, multiplied // one.cluster), (w, n, _plan.SM90_BLOCK_N)):
+    for at, rows, box in ((x, m, multiplied // of_x), (w, n, _plan.SM90_BLOCK_N // of_w)):
         if at.strides[1] == 1:
             maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
         else:

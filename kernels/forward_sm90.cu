@@ -5,6 +5,7 @@
 //   MODE INFERENCE:  y = f(a g + c)             a = gamma r s, c = gamma r (s bias - running_mean) + beta
 //   MODE TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
 //   MODE RECOMPUTE:  the same, g being made twice
+//   MODE WHOLE:      the same, all m rows being in one cluster
 //   f is the activation that the variant is compiled for (activation.cuh).
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
@@ -22,7 +23,8 @@
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
 // training warp 1 merges statistics, and warps 2 and 3 finish parked tiles; in inference the three lay out a and c. Two CTAs
 // with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
-// both. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
+// both; in WHOLE up to eight with neighbouring rows do, each of which loads its own x tile and multicasts a part of the w
+// tile. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
 // Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT tiles, one below the other. Each multiplies
 // all of these over its range of k, and they send each other their sums (sm90_split.cuh): from then on a CTA has its tile as
@@ -50,6 +52,14 @@
 //      first, for y: x's end is what L2 still holds. The producer loads the first of them meanwhile.
 // 64 features of a CTA's block that lie beyond n are not multiplied.
 //
+// Whole. A batch of few rows fits a cluster: CLUSTER tiles of x, one block of features each, in one wave of clusters.
+//   1. consumers take a tile's statistics as above, and send them to all CTAs of the cluster, into their shared memory;
+//   2. each merges all, in the order of the rows, and finishes its tile, which is still in registers;
+//   3. mergers, warps 1 to 3: the CTAs that have rows share the features' running statistics, and what a backward needs,
+//      out.
+// No CTA waits for one of another cluster, so the launch is an ordinary one, without a number and without a workspace. CTAs
+// that have no rows load their part of w for the others.
+//
 // Ranks. With RANKS the batch is spread over several GPUs: in step 4 the merger posts the statistics of its share to all
 // of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
 // (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
@@ -61,12 +71,12 @@
 // Where all rows of a feature lie in one tile (FLAG_ALONE), no CTA reads what another has written: each takes a number
 // of its own, and the launch is an ordinary one.
 //
-// No deadlock. Any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3) waits for its
-// operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits for publishing
-// only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been published. No
-// wait goes the other way, whatever m, the grid and the order of the tiles. Sums wait for the main loops of the cluster
-// alone, and come before step 1. To recompute, a CTA publishes once, before it
-// waits for anyone.
+// No deadlock. But for WHOLE, any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3)
+// waits for its operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits
+// for publishing only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been
+// published. No wait goes the other way, whatever m, the grid and the order of the tiles. Sums wait for the main loops of
+// the cluster alone, and come before step 1. To recompute, a CTA publishes once, before it waits for anyone. In WHOLE it
+// sends before it waits, and all of a cluster are resident together.
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
 // finishes a row.
@@ -75,7 +85,7 @@
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
 // and feature, written once, read once or twice. To recompute, x streams twice, y is written once, and the workspace is 16
 // bytes per CTA and feature. CTAs that share k read x and w no more often than tiles of SPLIT * BLOCK_M rows, and send 512
-// bytes for each of these rows, once.
+// bytes for each of these rows, once. In WHOLE x streams once for each block of features, w and y once.
 
 #include "sm90_finisher.cuh"
 #include "sm90_merger.cuh"
@@ -84,8 +94,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
-    const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / CLUSTER rows x 128 bytes, swizzled by 128, as all
-    const __grid_constant__ TensorMap w_map,  // boxes of BLOCK_N rows x 128 bytes; across: BLOCK_K of k x COLUMN rows
+    const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / X_SHARERS rows x 128 bytes, swizzled, as all
+    const __grid_constant__ TensorMap w_map,  // of BLOCK_N / W_SHARERS rows; across: BLOCK_K of k x COLUMN rows
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
 #if KEEP
     const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ld_kept elements
@@ -118,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
     const int first_step = all_steps * part / SPLIT, steps = all_steps * (part + 1) / SPLIT - first_step;
     const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);
     const size_t features = (size_t)blocks * BLOCK_N;
-    const Order order = {(int)((m + BLOCK_M - 1) / BLOCK_M), (blocks + CLUSTER - 1) / CLUSTER, (int)panel};
+    const int rows = BLOCK_M * W_SHARERS;  // of a cluster's tile
+    const Order order = {(int)((m + rows - 1) / rows), (blocks + X_SHARERS - 1) / X_SHARERS, (int)panel};
     const Features f = {bias,        p.bias,        scale,        p.scale,        gamma,
                         p.gamma,     beta,          p.beta,       running_mean,   p.running_mean,
                         running_var, p.running_var, (float)p.eps, (float)p.number};
@@ -147,6 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             mbar_init(&sh.summed, 1);
             mbar_expect(&sh.summed, SENT_BYTES);
         }
+        if constexpr (MODE == WHOLE)
+            for (int half = 0; half < WARPGROUPS; half++) mbar_init(&sh.here[half], 1);
         sh.ready = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -162,10 +175,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         } else if constexpr (MODE == INFERENCE) {
             if (warp <= LAYING_WARPS) cta.lay_out_constants(warp, lane, rank);
         } else if constexpr (MODE >= TRAINING) {
-            if (warp == 1) {
-                cta.merge(lane, rank);
+            if (warp == 2) cta.lay_out_last_tile(lane);
+            if (MODE == WHOLE || warp == 1) {
+                cta.merge(lane, rank, MODE == WHOLE ? warp - 1 : 0);  // a constant: else TF32 spills
             } else {
-                if (warp == 2) cta.lay_out_last_tile(lane);
 #if RANKS
                 if (warp == 2) cta.join(lane, rank);
 #endif

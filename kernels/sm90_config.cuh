@@ -3,8 +3,8 @@
 #include "activation.cuh"
 #include "ranks.cuh"
 
-enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };     // of x and w; the last two are float32, LIMBS as two of float16
-enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE };  // the last trains, too
+enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
+enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two train, too
 
 #ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
 #define ELEMENT 0
@@ -12,9 +12,9 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE };  // the last trains, too
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
-#define CLUSTER 2          // CTAs that share an x tile: 1, 2
+#define CLUSTER 2          // CTAs that share an x tile, or in WHOLE a w tile: 1, 2; 4, 8 in WHOLE
 #define SPLIT 1            // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
-#define KEEP 0             // 1, in TRAINING and RECOMPUTE: write g - mean, too
+#define KEEP 0             // 1, in all that trains: write g - mean, too
 #define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
 #define X_ACROSS 0         // 1: x is (k, m)
 #define WIDE 0             // 1: y is float32 though x and w have 16 bits
@@ -48,6 +48,7 @@ constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0
 // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
+constexpr int MERGERS = MODE == WHOLE ? 3 : 1;          // that merge statistics: others have nothing to finish
 constexpr int LAYING_WARPS = 3;                         // warps that lay out constants in inference
 constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;       // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;           // deviations are parked and kept in units (deviation_unit)
@@ -61,10 +62,12 @@ constexpr int W_BYTES = MATRICES * BLOCK_N * 128;  // of one stage
 constexpr int PRODUCT_M = SPLIT * BLOCK_M;         // rows of x that a CTA multiplies
 constexpr int X_BYTES = MATRICES * PRODUCT_M * 128;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int X_SHARERS = MODE == WHOLE ? 1 : CLUSTER;  // CTAs that load a part of an x tile each, for all of them
+constexpr int W_SHARERS = MODE == WHOLE ? CLUSTER : 1;  // and of a w tile
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
 static_assert(!(W_ACROSS || X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
-static_assert(SPLIT == 1 || (MODE != RECOMPUTE && !RANKS), "a CTA has one tile");
-static_assert(!X_ACROSS || PRODUCT_M / CLUSTER % COLUMN == 0, "a CTA loads whole columns");
+static_assert(SPLIT == 1 || (MODE != RECOMPUTE && MODE != WHOLE && !RANKS), "a CTA has one tile");
+static_assert(!X_ACROSS || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads whole columns");
 constexpr int CLUSTER_CTAS = CLUSTER * SPLIT;  // the CTA of rank r is of side r / SPLIT and part r % SPLIT
 constexpr int ACC = BLOCK_M / 2;               // accumulators a thread, of a tile
 constexpr int PRODUCT_ACC = PRODUCT_M / 2;     // and of a product
@@ -73,6 +76,7 @@ constexpr int PASS_M = BLOCK_M < MOST_M ? BLOCK_M : MOST_M;  // rows that a warp
 constexpr int PASSES = BLOCK_M / PASS_M;
 constexpr int BOXES = FLOAT32 ? 2 : 1;  // TMA stores of 128-byte rows side by side in a pass
 constexpr int STAGING_BYTES = BOXES * PASS_M * 128;
+constexpr int STAGINGS = MODE == WHOLE ? 1 : 2;    // buffers of so many bytes a warpgroup
 constexpr int CHUNK = 16 / Y_BYTES;                // columns of y in a 16-byte access
 constexpr int UNIT = BLOCK_M < 64 ? BLOCK_M : 64;  // rows that a finishing warp takes at a time
 constexpr int UNITS = BLOCK_M / UNIT;              // of a tile

@@ -111,9 +111,9 @@ struct Consumer : Cta {
         const int lane = lane_id();  // anew, as in run
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
-            char* staging = sh.staging[half][pass & 1];
+            char* staging = sh.staging[half][pass % STAGINGS];
             const float* e = d + pass * (ACC / PASSES);
-            if (storer) tma_store_wait_read<1>();  // the last store but one
+            if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from here
             warpgroup_sync(half);
             if constexpr (FLOAT32) {
 #pragma unroll
@@ -141,7 +141,7 @@ struct Consumer : Cta {
                 tma_store_commit();
             }
         }
-        if (PASSES & 1) {  // an odd number would leave the slots out of step
+        if (PASSES % STAGINGS) {  // an odd number would leave the slots out of step
             if (storer) tma_store_wait_read<0>();
             warpgroup_sync(half);
         }
@@ -183,39 +183,71 @@ struct Consumer : Cta {
         }
     }
 
+    // WHOLE: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
+    __device__ __forceinline__ void normalize_whole(float (&d)[ACC], int row, int block, int lane) const {
+        float mean[2], m2[2];
+        centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
+        u64* here = &sh.here[half];
+        if (storer) mbar_expect(here, CLUSTER * 64 * sizeof(float2));
+        const int h = lane & 1, mine = within + 8 * h;
+        const float own = h ? mean[1] : mean[0];
+        // of four lanes with the same two features, two send one each to every other CTA
+        for (int cta = (lane & 2) / 2; cta < CLUSTER; cta += 2)
+            send(&sh.gathered[rank][mine], own, h ? m2[1] : m2[0], here, cta);
+        mbar_wait_sent(here, 0);
+        Merged all;
+        float m2_of_all;
+        merge_feature<4>(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
+        const float var = m2_of_all / (float)m;
+        mbar_wait(&sh.laid_out, 0);
+        const Affine u = sh.arguments[mine];
+        all.a = u.slope(var, f.eps), all.unit = deviation_unit(var, 1);
+        finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+    }
+
     // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
-    // mean in the tile is `own`; a neighbouring lane has those of its other feature.
+    // mean in the tile is `own`.
     __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                      u64 launch) const {
         mbar_wait(&sh.laid_out, 0);
+        if constexpr (KEEP) {
+            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, sh.beta[within + 8 * h]));
+        } else {
+            const Affine u = sh.arguments[within + 8 * h];
+            Merged all = {0.f, 0.f, 1.f};
+            if (!RANKS && parts().lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
+                float m2;
+                const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
+                merge_feature<4>(Published{words, launch}, parts(), 0, 1, all.mean, m2);
+                all.a = u.slope(m2 / (float)m, f.eps);
+            } else {
+                all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            }
+            finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+        }
+    }
+
+    // A tile in registers, of whose feature h the thread has what becomes of it; a neighbouring lane has that of its other
+    // feature.
+    __device__ __forceinline__ void finish_here(float (&d)[ACC], int row, int block, int h, const Finish& own) const {
         const auto of_both = [&](float2 xy, float2(&both)[2]) {  // what the thread's two features have of it
             const float2 other =
                 make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
             both[0] = h ? other : xy, both[1] = h ? xy : other;
         };
         float2 to_y[2];
-        if constexpr (KEEP) {
-            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
-            float2 to_kept[2];
-            of_both(make_float2(1.f / all.unit, (own - all.mean) / all.unit), to_kept);
+#if KEEP
+        float2 to_kept[2];
+        of_both(own.to_kept, to_kept);
 #pragma unroll
-            for (int i = 0; i < ACC; i++) d[i] = line(to_kept[i / 2 % 2], d[i]);
-            of_both(make_float2(all.a * all.unit, sh.beta[within + 8 * h]), to_y);
-            store(*kept.map, d, row, block,
-                  [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
-        } else {
-            const Affine u = sh.arguments[within + 8 * h];
-            float2 all;                            // mean and a
-            if (!RANKS && parts().lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
-                float m2;
-                const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
-                merge_feature<4>(words, parts(), launch, 0, 1, all.x, m2);
-                all.y = u.slope(m2 / (float)m, f.eps);
-            } else {
-                all = await(merged + (size_t)block * BLOCK_N + within + 8 * h, launch);
-            }
-            of_both(make_float2(all.y, all.y * (own - all.x) + u.beta), to_y);
-        }
+        for (int i = 0; i < ACC; i++) d[i] = line(to_kept[i / 2 % 2], d[i]);
+        of_both(own.to_y, to_y);
+        store(*kept.map, d, row, block,
+              [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+#else
+        of_both(own.to_y, to_y);
+#endif
 #pragma unroll
         for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
     }
@@ -234,6 +266,7 @@ struct Consumer : Cta {
                     unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
                 if constexpr (MODE == INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
+                if constexpr (MODE == WHOLE) normalize_whole(d, row, block, lane);
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
             if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read

@@ -3,11 +3,12 @@
 #include "sm90_formats.cuh"
 #include "sm90_statistics.cuh"
 
-constexpr bool LAYS_BETA = KEEP || MODE == RECOMPUTE;  // all else that y takes of a feature comes from the merger
+// All else that y takes of a feature comes from the merger.
+constexpr bool LAYS_BETA = MODE == RECOMPUTE || (MODE == TRAINING && KEEP);
 
 struct Shared {                       // on 1024 bytes, as swizzled stages must be
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
-    char staging[WARPGROUPS][2]
+    char staging[WARPGROUPS][STAGINGS]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {                       // of a variant one of the three: the others have no size
         float2 constants[2][MODE == INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
@@ -20,7 +21,9 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     int ready;                 // warps that have published (training), laid out constants (inference)
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
-    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];       // of all tiles
+    float2 gathered[CLUSTER][MODE == WHOLE ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
+    u64 here[WARPGROUPS];                                   // all that a warpgroup waits for of these
     u64 drained, summed;  // SPLIT: all parts have read their stages; what they send is there
 };
 
@@ -33,7 +36,8 @@ struct Tile {
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
 // tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
-// divides that of the clusters, so that a cluster keeps to its column.
+// divides that of the clusters, so that a cluster keeps to its column. In WHOLE each cluster has
+// one tile, of CLUSTER * BLOCK_M rows, which are all, x BLOCK_N features.
 struct Order {
     int rows, cols, panel;
     __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
@@ -45,7 +49,8 @@ struct Order {
         int first = i / (height * panel) * panel, width = min(panel, cols - first);
         if (MODE == TRAINING && first >= grouped) width = 1, first = i / height;
         i -= first * height;
-        return {i / width * SPLIT + rank % SPLIT, (first + i % width) * CLUSTER + rank / SPLIT};
+        const int r = i / width, c = first + i % width;
+        return MODE == WHOLE ? Tile{r * CLUSTER + rank, c} : Tile{r * SPLIT + rank % SPLIT, c * CLUSTER + rank / SPLIT};
     }
 };
 
@@ -102,18 +107,19 @@ struct Cta {
         return cluster_id() + nth * clusters;
     }
 
-    // Of a feature's rows a part is a tile, or to recompute, all tiles of a CTA.
+    // Of a feature's rows a part is a tile of a CTA, or to recompute, all of them.
     __device__ __forceinline__ RowParts parts() const {
+        if constexpr (MODE == WHOLE) return {((int)m + BLOCK_M - 1) / BLOCK_M, order.rows, (int)m};
         return {MODE == RECOMPUTE ? clusters / order.cols : order.rows, order.rows, (int)m};
     }
 
     __device__ void produce(int rank) const;                                // loads x and w
     __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
-    __device__ void merge(int lane, int rank) const;       // training: the statistics of a share of the features
-    __device__ void join(int lane, int rank) const;        // RANKS: the statistics of these over all ranks
-    __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
-    __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
-    __device__ void finish_unit(int unit, int nap) const;  // some rows of that
+    __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
+    __device__ void join(int lane, int rank) const;              // RANKS: the statistics of these over all ranks
+    __device__ void lay_out_last_tile(int lane) const;           // training: what the consumers need to finish it
+    __device__ void finish_tiles(int nap) const;                 // training: turns parked deviations into y
+    __device__ void finish_unit(int unit, int nap) const;        // some rows of that
     __device__ void take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const;
     __device__ void finish_meanwhile(int nap) const;  // or a nap
 };

@@ -35,13 +35,8 @@ __device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, in
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
-        const float shift = tile[e].x - all[e].x, a = all[e].y, b = beta[e].or_else(0.f);
-#if KEEP
-        const float unit = IN_UNITS ? units[e].x : 1.f;
-        made[e] = {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, b)};
-#else
-        made[e] = {make_float2(a * unit_of, fmaf(a, shift, b))};
-#endif
+        const float unit = KEEP && IN_UNITS ? units[e].x : 1.f;
+        made[e] = finish_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, beta[e].or_else(0.f));
     }
 #pragma unroll
     for (int e = 0; e < CHUNK; e++) {

@@ -95,6 +95,15 @@ struct Finish {
     float2 to_y;
 };
 
+// The same of deviations from a tile's mean, which lies `shift` above that of all rows, in units of `unit_of`.
+__device__ __forceinline__ Finish finish_of(float unit_of, float shift, float a, float unit, float beta) {
+#if KEEP
+    return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
+#else
+    return {make_float2(a * unit_of, fmaf(a, shift, beta))};
+#endif
+}
+
 // What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what KEEP
 // keeps; per_unit is 1 otherwise.
 struct Centred {

@@ -1,14 +1,16 @@
-// The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features.
+// The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features; in
+// WHOLE it is three, `which` of MERGERS.
 #pragma once
 #include "sm90_finisher.cuh"
 
-__device__ __forceinline__ void Cta::merge(int lane, int rank) const {
+__device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
-    const u64 number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
+    u64 number = 0;  // of WHOLE, which has no words
+    if constexpr (MODE != WHOLE) number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
 #if RANKS
     const Exchange exchange(ranks, nullptr, 0, p.signature);
 #endif
-    if (lane == 0) {
+    if (which == 0 && lane == 0) {
         sh.launch = number;
 #if RANKS
         if (blockIdx.x == 0) exchange.post_header((double)m);
@@ -17,6 +19,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
     }
+    if (MERGERS > 1) mbar_wait(&sh.agreed, 0);
     __syncwarp();
     const RowParts parts = this->parts();
     const int share = parts.share(), lanes = parts.lanes();
@@ -29,7 +32,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
         const auto [row, block] = order.at(i, rank);
         if (block >= blocks || row * share >= BLOCK_N) continue;  // the others merge all there are
 #pragma unroll 1
-        for (int base = 0; base < share; base += 32 / lanes) {
+        for (int base = which * (32 / lanes); base < share; base += MERGERS * (32 / lanes)) {
             const int lane = lane_id(), member = lane % lanes;
             const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
             const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
@@ -45,20 +48,28 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank) const {
                 of_rv = fetch(f.running_var, f.running_var_code, feature);
             // first in this CTA, then one word of all, then all
             const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
-            wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
-            const u64 launch = *(volatile u64*)&sh.launch;
-            const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
-            await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
             float mean, m2;
-            merge_feature<8>(words + min(c, BLOCK_N - 1), parts, launch, member, lanes, mean, m2);
+            u64 launch = 0;
+            if constexpr (MODE == WHOLE) {
+                for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
+                merge_feature<4>(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
+            } else {
+                wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
+                launch = *(volatile u64*)&sh.launch;
+                const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
+                await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
+                const Published published = {words + min(c, BLOCK_N - 1), launch};
+                merge_feature<8>(published, parts, member, lanes, mean, m2);
+            }
 #if RANKS
             if (mine) exchange.post_feature(feature, mean, m2);
             continue;
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
             const float var = m2 / (float)m;
-            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
-            if (KEEP && IN_UNITS && speaks)
+            const bool publishes = MODE != WHOLE && speaks;
+            if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
+            if (KEEP && IN_UNITS && publishes)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
             if (running) {
                 const Wide weight = sh.momentum, s = u.scale;

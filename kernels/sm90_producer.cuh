@@ -8,17 +8,21 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         const auto [row, block] = order.at(i, rank);
-        // a CTA of a pair loads half of the rows of x, or one limb of all
-        const int side = rank / SPLIT, x_limb = MATRICES == 2 ? side : 0, w_row = block * BLOCK_N;
-        const int x_row = (row - rank % SPLIT) * BLOCK_M + (MATRICES == 1 ? side * (PRODUCT_M / CLUSTER) : 0);
+        // Of x that a pair shares a CTA loads half of the rows, or one limb of all; of w that a cluster shares, some rows of
+        // each limb.
+        const int x_part = X_SHARERS > 1 ? rank / SPLIT : 0, w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
+        const int x_row = (row - rank % SPLIT) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
 #pragma unroll 1
         for (int step = first_step; step < first_step + steps; step++) {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
-            char* x_part = w_tile + W_BYTES + side * (X_BYTES / CLUSTER);
-            W::load<BLOCK_N, false>(w_tile, &w_map, &sh.full[s], step, w_row, 0);
-            X::load<PRODUCT_M / CLUSTER, (CLUSTER > 1)>(x_part, &x_map, &sh.full[s], step, x_row, x_limb);
+#pragma unroll
+            for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)  // one load for both where none is shared
+                W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
+                                                              &sh.full[s], step, block * BLOCK_N + w_first, limb);
+            X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,
+                                                            &sh.full[s], step, x_row, MATRICES == 2 ? x_part : 0);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
     }

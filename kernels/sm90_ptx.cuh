@@ -96,7 +96,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// With ALL, to the same place, and the same barrier, in every CTA that shares the tile of x. Limbs are the map's third
+// With ALL, to the same place, and the same barrier, in every CTA that shares the tile. Limbs are the map's third
 // dimension.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
@@ -106,7 +106,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
                  : "memory")
 template <bool ALL>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr int SIDES = CLUSTER == 1 ? 1 : 1 | 1 << SPLIT;
+    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT) - 1);  // a bit for each, SPLIT apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
     if constexpr (MATRICES == 1 && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (MATRICES == 1 && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
@@ -136,6 +136,15 @@ __device__ __forceinline__ void send(void* to, float a, float b, float c, float 
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [there];\n}" ::"r"(
             smem(to)),
         "f"(a), "f"(b), "f"(c), "f"(d), "r"(smem(bar)), "r"(cta)
+        : "memory");
+}
+
+// likewise 8 bytes
+__device__ __forceinline__ void send(void* to, float a, float b, u64* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%1, %2}, [there];\n}" ::"r"(smem(to)),
+        "f"(a), "f"(b), "r"(smem(bar)), "r"(cta)
         : "memory");
 }
 

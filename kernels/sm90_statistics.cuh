@@ -47,7 +47,10 @@ struct RowParts {
     int count, tiles, m;
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
-    __device__ __forceinline__ int lanes() const { return max(1, 32 >> (32 - __clz(share() - 1))); }
+    __device__ __forceinline__ int lanes() const {
+        if constexpr (MODE == WHOLE) return 1;  // who merges and who finishes get the same bits
+        return max(1, 32 >> (32 - __clz(share() - 1)));
+    }
     __device__ __forceinline__ float rows(int i) const {
         if constexpr (MODE != RECOMPUTE) return (float)min(m - i * BLOCK_M, BLOCK_M);
         const int whole = tiles / count, rest = tiles % count;  // only the last tile may be short
@@ -55,14 +58,39 @@ struct RowParts {
     }
 };
 
+// Where the parts' (mean, M2) of one feature are: in the workspace, perhaps not yet,
+struct Published {
+    const Word* words;
+    u64 launch;
+
+    __device__ __forceinline__ bool here(int t, float2& part) const {
+        const Word w = peek(words + (size_t)t * BLOCK_N);
+        part = make_float2(w.x, w.y);
+        return w.launch == launch;
+    }
+    __device__ __forceinline__ float2 again(int t) const {
+        return __ldcg((const float2*)(words + (size_t)t * BLOCK_N));
+    }
+};
+// or in shared memory.
+struct Gathered {
+    const float2* parts;
+
+    __device__ __forceinline__ bool here(int t, float2& part) const {
+        part = parts[t * BLOCK_N];
+        return true;
+    }
+    __device__ __forceinline__ float2 again(int t) const { return parts[t * BLOCK_N]; }
+};
+
 // Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` takes the
 // parts member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
 // pivot, the mean of the first part: deviations are as small as the data allow, and a sum of a few hundred terms of one
 // size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
 // core beside them tens of cycles each.)
-template <int BATCH>
-__device__ __forceinline__ void merge_feature(const Word* words, const RowParts& parts, u64 launch, int member,
-                                              int lanes, float& mean, float& m2) {
+template <int BATCH, typename Source>
+__device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
+                                              float& mean, float& m2) {
     const int count = parts.count;
     float2 part[BATCH];
     float pivot, sum = 0.f;
@@ -74,17 +102,13 @@ __device__ __forceinline__ void merge_feature(const Word* words, const RowParts&
             here = true;
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < count) {
-                    const Word w = peek(words + (size_t)(t0 + i * lanes) * BLOCK_N);
-                    part[i] = make_float2(w.x, w.y);
-                    here &= w.launch == launch;
-                }
+                if (t0 + i * lanes < count) here &= source.here(t0 + i * lanes, part[i]);
         } while (!here);
         if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // of tile 0
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
-            if (t < count) sum += parts.rows(t) * (part[i].x - pivot);
+            if (t < count) sum = fmaf(parts.rows(t), part[i].x - pivot, sum);
         }
     }
 #pragma unroll 1
@@ -95,8 +119,7 @@ __device__ __forceinline__ void merge_feature(const Word* words, const RowParts&
         if (count > BATCH * lanes) {  // otherwise part still holds them all
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < count)
-                    part[i] = __ldcg((const float2*)(words + (size_t)(t0 + i * lanes) * BLOCK_N));
+                if (t0 + i * lanes < count) part[i] = source.again(t0 + i * lanes);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {

@@ -80,6 +80,18 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def hopper() -> None:
+    """A GPU that forward_sm90 runs on."""
+    import cupy
+
+    from gsbn import _kernels
+
+    device = _kernels.gpu(cupy.cuda.Device().id)
+    if device.capability != (9, 0) or not device.sm90a:
+        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """torch.compile with nothing compiled before."""
     import torch

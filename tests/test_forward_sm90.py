@@ -21,7 +21,7 @@ from gsbn._plan import Limits
 from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 
 SM90 = {"gemm": "sm90", "precision": "high"}
@@ -36,27 +36,26 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    device = _kernels.gpu(cupy.cuda.Device().id)
-    if device.capability != (9, 0) or not device.sm90a:
-        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
-
-
 @pytest.fixture(params=[None, *itertools.product(BLOCKS_M, CLUSTERS)], ids=str)
 def tile(request: pytest.FixtureRequest) -> Any:
     """The planner's own choice of a tile, None, and each tile for all shapes."""
     return request.param
 
 
-CHOICES = [Limits(), *(Limits(sm90=tile, recompute=False) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
+PARKED = {"recompute": False, "whole": False, "split": False}
+CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
 CHOICES += [Limits(sm90=tile, split=True) for tile in SPLITS_OF_K]
+CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 8), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
 
 
-@pytest.fixture(params=CHOICES, ids=lambda limits: f"{limits.sm90}{' twice' * bool(limits.recompute)}")
+def name_of(limits: Limits) -> str:
+    return f"{limits.sm90}{' twice' * bool(limits.recompute)}{' whole' * bool(limits.whole)}"
+
+
+@pytest.fixture(params=CHOICES, ids=name_of)
 def within(request: pytest.FixtureRequest) -> Any:
-    """The planner's own choice, each tile for all shapes, and g made twice."""
+    """The planner's own choice, each tile for all shapes, g made twice, and all rows in a cluster."""
     return request.param
 
 
@@ -65,6 +64,8 @@ def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: 
         pytest.skip("no CTA has a second tile")
     if within.split and shape[1] < 4096:
         pytest.skip("k is too short to be shared")
+    if within.whole and within.sm90 and shape[0] > within.sm90[0] * within.sm90[1]:
+        pytest.skip("no cluster has so many rows")
     if precision == "highest" and within.sm90 and within.sm90[0] == 256 and not within.recompute:
         pytest.skip("limbs have no tile of 256 rows")
 
@@ -77,8 +78,8 @@ def test_every_tile_is_right(
 ) -> None:
     limbs = (dtype, precision) == ("float32", "highest")
     skip_what_others_do(within, shape, precision)
-    if within.recompute and not training:
-        pytest.skip("g is made once")
+    if (within.recompute or within.whole) and not training:
+        pytest.skip("it is a way to train")
     arrays = Case(shape, dtype, training).arrays()
     options = {"training": training, "gemm": "sm90", "precision": precision}
     got = forward(kind_of("cupy"), arrays, limits=within, **options)
@@ -247,7 +248,7 @@ def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) 
     x = reference.round_to(rng.standard_normal((B, I)) * root, t)
     weight = reference.round_to(rng.standard_normal((O, I)) * root / 16, t)
     arrays = {"x": x, "weight": weight, "scale": np.full(O, 1 / magnitude, np.float32)}
-    got = forward(kind_of("cupy"), arrays, limits=Limits(recompute=False), training=True, **SM90)
+    got = forward(kind_of("cupy"), arrays, limits=Limits(**PARKED), training=True, **SM90)
     truth = reference.forward(**arrays, training=True)
     assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
 

@@ -148,10 +148,15 @@ def makes_g_twice(one: OneLaunch) -> bool:
     return dict(one.kernel.defines)["MODE"] == str(MODES["recompute"])
 
 
+def has_all_rows(one: OneLaunch) -> bool:
+    return dict(one.kernel.defines)["MODE"] == str(MODES["whole"])
+
+
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
-    tiles = -(-p.m // (one.block_m * one.split)) * -(-p.n // (SM90_BLOCK_N * one.cluster))  # of a cluster
+    of_rows, of_features = (one.cluster, 1) if one.along_rows else (one.split, one.cluster)
+    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster * one.split))
     assert one.ctas <= p.device.sms
     if one.split > 1:  # each CTA has one tile, and a part of k
@@ -161,9 +166,13 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert one.clusters % one.panel == 0 and one.cooperative
         assert one.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
         parts = one.clusters // one.panel
-    assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
-    assert one.merged + features * 16 <= one.roll
-    end = one.roll + 8 * (1 + one.ctas)
+    end = 0
+    if has_all_rows(one):  # in a cluster, which has one tile
+        assert p.m <= one.block_m * one.cluster and one.clusters == tiles and one.along_rows and not one.cooperative
+    else:
+        assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
+        assert one.merged + features * 16 <= one.roll
+        end = one.roll + 8 * (1 + one.ctas)
     if one.limbs is not None:
         limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
         assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
@@ -410,6 +419,8 @@ def test_a_share_of_the_gpu() -> None:
     """Whoever holds the other SMs may have broken a pair with each; without pairs, CTAs stay alone."""
     assert (H200.at_most(None), H200.at_most(132), H200.at_most(10**30)) == (H200,) * 3
     assert [H200.at_most(n).clusters(2) for n in (131, 120, 67, 66, 2)] == [65, 54, 1, 0, 0]
+    assert [H200.at_most(n).clusters(4) for n in (131, 120, 99)] == [32, 21, 0]
+    assert Device((9, 0), 132, eights=14).at_most(130).clusters(8) == 12
     assert Device((9, 0), 132, pairs=60).at_most(130).clusters(2) == 58
     assert [H200.at_most(120).clusters(size) for size in (1, 2, 4, 8)] == [120, 54, 21, 4]
     assert [Device((9, 0), 20, eights=1).clusters(size) for size in (4, 8)] == [5, 1]
@@ -421,7 +432,8 @@ def test_a_share_of_the_gpu() -> None:
 
 @pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
 def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, cumulative: bool, want: bool) -> None:
-    one = plan(contiguous(rows, 1024, 64), training=True, gemm="sm90", cumulative=cumulative).one
+    p = contiguous(rows, 1024, 64)._replace(limits=Limits(whole=False))
+    one = plan(p, training=True, gemm="sm90", cumulative=cumulative).one
     assert one is not None
     assert one.cooperative == (want or one.block_m < rows)
     frozen = plan(contiguous(rows, 1024, 64), training=False, gemm="sm90").one
@@ -485,7 +497,13 @@ OLD_NVRTC = Device((9, 0), 132, sm90a=False)
         ((1024, 8191, 8192), "bfloat16", H200, {}, "sm90"),
         ((1024, 8192, 8192), "bfloat16", A100, {}, "cublas"),
         ((1024, 8192, 8192), "bfloat16", OLD_NVRTC, {}, "cublas"),
-        ((128, 8192, 8192), "bfloat16", H200, {}, "cublas"),  # measured: 51 against 56 us
+        (
+            (128, 8192, 8192),
+            "bfloat16",
+            H200,
+            {"cumulative": True},
+            "cublas",
+        ),  # 51 us; 56 in tiles that wait for others
         ((100000, 64, 64), "bfloat16", H200, {}, "sm90"),  # 37 against 59 us, one CTA a cluster
         ((32, 32, 16384), "bfloat16", H200, {}, "cublas"),  # 15 against 49 us: cuBLAS splits k
     ],
@@ -539,10 +557,13 @@ def test_a_choice_can_be_limited() -> None:
     """What tests, sweeps and benches ask for instead of the cheapest; a limit that leaves nothing is passed over."""
     p = contiguous(1000, 1032, 136)
     tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
-    assert len(tiles) == 8
-    for tile in tiles:
+    assert len(tiles) == 8 + 3  # those with all rows in a cluster: 256 by 4 and 8, 128 by 8
+    for tile in tiles[:8]:
         one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
+    for tile in tiles[8:]:
+        one = plan(p._replace(limits=Limits(sm90=tile, whole=True)), training=True, gemm="sm90").one
+        assert one is not None and (one.block_m, one.cluster) == tile and has_all_rows(one)
     many = contiguous(100000, 512, 512)
     for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
         one = plan(many._replace(limits=Limits(sm90=tile, recompute=again)), training=True, gemm="sm90").one
@@ -616,6 +637,36 @@ def test_g_is_made_twice_where_that_was_measured_to_win(
     m, k, n = shape
     one = plan(contiguous(m, n, k, dtype), gemm="sm90", **{"training": True, **options}).one
     assert one is not None and makes_g_twice(one) == want
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "want"),
+    [
+        ((128, 1024, 512), "bfloat16", {}, True),
+        ((2, 64, 64), "float16", {"saved": True}, False),  # so few rows are kept in float64
+        ((512, 2048, 2048), "float16", {"saved": True}, True),
+        ((256, 2048, 8192), "float32", {"precision": "high"}, True),
+        ((64, 512, 4096), "float32", {"prepared": True}, True),
+        ((256, 2048, 8192), "bfloat16", {"training": False}, False),
+        ((256, 2048, 8192), "bfloat16", {"cumulative": True}, False),  # who counts batches waits for all who read
+        ((256, 2048, 8192), "bfloat16", {"ranks": "inside"}, False),
+        ((2049, 512, 512), "bfloat16", {}, False),
+        ((1024, 8192, 8192), "bfloat16", {}, False),  # more clusters than there are at once
+    ],
+)
+def test_few_rows_lie_in_one_cluster(
+    shape: tuple[int, int, int], dtype: str, options: dict[str, Any], want: bool
+) -> None:
+    m, k, n = shape
+    one = plan(contiguous(m, n, k, dtype), **{"training": True, **options}).one
+    assert want == (one is not None and has_all_rows(one))
+
+
+def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
+    for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
+        p = contiguous(128, 512, 1024, device=device)
+        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "whole"]
+        assert found and all(tile.clusters <= device.clusters(tile.cluster) for tile in found)
 
 
 def test_the_planner_loses_little_on_what_was_measured() -> None:

@@ -3,9 +3,9 @@
 compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
 
 CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
-four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them. A
-group is of one rank, and leaves four SMs free of eight. Where CTAs share k there are 32 SMs, and each
-CTA has one tile.
+four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them; of
+16 where a cluster has all rows, which are two clusters at least. A group is of one rank, and leaves four SMs free of
+eight. Where CTAs share k there are 32 SMs, and each CTA has one tile.
 Results are held to the reference, coarsely: the bounds are the tests' job.
 
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
@@ -31,7 +31,17 @@ from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._group import Group
 from gsbn._plan import Limits
-from gsbn._plan.variants import ACTIVATIONS, BLOCKS_M, CLUSTERS, ELEMENTS, MODES, SPLITS_OF_K, TILES, with_activation
+from gsbn._plan.variants import (
+    ACTIVATIONS,
+    BLOCKS_M,
+    CLUSTERS,
+    CLUSTERS_OF_ROWS,
+    ELEMENTS,
+    MODES,
+    SPLITS_OF_K,
+    TILES,
+    with_activation,
+)
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -48,7 +58,8 @@ def cleared(nbytes):
 
 
 def limits(sms=4, **choice):
-    return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(sms=sms, pairs=sms // 2), **choice)
+    few = {"sms": sms, "pairs": sms // 2, "fours": sms // 4, "eights": sms // 8}
+    return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(**few), **choice)
 
 
 class OneRank:
@@ -130,9 +141,9 @@ def fold(dtype):
 
 def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False, split=1):
     dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
-    again = mode == "recompute"
-    within = limits(8 if ranks else 4, sm90=(block_m, cluster), recompute=again)
-    rows, blocks = (7, 1) if again else (2, 4)
+    again, whole = mode == "recompute", mode == "whole"
+    within = limits(16 if whole else 8 if ranks else 4, sm90=(block_m, cluster), recompute=again, whole=whole)
+    rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
         within = limits(sms=32, sm90=(block_m, cluster, split), split=True)
@@ -178,7 +189,7 @@ def variants():
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
     yes_or_no, activations = (False, True), (None, *ACTIVATIONS)
-    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS, yes_or_no, activations, yes_or_no)):
+    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS_OF_ROWS, yes_or_no, activations, yes_or_no)):
         *tile, keeps, activation, ranks = choice
         kernel = with_activation(_plan.forward_sm90(*tile, keeps, ranks=ranks), activation)
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs

@@ -5,9 +5,9 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k and "twice" where it makes g twice, the portable path on
-cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it busy
-while the host enqueues; each choice's result is held to cuBLAS's.
+tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice and "whole" where a cluster
+has all rows, the portable path on cuBLAS, and PyTorch eager beside them. Times are of the device, calls back to back
+behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -30,7 +30,7 @@ from gsbn._plan import Limits
 from gsbn._plan.cost import cublas_us, split_us
 from gsbn._plan.gemm import candidates, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, CLUSTERS_OF_ROWS, SPLITS_OF_K, largest_block
 from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -39,6 +39,7 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
+WAYS = {"recompute": " twice", "whole": " whole"}  # other ways to train, and how names of choices end
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
@@ -73,24 +74,25 @@ def problem(shape, dtype):
 
 def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
-    twice, split = (any(name.endswith("twice") for name in among), any(name.count("x") == 2 for name in among))
-    p = problem(shape, dtype)._replace(
-        limits=Limits(recompute=None if twice else False, split=None if split else False)
-    )
+    twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
+    split = any(name.count("x") == 2 for name in among)
+    allowed = {"recompute": twice, "whole": whole, "split": split}
+    p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
         return decided.gemm
-    return name_of(decided.one, dict(decided.one.kernel.defines)["MODE"] == str(KERNEL_MODES["recompute"]))
+    of_kernel = int(dict(decided.one.kernel.defines)["MODE"])
+    return name_of(decided.one, next(name for name, number in KERNEL_MODES.items() if number == of_kernel))
 
 
-def name_of(tile, twice):
-    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + " twice" * twice
+def name_of(tile, mode):
+    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + WAYS.get(mode, "")
 
 
 def tiles(shape, dtype, mode):
     """What forward_sm90 can take, by name."""
     p, element = problem(shape, dtype), _plan.element_for(*DTYPES[dtype])
-    return {name_of(tile, tile.mode == "recompute"): tile for tile in candidates(p, mode, element)}
+    return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)}
 
 
 def compile_one(kernel):
@@ -101,6 +103,7 @@ def compile_one(kernel):
 
 def compile_all(dtypes):
     """Every variant into CuPy's cache on disk, many at a time."""
+    elements = {_plan.element_for(*DTYPES[dtype]) for dtype in dtypes}
     variants = [
         _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile)
         for dtype, mode in product(dtypes, MODES)
@@ -109,7 +112,12 @@ def compile_all(dtypes):
     ]
     variants += [
         _plan.forward_sm90(element, "recompute", largest_block(element), cluster)
-        for element, cluster in product({_plan.element_for(*DTYPES[dtype]) for dtype in dtypes}, CLUSTERS)
+        for element, cluster in product(elements, CLUSTERS)
+    ]
+    variants += [
+        _plan.forward_sm90(element, "whole", *tile)
+        for element, *tile in product(elements, BLOCKS_M, CLUSTERS_OF_ROWS)
+        if tile[0] <= largest_block(element)
     ]
     variants += [
         _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile, split=split)
@@ -147,7 +155,8 @@ def measure(limit, skip, dtypes):
 
     def forced(call, tile):
         """The same call with one tile to choose from; cuBLAS for None."""
-        limits = Limits() if tile is None else Limits(tile.shape, recompute=tile.mode == "recompute")
+        ways = {way: tile.mode == way for way in WAYS} if tile is not None else {}
+        limits = Limits(tile and tile.shape, **ways)
         run = partial(call, limits, "cublas" if tile is None else "sm90")
         run()
         return run

@@ -7,7 +7,7 @@ from .h200 import H200
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div
 from .rates import Rates
-from .variants import SM90_BLOCK_N
+from .variants import SM90_BLOCK_N, stages
 
 __all__ = [
     "copies_us",
@@ -39,15 +39,17 @@ def one_launch_us(
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
     (inference) or for the others' statistics (training). Where `split` CTAs share k, each multiplies the rows of as
-    many tiles, and they send each other their sums.
+    many tiles, and they send each other their sums. In "whole", where statistics are near, CTAs may be so few that
+    their rings are too short for the way from memory.
     """
     m, n, k, dtype, *_ = p
-    rows, ctas, product_m = ceil_div(m, block_m), clusters * cluster * split, split * block_m
+    of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
+    rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
     limbs = 2 if element == "limbs" else 1
     size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
-    loaded = limbs * ctas * (product_m / cluster + SM90_BLOCK_N) * 128e-6
+    loaded = limbs * ctas * (product_m / of_x + SM90_BLOCK_N / of_w) * 128e-6
     groups = ceil_div(rows, split)  # of tiles
-    distinct = min(groups, clusters) * product_m + max(1.0, clusters / groups) * cluster * SM90_BLOCK_N
+    distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * SM90_BLOCK_N
     distinct *= limbs * split * 128e-6  # each part of k has its own
     stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
     feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
@@ -57,6 +59,8 @@ def one_launch_us(
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
+    if mode == "whole" and not stays_in_l2:
+        pace.append(rates.memory_us / stages(element, block_m))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = (
         ctas

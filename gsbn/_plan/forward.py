@@ -113,6 +113,7 @@ def plan(
         training=training,
         prepared=prepared,
         saved=saved,
+        cumulative=cumulative,
         ranks=ranks,
     )
     m, n, k, dtype, device, _, _, y, _ = p
@@ -213,6 +214,7 @@ def gemm_for(
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
+    cumulative: bool = False,
     ranks: Literal["inside", "between"] | None = None,
 ) -> tuple[str, str]:
     """The path that serves a call of `plan`, and why; ValueError if `gemm` names one that cannot."""
@@ -234,10 +236,11 @@ def gemm_for(
         if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 128 and p.m > 8192)):
             return "cublas", "more accurate, or faster, for few features"
         taken = for_sm90(p, element)
-        tile = cheapest_tile(taken, _mode(training), element, keeps=saved, ranks=ranks == "inside")
+        inside = ranks == "inside"
+        tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
         ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
-        few_rows = training and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24
+        few_rows = tile.mode == "training" and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24
         few_rows = few_rows and tile.split == 1  # where the model misses
         if few_rows or cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"

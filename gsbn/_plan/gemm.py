@@ -15,6 +15,7 @@ from .variants import (
     BLOCKS_M,
     CLUSTERS,
     CLUSTERS_OF_RANKS,
+    CLUSTERS_OF_ROWS,
     COLUMN,
     SM90_BLOCK_N,
     SPLITS_OF_K,
@@ -84,6 +85,7 @@ class OneLaunch(NamedTuple):
     roll: int
     workspace: int
     wide: bool = False  # y is float32 though x has 16 bits
+    along_rows: bool = False  # a cluster shares a tile of the weight, not of x
 
     @property
     def ctas(self) -> int:
@@ -104,24 +106,37 @@ class Tile(NamedTuple):
         return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
-def cheapest_tile(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> Tile:
+def cheapest_tile(
+    p: Matmul, mode: str, element: str, *, keeps: bool = False, cumulative: bool = False, ranks: bool = False
+) -> Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
-    found, limits = candidates(p, mode, element, keeps=keeps, ranks=ranks), p.limits
-    found = [tile for tile in found if limits.sm90 in (None, tile.shape)] or found
-    found = [tile for tile in found if limits.split in (None, tile.split > 1)] or found
-    return min([tile for tile in found if limits.recompute in (None, tile.mode == "recompute")] or found)
+    found, limits = candidates(p, mode, element, keeps=keeps, cumulative=cumulative, ranks=ranks), p.limits
+    for fits in (
+        lambda tile: limits.sm90 in (None, tile.shape),
+        lambda tile: limits.split in (None, tile.split > 1),
+        lambda tile: limits.recompute in (None, tile.mode == "recompute"),
+        lambda tile: limits.whole in (None, tile.mode == "whole"),
+    ):
+        found = list(filter(fits, found)) or found
+    return min(found)
 
 
-def candidates(p: Matmul, mode: str, element: str, *, keeps: bool = False, ranks: bool = False) -> list[Tile]:
-    """All tiles that forward_sm90 can have, each with what it is expected to take; to train, it may make g twice."""
-    modes = ("training", "recompute") if mode == "training" and not ranks else (mode,)
+def candidates(
+    p: Matmul, mode: str, element: str, *, keeps: bool = False, cumulative: bool = False, ranks: bool = False
+) -> list[Tile]:
+    """All tiles that forward_sm90 can have, each with what it is expected to take.
+
+    To train, it may make g twice, or have all rows in a cluster. Such clusters never meet, as they must for a
+    `cumulative` average: all read the count of batches that one raises.
+    """
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
     tiles += SPLITS_OF_K if mode != "gemm" and not ranks else ()
-    found = (
-        tile_of(p, of, element, *tile, keeps=keeps, split=split)
-        for of, (*tile, split) in itertools.product(modes, tiles)
-    )
-    return [tile for tile in found if tile is not None]
+    found = [(mode, *tile) for tile in tiles]
+    if mode == "training" and not ranks:
+        found += [("recompute", *tile) for tile in tiles]
+        found += itertools.product(() if cumulative else ("whole",), BLOCKS_M, CLUSTERS_OF_ROWS, (1,))
+    made = (tile_of(p, of, element, *tile, keeps=keeps, split=split) for of, *tile, split in found)
+    return [tile for tile in made if tile is not None]
 
 
 def tile_of(
@@ -141,16 +156,17 @@ def tile_of(
         return None
     if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
-    tiles = ceil_div(p.m, block_m * split) * ceil_div(p.n, SM90_BLOCK_N * cluster)  # of a cluster
-    resident = p.device.clusters(cluster * split)
-    if resident == 0:
+    # of a cluster's tile
+    rows, columns = (block_m * cluster, SM90_BLOCK_N) if mode == "whole" else (block_m * split, SM90_BLOCK_N * cluster)
+    tiles, resident = ceil_div(p.m, rows) * ceil_div(p.n, columns), p.device.clusters(cluster * split)
+    if resident == 0 or (mode == "whole" and (p.m > rows or tiles > resident)):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
     steps = ceil_div(p.k * (2 if element == "limbs" else ITEMSIZE[p.dtype]), 128)
     if split > 1 and (tiles > resident or steps < LEAST_STEPS * split):
         return None
     # Where g is made twice, each cluster keeps to its features.
-    apart = ceil_div(p.n, SM90_BLOCK_N * cluster) if mode == "recompute" else 1
+    apart = ceil_div(p.n, columns) if mode == "recompute" else 1
     if apart > resident:
         return None
     waves = ceil_div(tiles // apart, resident // apart)
@@ -184,10 +200,12 @@ def one_launch(
     """
     m, n, k = p.m, p.n, p.k
     element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters, mode, split = cheapest_tile(p, mode, element, keeps=keeps, ranks=ranks)
+    _, block_m, cluster, clusters, mode, split = cheapest_tile(
+        p, mode, element, keeps=keeps, cumulative=cumulative, ranks=ranks
+    )
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     merged = roll = workspace = 0
-    if mode != "gemm":  # which has neither statistics nor flags
+    if mode not in ("gemm", "whole"):  # which have no words for each other
         merged = (clusters // columns if mode == "recompute" else rows) * blocks * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
@@ -212,6 +230,7 @@ def one_launch(
         roll=roll,
         workspace=workspace,
         wide=wide,
+        along_rows=mode == "whole",
     )
 
 

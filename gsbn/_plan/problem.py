@@ -45,7 +45,7 @@ class Device(NamedTuple):
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
-        """The same for a call that may occupy so many SMs. Who holds the others may have broken a pair with each."""
+        """The same for a call that may occupy so many SMs. Who holds the others may have broken a cluster with each."""
         if sms is None or sms >= self.sms:
             return self
         return self._with(sms, self.sms - sms)._replace(limited=True)
@@ -111,6 +111,7 @@ class Limits(NamedTuple):
     sm90: tuple[int, ...] | None = None
     split: bool | None = None  # whether CTAs of forward_sm90 share k, where they can
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
+    whole: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     fused: bool | None = None  # the backward's passes in one launch where its rows allow it, or never
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs

@@ -13,6 +13,7 @@ __all__ = [
     "BLOCKS_M",
     "CLUSTERS",
     "CLUSTERS_OF_RANKS",
+    "CLUSTERS_OF_ROWS",
     "COLUMN",
     "ELEMENTS",
     "MODES",
@@ -41,6 +42,7 @@ __all__ = [
     "scale_stats",
     "split_limbs",
     "split_rows_at_once",
+    "stages",
     "tile_kernels",
     "with_activation",
 ]
@@ -49,10 +51,11 @@ WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th ro
 THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
 RING_STEP = 4 * WARPS  # rows that a CTA of backward_sums or backward_dg has on their way at once
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
-# "gemm" is for limbs, the backward, and the bench; "recompute" is another way to train
-MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3}  # and its MODE
+# "gemm" is for limbs, the backward, and the bench; the last two are other ways to train
+MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3, "whole": 4}  # and its MODE
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
+CLUSTERS_OF_ROWS = (8, 4, 2, 1)  # CTAs that share a weight tile, where a cluster has the whole batch
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
@@ -107,11 +110,14 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)
-        if block_m == largest or (block_m < largest and mode != "recompute"):
+        if mode != "whole" and (block_m == largest or (block_m < largest and mode != "recompute")):
             for keeps in (False, True) if mode in ("training", "recompute") else (False,):
                 yield forward_sm90(element, mode, block_m, cluster, keeps)
                 if mode == "training" and cluster in CLUSTERS_OF_RANKS:
                     yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
+    for element, block_m, cluster, keeps in itertools.product(ELEMENTS, BLOCKS_M, CLUSTERS_OF_ROWS, (False, True)):
+        if block_m <= largest_block(element):
+            yield forward_sm90(element, "whole", block_m, cluster, keeps)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
         for x_across in (False, True):  # dx and dw of the backward
@@ -221,19 +227,21 @@ def forward_sm90(
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
 
-    `keeps`: training, either way, that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight,
+    `keeps`: training, any way, that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight,
     lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share; `split`: how many
     CTAs share k.
     """
     limbs, rows = 2 if element == "limbs" else 1, split * block_m  # that a CTA multiplies
-    stages = {256: 4, 128: 6, 64: 8, 32: 8}[rows] // limbs
     of_float32 = wide or element in ("tf32", "limbs")
     staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
-    # is made twice, beta and what makes y of it (4 and 16).
-    of_features = SM90_BLOCK_N * (20 if mode == "recompute" else 16)
-    shared = limbs * stages * (SM90_BLOCK_N + rows) * 128 + 4 * staging * 128 + of_features + 256
-    defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m, "STAGES": stages}
+    # is made twice, beta and what makes y of it (4 and 16); where a cluster has the whole batch, mean and M2 from each
+    # of its CTAs (8), for which y has half the buffers.
+    of_features = SM90_BLOCK_N * ({"recompute": 20, "whole": 16 + 8 * cluster}.get(mode, 16))
+    buffers = 2 if mode == "whole" else 4
+    shared = limbs * stages(element, rows) * (SM90_BLOCK_N + rows) * 128 + buffers * staging * 128 + of_features + 256
+    defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m}
+    defines["STAGES"] = stages(element, rows)
     defines |= {
         "SHARED": shared,
         "CLUSTER": cluster,
@@ -251,6 +259,11 @@ def forward_sm90(
         arch="sm_90a",
         shared=shared,
     )
+
+
+def stages(element: str, block_m: int) -> int:
+    """Of forward_sm90's ring: steps of k that are on their way at once."""
+    return {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // (2 if element == "limbs" else 1)
 
 
 def largest_block(element: str) -> int:

@@ -1,0 +1,111 @@
+"""The one-launch kernel on Hopper where a cluster has all rows: every tile, CTAs without rows, overlapping launches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from accuracy import FAMILIES, assert_as_accurate_as_torch
+from harness import assert_same_bits, forward, kind_of, without_out
+from strategies import Case
+from tolerance import TF32, assert_outcome_within, bounds
+
+from gsbn import _plan, reference
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS_OF_ROWS, largest_block
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+cupy = pytest.importorskip("cupy")
+
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
+
+
+def judge(arrays: dict[str, Any], dtype: str, precision: str, tile: tuple[int, int], **options: Any) -> None:
+    """Such a call twice, beside the truth and one another."""
+    options = {"training": True, "gemm": "sm90", "precision": precision, **options}
+    limits = Limits(sm90=tile, whole=True)
+    got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
+    for a, b in zip(got, again, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
+    truth = reference.forward(**without_out(arrays), training=True)
+    limbs = (dtype, precision) == ("float32", "highest")
+    limit = bounds(arrays, truth, training=True, operand=TF32 if dtype == "float32" else 0.0, limbs=limbs)
+    if options.get("activation"):
+        truth = truth._replace(y=np.maximum(truth.y, 0))
+    assert_outcome_within(got, truth, limit)
+
+
+@pytest.mark.parametrize("tile", list(itertools.product(BLOCKS_M, CLUSTERS_OF_ROWS)), ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]) -> None:
+    """All tiles but for five rows; one row more than a tile, which leaves CTAs without any; two rows.
+
+    A feature block is not full, and k has more steps than the ring has stages.
+    """
+    block_m, cluster = tile
+    if block_m > largest_block(_plan.element_for(dtype, precision)):
+        pytest.skip("limbs have no such tile")
+    for rows in {2, min(block_m + 1, block_m * cluster), block_m * cluster - 5}:
+        judge(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, tile)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("tile", [(32, 4), (64, 8)], ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", [(128, 8, 8), (77, 72, 1040), (100, 2056, 504)])
+def test_all_rows_in_a_cluster_whatever_the_shape(
+    shape: tuple[int, int, int], dtype: str, precision: str, tile: tuple[int, int], activation: str | None
+) -> None:
+    judge(Case(shape, dtype, True).arrays(), dtype, precision, tile, activation=activation)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_rows_in_a_cluster_are_as_accurate_as_torch(name: str, dtype: str) -> None:
+    limits = Limits(sm90=(64, 8), whole=True)
+    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, (512, 1024, 512), dtype, gemm="sm90", limits=limits)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_cluster_with_all_rows_begins_before_the_launch_ahead_ends(graph: bool) -> None:
+    """Each call's x is the y of the one before, and all count batches and move the same running statistics."""
+    rng, n, calls = np.random.default_rng(0), 512, 20
+    weight = cupy.asarray(rng.standard_normal((n, n)).astype("f2") / 16)
+    first = cupy.asarray(rng.standard_normal((128, n)).astype("f2"))
+
+    def chain(limits: Limits, graph: bool) -> list[Any]:
+        ys = [first, *(cupy.full_like(first, cupy.nan) for _ in range(calls))]
+        state = [cupy.zeros(n, "f4"), cupy.ones(n, "f4"), cupy.zeros((), "i8")]
+        names = ("running_mean", "running_var", "num_batches_tracked")
+
+        def run() -> None:
+            for x, y in itertools.pairwise(ys):
+                options = {**dict(zip(names, state, strict=True)), "training": True, "gemm": "sm90", "out": y}
+                forward_within(limits, x, weight, **options)
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            run()
+            if graph:
+                stream.begin_capture()
+                run()
+                stream.end_capture().launch(stream)
+            else:
+                run()
+        stream.synchronize()
+        assert int(state[2]) == 2 * calls
+        return [*ys[1:], *state[:2]]
+
+    whole, again = (chain(Limits(sm90=(32, 4), whole=True), graph=g) for g in (graph, False))
+    for a, b in zip(whole, again, strict=True):
+        assert_same_bits(a.get(), b.get())
+    for a, b in zip(
+        whole[:3], chain(Limits(recompute=False, whole=False), graph=False)[:3], strict=True
+    ):  # later ones drift apart
+        assert float(abs(a.astype("f4") - b.astype("f4")).max()) < 0.1
