@@ -7,11 +7,11 @@ from harness import assert_same_bits, forward, kind_of, without_out
 from strategies import Case
 from tolerance import TF32, assert_outcome_within, bounds
 
-from gsbn import _kernels, reference
+from gsbn import reference
 from gsbn._plan import Limits
 from gsbn._plan.variants import SPLITS_OF_K
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
@@ -31,9 +31,6 @@ def test_sums_over_parts_of_k(
     shape: tuple[int, int, int], training: bool, dtype: str, precision: str, tile: tuple[int, int, int]
 ) -> None:
     """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
-    device = _kernels.gpu(cupy.cuda.Device().id)
-    if device.capability != (9, 0) or not device.sm90a:
-        pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
     arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True)
     options = {"training": training, "gemm": "sm90", "precision": precision}
     got = forward(kind_of("cupy"), arrays, limits=within, **options)

@@ -12,25 +12,20 @@ behind a kernel that keeps it busy while the host enqueues; each choice's result
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
-from multiprocessing import get_context
+from itertools import islice, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gsbn import _kernels, _plan
-from gsbn._declared import source
+from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.cost import cublas_us, split_us
-from gsbn._plan.gemm import candidates, tile_of
+from gsbn._plan.cost import copies_us, cublas_us, split_us
+from gsbn._plan.gemm import candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, CLUSTERS_OF_ROWS, SPLITS_OF_K, largest_block
 from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -45,24 +40,44 @@ NAMED = [
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
     (50, 4096, 4096), (65536, 256, 512), (100000, 64, 64), (8192, 256, 256), (32768, 1024, 1024), (333, 1000, 6216),
     (512, 4096, 1024), (1536, 1536, 6144), (32, 32, 32), (16384, 32, 32), (32, 16384, 32), (32, 32, 16384),
-    (2048, 16384, 128),
+    (2048, 16384, 128), (512, 16384, 1024), (64, 16384, 1024), (8, 4096, 11008), (32, 2048, 8192), (64, 8192, 8192),
+    (256, 2048, 8192), (256, 256, 256), (512, 512, 128), (777, 1111, 2222), (2048, 2047, 2047), (5000, 999, 1001),
+    (65536, 1024, 1024), (100000, 512, 512), (802816, 128, 128), (200704, 384, 768), (1000000, 32, 32),
+    (50000, 64, 1024), (131071, 96, 200),
 ]  # fmt: skip
+FAMILIES = [  # rows; features in and out, and what they are multiples of
+    ((8, 512), (256, 16384), 8),
+    ((10_000, 1_000_000), (16, 1024), 8),
+    ((32, 16384), (32, 16384), 8),
+    ((64, 16384), (64, 4200), 1),
+]
 
 
-def shapes(count=64):
-    """The named ones, then a low-discrepancy sequence over 32 ... 16384 on a log scale; two in three are ragged."""
+def shapes(count=200):
+    """The named ones, then a low-discrepancy sequence on a log scale, over four families in turn.
+
+    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not.
+    """
     found = list(NAMED)
     steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
-    index = 0
-    while len(found) < count + len(NAMED):
-        index += 1
-        b, i, o = (2 ** (5 + 9 * ((0.5 + index * step) % 1)) for step in steps)
-        if index % 3 == 0:  # powers of two
-            b, i, o = (2 ** round(len(f"{int(n):b}") - 0.5) for n in (b, i, o))
-        shape = round(b), max(32, round(i / 8) * 8), max(32, round(o / 8) * 8)
-        if 2 * shape[0] * shape[1] * shape[2] < 1.2e12 and shape not in found:
+    for index in range(1, count + 1):
+        (few, many), (least, most), multiple = FAMILIES[index % len(FAMILIES)]
+        b, i, o = ((0.5 + index * step) % 1 for step in steps)
+        b, i, o = few * (many / few) ** b, *(least * (most / least) ** n for n in (i, o))
+        i, o = (max(least, round(n / multiple) * multiple) | (multiple == 1) for n in (i, o))
+        if index % 3 == 0 and multiple > 1:  # powers of two
+            b, i, o = (2 ** round(math.log2(n)) for n in (b, i, o))
+        shape = round(b), i, o
+        if 2 * math.prod(shape) < 1.2e12 and max(b * i, b * o, i * o) < 2**28 and shape not in found:
             found.append(shape)
     return found
+
+
+def problems(dtypes):
+    """Named shapes in all dtypes, each other shape in one of them."""
+    for index, shape in enumerate(shapes()):
+        of_shape = dtypes if shape in NAMED else [dtypes[index // len(FAMILIES) % len(dtypes)]]
+        yield from product([shape], of_shape, MODES)
 
 
 def problem(shape, dtype):
@@ -70,6 +85,12 @@ def problem(shape, dtype):
     b, i, o = shape
     at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
     return _plan.Matmul(b, o, i, DTYPES[dtype][0], _plan.Device((9, 0), 132), *at)
+
+
+def taken(p, element):
+    """The same as forward_sm90 takes it, rows on 16 bytes; None where limbs would have to write y elsewhere."""
+    p = for_sm90(p, element)
+    return None if element == "limbs" and p.y.own else p
 
 
 def planned(shape, dtype, mode, among):
@@ -91,47 +112,16 @@ def name_of(tile, mode):
 
 def tiles(shape, dtype, mode):
     """What forward_sm90 can take, by name."""
-    p, element = problem(shape, dtype), _plan.element_for(*DTYPES[dtype])
-    return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)}
-
-
-def compile_one(kernel):
-    import cupy
-
-    cupy.RawModule(code=source(f"{kernel.file}.cu"), options=_kernels._options(kernel)).compile()
-
-
-def compile_all(dtypes):
-    """Every variant into CuPy's cache on disk, many at a time."""
-    elements = {_plan.element_for(*DTYPES[dtype]) for dtype in dtypes}
-    variants = [
-        _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile)
-        for dtype, mode in product(dtypes, MODES)
-        for tile in product(BLOCKS_M, CLUSTERS)
-        if tile[0] <= largest_block(_plan.element_for(*DTYPES[dtype]))
-    ]
-    variants += [
-        _plan.forward_sm90(element, "recompute", largest_block(element), cluster)
-        for element, cluster in product(elements, CLUSTERS)
-    ]
-    variants += [
-        _plan.forward_sm90(element, "whole", *tile)
-        for element, *tile in product(elements, BLOCKS_M, CLUSTERS_OF_ROWS)
-        if tile[0] <= largest_block(element)
-    ]
-    variants += [
-        _plan.forward_sm90(_plan.element_for(*DTYPES[dtype]), mode, *tile, split=split)
-        for dtype, mode, (*tile, split) in product(dtypes, MODES, SPLITS_OF_K)
-    ]
-    with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, sorted(variants, key=lambda kernel: ("BLOCK_M", "256") not in kernel.defines)))
+    element = _plan.element_for(*DTYPES[dtype])
+    p = taken(problem(shape, dtype), element)
+    return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)} if p is not None else {}
 
 
 def measure(limit, skip, dtypes):
     began = time.monotonic()
     import torch
 
-    compile_all(dtypes)
+    warm_up()
     print(f"compiled after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     cycles = 2_000_000  # a millisecond for the host to enqueue in
     noise = torch.randn(1 << 28, device="cuda")
@@ -161,7 +151,7 @@ def measure(limit, skip, dtypes):
         run()
         return run
 
-    for shape, dtype, mode in product(shapes(64 + skip)[skip:], dtypes, MODES):
+    for shape, dtype, mode in islice(problems(dtypes), skip, None):
         if time.monotonic() - began > limit:
             print("out of time", file=sys.stderr)
             break
@@ -226,11 +216,13 @@ def expected(line, rates):
     """What the model says of every choice that was measured."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
-    found = {"cublas": cublas_us(p, element, mode == "training", keeps=False, rates=rates)}
+    q = for_cublas(p, element)
+    found = {"cublas": cublas_us(q, element, mode == "training", keeps=False, rates=rates) + copies_us(q, rates=rates)}
+    q = taken(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:
-            found[name] = tile_of(p, tile.mode, element, tile.block_m, tile.cluster, split=tile.split, rates=rates).us
-            found[name] += split_us(p, element, prepared=False, rates=rates)
+            found[name] = tile_of(q, tile.mode, element, tile.block_m, tile.cluster, split=tile.split, rates=rates).us
+            found[name] += split_us(p, element, prepared=False, rates=rates) + copies_us(q, rates=rates)
     return found
 
 
