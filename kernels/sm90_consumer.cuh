@@ -150,10 +150,11 @@ struct Consumer : Cta {
     // Inference: y = f(a g + c), of the thread's features `within` and `within` + 8 of the tile.
     __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
         run_of_tile.ends_before(block);
-        wait_count(&sh.ready, (run_of_tile.number + 1) * LAYING_WARPS, SHORT_NAP);
+        const int slot = run_of_tile.number % 2;
+        wait_count(&sh.laid[slot], (run_of_tile.number / 2 + 1) * LAYING_WARPS, SHORT_NAP);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float2 ac = sh.constants[run_of_tile.number % 2][within + 8 * h];
+            const float2 ac = sh.constants[slot][within + 8 * h];
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll

@@ -18,7 +18,8 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     u64 full[STAGES], empty[STAGES], agreed, laid_out;
     u64 launch;                // training: the launch's number
     Wide momentum;             // the weight of the new running statistics
-    int ready;                 // warps that have published (training), laid out constants (inference)
+    int ready;                 // training: warps that have published
+    int laid[2];               // inference: warps that have laid out constants in either slot, one may be a run ahead
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
     Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];       // of all tiles

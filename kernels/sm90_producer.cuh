@@ -43,6 +43,6 @@ __device__ __forceinline__ void Cta::lay_out_constants(int warp, int lane, int r
             sh.constants[run.number % 2][c] = feature < n ? f.frozen(feature) : make_float2(0.f, 0.f);
         }
         __syncwarp();
-        if (lane == 0) count_up(&sh.ready);
+        if (lane == 0) count_up(&sh.laid[run.number % 2]);
     }
 }

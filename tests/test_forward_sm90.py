@@ -46,7 +46,7 @@ PARKED = {"recompute": False, "whole": False, "split": False}
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
 CHOICES += [Limits(sm90=tile, split=True) for tile in SPLITS_OF_K]
-CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 8), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
+CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
 
 
 def name_of(limits: Limits) -> str:

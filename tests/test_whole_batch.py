@@ -15,7 +15,7 @@ from tolerance import TF32, assert_outcome_within, bounds
 from gsbn import _plan, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS_OF_ROWS, largest_block
+from gsbn._plan.variants import TILES_OF_ROWS, largest_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -40,7 +40,7 @@ def judge(arrays: dict[str, Any], dtype: str, precision: str, tile: tuple[int, i
     assert_outcome_within(got, truth, limit)
 
 
-@pytest.mark.parametrize("tile", list(itertools.product(BLOCKS_M, CLUSTERS_OF_ROWS)), ids=str)
+@pytest.mark.parametrize("tile", TILES_OF_ROWS, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]) -> None:
     """All tiles but for five rows; one row more than a tile, which leaves CTAs without any; two rows.

@@ -35,11 +35,11 @@ from gsbn._plan.variants import (
     ACTIVATIONS,
     BLOCKS_M,
     CLUSTERS,
-    CLUSTERS_OF_ROWS,
     ELEMENTS,
     MODES,
     SPLITS_OF_K,
     TILES,
+    TILES_OF_ROWS,
     with_activation,
 )
 from gsbn.bench import bounds
@@ -189,7 +189,8 @@ def variants():
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
     yes_or_no, activations = (False, True), (None, *ACTIVATIONS)
-    for choice in tuple(product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS_OF_ROWS, yes_or_no, activations, yes_or_no)):
+    clusters = (*CLUSTERS, *(cluster for _, cluster in TILES_OF_ROWS))
+    for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, activations, yes_or_no)):
         *tile, keeps, activation, ranks = choice
         kernel = with_activation(_plan.forward_sm90(*tile, keeps, ranks=ranks), activation)
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs

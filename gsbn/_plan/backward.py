@@ -216,7 +216,7 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
         one = one_launch(q, "gemm", precision, wide=wide) if path == "sm90" else None
         return Product(q, path, *kernel, one, wide)
 
-    of_limbs = p if 1 in p.w.strides else p._replace(w=across)
+    of_limbs = on_rows if 1 in p.w.strides else on_rows._replace(w=across)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
     ours = on_rows if _lies_across(p) else on_rows._replace(w=across)
@@ -262,7 +262,7 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
 
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
     """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
-    if not takes_limbs(p.dtype, precision, p.device) or p.n % 4 or max(p.m, p.n, p.k) > INT32_MAX // 2:
+    if not takes_limbs(p.dtype, precision, p.device) or max(p.m, p.n, p.k) > INT32_MAX // 2:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
@@ -273,14 +273,17 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
     """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot.
 
-    `theirs` is what cuBLAS would take: of other copies it is the faster."""
+    `theirs` is the same as cuBLAS would take it, with other copies or none."""
     if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
         return False
     if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    return p == theirs and (_fills_waves(p) or cheapest_tile(p, "gemm", p.dtype).us <= H200.cublas_host_us)
+    ours = cheapest_tile(p, "gemm", p.dtype).us
+    if p != theirs:
+        return ours + copies_us(p) < product_us(theirs, p.dtype, to_y=True) + copies_us(theirs)
+    return _fills_waves(p) or ours <= H200.cublas_host_us
 
 
 def _fills_waves(p: Matmul) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .copies import word
 from .h200 import H200
 from .limbs import limb_pitch
-from .problem import ITEMSIZE, Matmul, ceil_div
+from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .variants import SM90_BLOCK_N, stages
 
@@ -37,19 +37,19 @@ def one_launch_us(
     """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
-    wave comes from memory, where the operands do not stay in L2. A short tile waits for the constants of the next
-    (inference) or for the others' statistics (training). Where `split` CTAs share k, each multiplies the rows of as
-    many tiles, and they send each other their sums. In "whole", where statistics are near, CTAs may be so few that
-    their rings are too short for the way from memory.
+    wave comes from memory, where the operands do not stay in L2, and all of them do once; a ring may be too short for
+    the way from there. A short tile waits for the others' statistics (training). Where `split` CTAs share k, each
+    multiplies the rows of as many tiles, and they send each other their sums.
     """
     m, n, k, dtype, *_ = p
     of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
     rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
     limbs = 2 if element == "limbs" else 1
     size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
-    loaded = limbs * ctas * (product_m / of_x + SM90_BLOCK_N / of_w) * 128e-6
+    width = min(n, SM90_BLOCK_N)  # features of a tile that are there
+    loaded = limbs * ctas * (product_m / of_x + width / of_w) * 128e-6
     groups = ceil_div(rows, split)  # of tiles
-    distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * SM90_BLOCK_N
+    distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * width
     distinct *= limbs * split * 128e-6  # each part of k has its own
     stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
     feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
@@ -59,19 +59,15 @@ def one_launch_us(
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
-    if mode == "whole" and not stays_in_l2:
-        pace.append(rates.memory_us / stages(element, block_m))
+    steps = ceil_div(ceil_div(k * size, 128), split)
+    if not stays_in_l2:
+        pace.append(rates.memory_us / stages(element, product_m))
+        pace.append(1e-6 * limbs * (m + n) * k * size / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
-    y = (
-        ctas
-        * block_m
-        * SM90_BLOCK_N
-        * ITEMSIZE[dtype]
-        * 1e-6
-        * (rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0)
-    )
+    y = m * n / waves * ITEMSIZE[dtype] * 1e-6
+    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
     y *= 1 + keeps  # g - m is written as y is
-    tile = ceil_div(ceil_div(k * size, 128), split) * step + rates.tile_us[mode] + y / rates.y_rate[mode]
+    tile = steps * step + rates.tile_us[mode] + y / rates.y_rate[mode]
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
         tile += rates.exchange_us + sent / rates.exchange_rate
@@ -81,9 +77,11 @@ def one_launch_us(
         around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
         later = max(tile + y / rates.parked_rate, rates.park_us)
     else:
-        laying = ceil_div(warps, 3) if mode == "inference" else 0
-        around, later = rates.laying_us * laying, max(tile, rates.relaying_us * laying)
+        around = rates.laying_us * ceil_div(warps, 3) if mode == "inference" else 0.0
+        later = max(tile - y / rates.y_rate[mode], y / rates.y_rate[mode])  # y is on its way beside the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
+    if cluster * split > 1:
+        us += rates.cluster_us
     return us
 
 
@@ -117,15 +115,19 @@ def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Ra
     us = rates.cublas_call_us[training] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
     us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    return us + (g / rates.g_rate[cold] if training else 0.0)
+    # a warp of scale_stats reads 128 features, or waits for others of them
+    return us + (4e-6 * m * round_up(n, 128) / rates.g_rate[cold] if training else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
-    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes; those for rows on less are slower."""
+    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes; those for rows that start or end on less
+    are slower."""
     us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
     if element == "limbs":  # IEEE arithmetic, not held up by its operands
         return us
-    least = min(word(at, ITEMSIZE[p.dtype]) for at in (p.x, p.w, p.y)[: 2 + to_y])
+    size, matrices = ITEMSIZE[p.dtype], ((p.x, p.m, p.k), (p.w, p.n, p.k), (p.y, p.m, p.n))
+    ends = (size * (cols if at.strides[1] == 1 else rows) for at, rows, cols in matrices[: 2 + to_y])
+    least = min(*(end & -end for end in ends), *(word(at, size) for at, *_ in matrices[: 2 + to_y]))
     return us * rates.cublas_off_words.get(least, 1.0)
 
 

@@ -233,16 +233,14 @@ def gemm_for(
         element = element_for(p.dtype, precision)
         if ranks == "between" and element != "limbs":
             return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
-        if element == "limbs" and (p.k < 64 or (p.k * p.n <= 64 * 128 and p.m > 8192)):
-            return "cublas", "more accurate, or faster, for few features"
+        if element == "limbs" and p.k < 64:
+            return "cublas", "more accurate for few features"
         taken = for_sm90(p, element)
         inside = ranks == "inside"
         tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
         ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
-        few_rows = tile.mode == "training" and element != "limbs" and p.m <= 128 and p.n * p.k >= 2**24
-        few_rows = few_rows and tile.split == 1  # where the model misses
-        if few_rows or cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
+        if cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]

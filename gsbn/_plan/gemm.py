@@ -15,12 +15,12 @@ from .variants import (
     BLOCKS_M,
     CLUSTERS,
     CLUSTERS_OF_RANKS,
-    CLUSTERS_OF_ROWS,
     COLUMN,
     SM90_BLOCK_N,
     SPLITS_OF_K,
     THREADS,
     TILES,
+    TILES_OF_ROWS,
     Kernel,
     element_for,
     forward_sm90,
@@ -134,7 +134,7 @@ def candidates(
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
-        found += itertools.product(() if cumulative else ("whole",), BLOCKS_M, CLUSTERS_OF_ROWS, (1,))
+        found += [("whole", *tile, 1) for tile in (() if cumulative else TILES_OF_ROWS)]
     made = (tile_of(p, of, element, *tile, keeps=keeps, split=split) for of, *tile, split in found)
     return [tile for tile in made if tile is not None]
 

@@ -22,10 +22,10 @@ class Rates(NamedTuple):
     y_rate: dict[str, float]  # MB/us, by mode
     exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
     exchange_rate: float  # MB/us that a CTA receives meanwhile
+    cluster_us: float  # more, where CTAs are launched in clusters
     parked_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
     laying_us: float  # inference: a round of constants, 96 features by three warps
-    relaying_us: float  # and of a later tile
     park_us: float  # training: a tile that waits, at least
     again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
     alone: float  # times that where a CTA loads all of x's tile, of several blocks of features

@@ -13,7 +13,6 @@ __all__ = [
     "BLOCKS_M",
     "CLUSTERS",
     "CLUSTERS_OF_RANKS",
-    "CLUSTERS_OF_ROWS",
     "COLUMN",
     "ELEMENTS",
     "MODES",
@@ -24,6 +23,7 @@ __all__ = [
     "SPLIT_WIDTHS",
     "THREADS",
     "TILES",
+    "TILES_OF_ROWS",
     "WARPS",
     "Kernel",
     "backward_kernels",
@@ -55,7 +55,8 @@ ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90'
 MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3, "whole": 4}  # and its MODE
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
-CLUSTERS_OF_ROWS = (8, 4, 2, 1)  # CTAs that share a weight tile, where a cluster has the whole batch
+# BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most
+TILES_OF_ROWS = ((32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1), (256, 8))
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
@@ -115,7 +116,7 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, mode, block_m, cluster, keeps)
                 if mode == "training" and cluster in CLUSTERS_OF_RANKS:
                     yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
-    for element, block_m, cluster, keeps in itertools.product(ELEMENTS, BLOCKS_M, CLUSTERS_OF_ROWS, (False, True)):
+    for element, (block_m, cluster), keeps in itertools.product(ELEMENTS, TILES_OF_ROWS, (False, True)):
         if block_m <= largest_block(element):
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
