@@ -34,7 +34,7 @@ class Rates(NamedTuple):
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
     trip_us: float  # and of more rows
     limb_us: float  # a launch that splits float32 into limbs
-    limb_rate: float  # MB/us of what it reads and writes; for rows below 1024 an estimate
+    limb_rate: float  # MB/us of what it reads and writes
     cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
     ieee_call_us: float  # more than for a GEMM on tensor cores
     cublas_call_us: dict[bool, float]  # of three launches, in training or not
