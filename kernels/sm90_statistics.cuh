@@ -135,28 +135,52 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     mean = pivot + shift;
 }
 
+// The sum over COUNT times eight rows from FIRST on of the thread's feature h, with those of the three lanes that have the
+// others of them. By halves: as many equal numbers as a power of two has add up without rounding, so that a feature that is
+// constant has its mean and no variance, however large it is.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
+    if constexpr (COUNT == 1)
+        return d[4 * FIRST + 2 * h] + d[4 * FIRST + 2 * h + 1];
+    else
+        return sum_by_halves<FIRST, COUNT / 2>(d, h) + sum_by_halves<FIRST + COUNT / 2, COUNT / 2>(d, h);
+}
+
+__device__ __forceinline__ float sum_of_rows(const float (&d)[ACC], int h) {
+    float sum = sum_by_halves<0, ACC / 4>(d, h);
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+    return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+}
+
 // A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
 // squares. Mean and m2 are of the thread's two features.
 __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float sum[4] = {0.f, 0.f, 0.f, 0.f};  // rows past m are zero: TMA fills them
-#pragma unroll
-        for (int j = 0; j < ACC / 4; j++)
-            sum[j % 2 * 2] += d[4 * j + 2 * h], sum[j % 2 * 2 + 1] += d[4 * j + 2 * h + 1];
-        mean[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 1);
-        mean[h] += __shfl_xor_sync(0xFFFFFFFF, mean[h], 2);
-        mean[h] /= (float)rows;
+        mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them
 #pragma unroll
         for (int j = 0; j < ACC / 4; j++) d[4 * j + 2 * h] -= mean[h], d[4 * j + 2 * h + 1] -= mean[h];
     }
     if (rows < BLOCK_M) {
+        float rest[2] = {};
+#pragma unroll 1
+        for (int again = 0; again < 2;
+             again++) {  // of rows that are no power of two a sum is rounded: what is left of it
 #pragma unroll
-        for (int j = 0; j < ACC / 4; j++)
+            for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                if (8 * j + 2 * (lane & 3) + e >= rows) d[4 * j + e] = d[4 * j + 2 + e] = 0.f;
+                for (int e = 0; e < 2; e++) {
+                    const bool there = 8 * j + 2 * (lane & 3) + e < rows;
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float& v = d[4 * j + 2 * h + e];
+                        v = there ? v - rest[h] : 0.f;
+                    }
+                }
+            if (again) break;
+#pragma unroll
+            for (int h = 0; h < 2; h++) rest[h] = sum_of_rows(d, h) / (float)rows, mean[h] += rest[h];
+        }
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {

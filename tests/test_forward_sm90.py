@@ -89,6 +89,20 @@ def test_every_tile_is_right(
     assert_outcome_within(got, truth, limit)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", [(300, 72, 520), (600, 4104, 264), (9000, 64, 2104)])
+def test_a_feature_that_is_constant_is_beta(
+    shape: tuple[int, int, int], dtype: str, precision: str, within: Limits
+) -> None:
+    """However large it is: what its mean is off by would be divided by sqrt(eps)."""
+    skip_what_others_do(within, shape, precision)
+    arrays = Case(shape, dtype, True, layouts=()).arrays()
+    arrays["x"][:] = 99 * arrays["x"][0]
+    got = forward(kind_of("cupy"), arrays, limits=within, training=True, gemm="sm90", precision=precision)
+    beta = reference.round_to(arrays["beta"], DTYPES[dtype]).astype("f8")
+    np.testing.assert_array_equal(got.y.astype("f8"), np.broadcast_to(beta, got.y.shape))
+
+
 def test_constants_of_tiles_whose_features_alternate() -> None:
     """61 clusters take three columns of tiles row by row: a CTA's next tile has other features, or lies beyond them."""
     arrays = Case((9000, 64, 600), "bfloat16", False).arrays()
