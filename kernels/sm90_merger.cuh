@@ -59,7 +59,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
                 await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
-                merge_feature<8>(published, parts, member, lanes, mean, m2);
+                merge_feature<4>(published, parts, member, lanes, mean, m2);
             }
 #if RANKS
             if (mine) exchange.post_feature(feature, mean, m2);

@@ -41,8 +41,6 @@ __device__ __forceinline__ Merged await_merged(const Word* merged, size_t featur
     return {all.x, all.y, unit};
 }
 
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 __device__ __forceinline__ u64 later_than(u64 time) {
     u64 t;
     do t = now();
@@ -56,7 +54,7 @@ __device__ __forceinline__ u64 later_than(u64 time) {
 // start from each, hence from this launch, and then takes a time later than any report, hence later than anyone's start.
 // Whatever else lies in `roll` is no later than the launch's beginning, or in the future, and is passed over. Every
 // comparison is strict: however coarse the timer's steps, a number left behind at a CTA's start does not pass.
-// Reports are fenced: on return CTA 0 knows that all CTAs have done what they do before the call.
+// Reports release: on return CTA 0 knows that all CTAs have done what they do before the call.
 __device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
     const u64 start = now();
     u64 number;
@@ -64,17 +62,15 @@ __device__ __forceinline__ u64 agree_on_number(u64* roll, int lane) {
 #pragma unroll 1
         for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
             u64 report;
-            do asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(roll + 1 + cta) : "memory");
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(roll + 1 + cta) : "memory");
             while (report <= start || report >= now());  // so now() is later than any report, whatever the clocks' skew
         }
-        fence_gpu();
         __syncwarp();
         number = later_than(start);
         if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(roll), "l"(number) : "memory");
     } else if (lane == 0) {
-        fence_gpu();
         do {
-            asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(roll + 1 + blockIdx.x), "l"(now()) : "memory");
             asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(roll) : "memory");
         } while (number <= start || number > now());
     }
