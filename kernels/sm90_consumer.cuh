@@ -198,7 +198,7 @@ struct Consumer : Cta {
         mbar_wait_sent(here, 0);
         Merged all;
         float m2_of_all;
-        merge_feature<4>(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
+        merge_feature(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
         const float var = m2_of_all / (float)m;
         mbar_wait(&sh.laid_out, 0);
         const Affine u = sh.arguments[mine];
@@ -220,7 +220,7 @@ struct Consumer : Cta {
             if (!RANKS && parts().lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
                 float m2;
                 const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
-                merge_feature<4>(Published{words, launch}, parts(), 0, 1, all.mean, m2);
+                merge_feature(Published{words, launch}, parts(), 0, 1, all.mean, m2);
                 all.a = u.slope(m2 / (float)m, f.eps);
             } else {
                 all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);

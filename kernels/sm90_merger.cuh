@@ -52,14 +52,14 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             u64 launch = 0;
             if constexpr (MODE == WHOLE) {
                 for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
-                merge_feature<4>(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
+                merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
                 launch = *(volatile u64*)&sh.launch;
                 const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
                 await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
-                merge_feature<4>(published, parts, member, lanes, mean, m2);
+                merge_feature(published, parts, member, lanes, mean, m2);
             }
 #if RANKS
             if (mine) exchange.post_feature(feature, mean, m2);

@@ -88,9 +88,10 @@ struct Gathered {
 // pivot, the mean of the first part: deviations are as small as the data allow, and a sum of a few hundred terms of one
 // size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
 // core beside them tens of cycles each.)
-template <int BATCH, typename Source>
+template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
+    constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
     float2 part[BATCH];
     float pivot, sum = 0.f;
@@ -163,9 +164,9 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
     }
     if (rows < BLOCK_M) {
         float rest[2] = {};
+        // A sum of rows that are no power of two was rounded: what that left in all of them is taken out, too.
 #pragma unroll 1
-        for (int again = 0; again < 2;
-             again++) {  // of rows that are no power of two a sum is rounded: what is left of it
+        for (int again = 0; again < 2; again++) {
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll

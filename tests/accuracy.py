@@ -6,10 +6,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from harness import DTYPES, Kind, forward
-from tolerance import norm_error
+from harness import DTYPES, Kind, assert_same_bits, forward, kind_of, without_out
+from tolerance import TF32, assert_outcome_within, bounds, norm_error
 
 from gsbn import reference
+from gsbn._plan import Limits
 
 FAMILIES = ("standard", "mean 1e2", "mean 1e4", "tiny variance", "tiny and zero scale", "constant features")
 SEEDS = range(5)
@@ -77,3 +78,21 @@ def assert_as_accurate_as_torch(kind: Kind, name: str, shape: tuple[int, int, in
             continue
         worst, its_worst = (np.abs(np.asarray(a, wide) - truth).max() for a in (mine, its))
         assert worst <= 1.5 * its_worst, f"{what}: {worst} for torch's {its_worst}"
+
+
+def assert_right_and_repeated(
+    arrays: dict[str, Any], dtype: str, precision: str, limits: Limits, activation: str | None = None
+) -> None:
+    """A training forward by the one launch, none of whose tiles is parked, within its bounds; and again, bit by bit."""
+    options = {"training": True, "gemm": "sm90", "precision": precision, "activation": activation}
+    got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
+    for a, b in zip(got, again, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
+    truth = reference.forward(**without_out(arrays), training=True)
+    limbs = (dtype, precision) == ("float32", "highest")
+    limit = bounds(arrays, truth, training=True, operand=TF32 if dtype == "float32" else 0.0, limbs=limbs)
+    if activation:
+        truth = truth._replace(y=np.maximum(truth.y, 0))
+    assert_outcome_within(got, truth, limit)

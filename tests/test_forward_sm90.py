@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from accuracy import FAMILIES, assert_as_accurate_as_torch
+from accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
 from gradients import backward, draw_dy, gradient_bounds, truth_of
 from harness import DTYPES, GPU_KINDS, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
@@ -287,20 +287,8 @@ def made_twice_on_few_sms(dtype: str, precision: str, cluster: int) -> Limits:
 def test_g_made_twice(
     shape: tuple[int, int, int], dtype: str, precision: str, cluster: int, activation: str | None
 ) -> None:
-    arrays = Case(shape, dtype, True).arrays()
-    options = {"training": True, "gemm": "sm90", "precision": precision, "activation": activation}
     limits = made_twice_on_few_sms(dtype, precision, cluster)
-    got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
-    for a, b in zip(got, again, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
-    truth = reference.forward(**without_out(arrays), training=True)
-    limbs = (dtype, precision) == ("float32", "highest")
-    limit = bounds(arrays, truth, training=True, operand=TF32 if dtype == "float32" else 0.0, limbs=limbs)
-    if activation:
-        truth = truth._replace(y=np.maximum(truth.y, 0))
-    assert_outcome_within(got, truth, limit)
+    assert_right_and_repeated(Case(shape, dtype, True).arrays(), dtype, precision, limits, activation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from accuracy import FAMILIES, assert_as_accurate_as_torch
-from harness import assert_same_bits, forward, kind_of, without_out
+from accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
+from harness import assert_same_bits, kind_of
 from strategies import Case
-from tolerance import TF32, assert_outcome_within, bounds
 
-from gsbn import _plan, reference
+from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.variants import TILES_OF_ROWS, largest_block
@@ -21,23 +20,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
-
-
-def judge(arrays: dict[str, Any], dtype: str, precision: str, tile: tuple[int, int], **options: Any) -> None:
-    """Such a call twice, beside the truth and one another."""
-    options = {"training": True, "gemm": "sm90", "precision": precision, **options}
-    limits = Limits(sm90=tile, whole=True)
-    got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
-    for a, b in zip(got, again, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
-    truth = reference.forward(**without_out(arrays), training=True)
-    limbs = (dtype, precision) == ("float32", "highest")
-    limit = bounds(arrays, truth, training=True, operand=TF32 if dtype == "float32" else 0.0, limbs=limbs)
-    if options.get("activation"):
-        truth = truth._replace(y=np.maximum(truth.y, 0))
-    assert_outcome_within(got, truth, limit)
 
 
 @pytest.mark.parametrize("tile", TILES_OF_ROWS, ids=str)
@@ -51,7 +33,8 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
     if block_m > largest_block(_plan.element_for(dtype, precision)):
         pytest.skip("limbs have no such tile")
     for rows in {2, min(block_m + 1, block_m * cluster), block_m * cluster - 5}:
-        judge(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, tile)
+        limits = Limits(sm90=tile, whole=True)
+        assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])
@@ -61,7 +44,8 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
 def test_all_rows_in_a_cluster_whatever_the_shape(
     shape: tuple[int, int, int], dtype: str, precision: str, tile: tuple[int, int], activation: str | None
 ) -> None:
-    judge(Case(shape, dtype, True).arrays(), dtype, precision, tile, activation=activation)
+    limits = Limits(sm90=tile, whole=True)
+    assert_right_and_repeated(Case(shape, dtype, True).arrays(), dtype, precision, limits, activation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -81,11 +81,15 @@ def problems(dtypes):
         yield from product([shape], of_shape, MODES)
 
 
+# What an H200 says of itself: the SMs and the clusters of 2, 4 and 8 CTAs, an SM to each, that are there at once.
+DEVICE = _plan.Device((9, 0), 132, pairs=66, fours=30, eights=15)
+
+
 def problem(shape, dtype):
     """What the planner is asked, x, weight and y being contiguous."""
     b, i, o = shape
     at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
-    return _plan.Matmul(b, o, i, DTYPES[dtype][0], _plan.Device((9, 0), 132, eights=15), *at)
+    return _plan.Matmul(b, o, i, DTYPES[dtype][0], DEVICE, *at)
 
 
 def taken(p, element):

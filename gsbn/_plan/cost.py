@@ -115,13 +115,15 @@ def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Ra
     us = rates.cublas_call_us[training] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
     us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    # a warp of scale_stats reads 128 features, or waits for others of them
+    # Of rows of fewer than 128 features a warp of scale_stats leaves lanes idle.
     return us + (4e-6 * m * round_up(n, 128) / rates.g_rate[cold] if training else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
-    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes; those for rows that start or end on less
-    are slower."""
+    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes.
+
+    Those for rows that start or end on less are slower.
+    """
     us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
     if element == "limbs":  # IEEE arithmetic, not held up by its operands
         return us

@@ -15,7 +15,7 @@ class Rates(NamedTuple):
     shared_us: float  # 128 bytes in or out of shared memory, in a GEMM alone
     l2_rate: float  # MB/us of all that the CTAs load
     memory_rate: float  # MB/us of what differs among them, where it comes from memory
-    memory_us: float  # the way from there
+    memory_us: float  # from asking memory for a step of a ring to its arrival
     off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
     off_line_y: float  # and where rows of y do not
     tile_us: dict[str, float]  # beginning and end of a tile, by mode
