@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import struct
 import threading
@@ -23,6 +22,8 @@ __all__ = ["all_kernels", "compile_all", "compiled", "digest", "gpu", "launcher"
 @cache
 def digest() -> str:
     """A digest of every file in kernels/, headers too: part of what a compiled kernel is found by."""
+    import hashlib  # 10 ms, which `import gsbn` need not take
+
     hasher = hashlib.sha256()
     for path in sorted(KERNEL_DIR.glob("*.cu*")):
         hasher.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -77,7 +78,8 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
     It lies in CuPy's own folder for compiled kernels (the environment variable CUPY_CACHE_DIR, ~/.cupy/kernel_cache by
     default). For a GPU that NVRTC does not know yet it is PTX, which the driver compiles.
     """
-    import tempfile  # which `import gsbn` need not load
+    import hashlib  # which, as tempfile, `import gsbn` need not load
+    import tempfile
 
     from cupy.cuda import nvrtc
 

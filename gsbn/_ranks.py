@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
 import struct
@@ -48,6 +47,8 @@ def posts_at(start: int, features: int, exchange: Exchange | None) -> tuple[int,
 
 def signature(what: str) -> int:
     """A number for a call, exact in float64."""
+    import hashlib  # which `import gsbn` need not load
+
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
 
 
@@ -238,6 +239,8 @@ class _Watch:
 
 def _host() -> bytes:
     """What two processes have in common that may open each other's memory."""
+    import hashlib  # as above
+
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_bytes() if boot.exists() else b""
     return hashlib.sha256(name + platform.node().encode()).digest()[:16]
