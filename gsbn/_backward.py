@@ -298,6 +298,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
         "lddg": plan.pitch,
         "ld_across": plan.across,
+        "along": plan.along,
         "sums_rows": plan.sums_rows,
         "dg_rows": plan.dg_rows,
         "splits": plan.splits if m else 0,

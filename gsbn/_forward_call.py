@@ -127,6 +127,7 @@ def prepare_call(
         "ld_kept": plan.ldg,
         "y_row": y_at.strides[0],
         "y_col": y_at.strides[1],
+        "along": plan.along,
         "stats_rows": plan.stats_rows,
         "normalize_rows": plan.normalize_rows,
         "splits": plan.splits,

@@ -15,10 +15,10 @@
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// An item of work is COLUMNS columns and some rows (sums_rows, dg_rows); a warp reads 512 adjacent bytes of a
-// row of dy, a thread VEC columns of every WARPS-th row, through a ring of its own in shared memory (Rows).
+// An item of work is a block of columns and some rows (sums_rows, dg_rows); a thread has VEC columns, `along` threads a row
+// (Places), of every so many rows, which come through a ring of its own in shared memory (Rows).
 // backward_sums adds GROUP rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the
-// groups in float64; warps and then splits (CTAs of one column block) are added in float64 in an order that depends on
+// groups in float64; threads and then splits (CTAs of one column block) are added in float64 in an order that depends on
 // the shape alone. Every item of backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA
 // waits for another. float64 rows are added with their rounding errors (Knuth's two-sum).
 //
@@ -61,17 +61,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 ring[STAGES * CHUNKS * THREADS];
-        double sums[2][WARPS][COLUMNS];
+        double sums[2][VEC][THREADS];  // a thread's words lie beside those of its neighbours
     } memory;
 
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    for_each_item((p.n + COLUMNS - 1) / COLUMNS * p.splits, [&](long long item) {
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item((p.n + at_once.columns - 1) / at_once.columns * p.splits, [&](long long item) {
         const long long block = item / p.splits, split = item % p.splits;
-        const long long col = block * COLUMNS + lane * VEC;
+        const long long col = block * at_once.columns + at_once.column;
         const long long begin = split * p.sums_rows, height = min(p.sums_rows, p.m - begin);
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const int inside = at_once.used() ? static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL)) : 0;
 
-        Rows rows(p, dy, d, begin + warp, WARPS, count_rows(height, warp, WARPS), col, inside, memory.ring);
+        Rows rows(p, dy, d, begin + at_once.row, at_once.rows, count_rows(height, at_once.row, at_once.rows), col,
+                  inside, memory.ring);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
@@ -79,17 +80,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();  // all rows were read: the ring is free
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            memory.sums[0][warp][j * LANES + lane] = sum[j];
-            memory.sums[1][warp][j * LANES + lane] = dot[j];
+            memory.sums[0][j][threadIdx.x] = sum[j];
+            memory.sums[1][j][threadIdx.x] = dot[j];
         }
         __syncthreads();
-        const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
-        if (threadIdx.x >= COLUMNS || c >= p.n) return;
+        const long long c = block * at_once.columns + threadIdx.x;  // from here on a thread has one column
+        if (threadIdx.x >= at_once.columns || c >= p.n) return;
         double S = 0.0, E = 0.0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            S += memory.sums[0][i][slot(threadIdx.x)];
-            E += memory.sums[1][i][slot(threadIdx.x)];
+        const int along = at_once.columns / VEC, j = threadIdx.x % VEC;
+#pragma unroll 8
+        for (int i = threadIdx.x / VEC; i < at_once.rows * along; i += along) {
+            S += memory.sums[0][j][i];
+            E += memory.sums[1][j][i];
         }
         double* partials = reinterpret_cast<double*>(workspace) + split * 2 * p.n + c;
         partials[0] = S;
@@ -104,24 +106,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, const char* workspace,
                 T* dg, T* across, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
-    constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once
     constexpr int MERGE = 16;             // splits whose sums are on their way at once
+    constexpr int COLUMNS = LANES * VEC;  // at most
+    constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once, with ACROSS
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
-    extern __shared__ T tile[];  // with ACROSS [COLUMNS][TILE + 1]
+    extern __shared__ T tile[];  // with ACROSS [VEC][LANES][TILE + 1]: the words of lanes lie apart by an odd number
 
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
+    const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
+    const long long blocks = (p.n + at_once.columns - 1) / at_once.columns;
     const long long row_blocks = dg == nullptr ? 1 : (p.m + p.dg_rows - 1) / p.dg_rows;
     for_each_item(blocks * row_blocks, [&](long long item) {
-        const long long col0 = item % blocks * COLUMNS, col = col0 + lane * VEC;
+        const long long col0 = item % blocks * at_once.columns, col = col0 + at_once.column;
         const long long end = p.m - item / blocks * p.dg_rows, height = min(p.dg_rows, end);
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const int inside = at_once.used() ? static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL)) : 0;
 
-        Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - warp, -WARPS,
-                  dg == nullptr ? 0 : count_rows(height, warp, WARPS), col, inside, ring);
+        Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
+                  dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);
         const long long c = col0 + threadIdx.x;
-        if (p.splits > 0 && threadIdx.x < COLUMNS && c < p.n) {
+        if (p.splits > 0 && threadIdx.x < at_once.columns && c < p.n) {
             const double* partials = reinterpret_cast<const double*>(workspace) + c;
             double S = 0.0, E = 0.0;
             for (long long first = 0; first < p.splits; first += MERGE) {
@@ -144,24 +147,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (dg == nullptr) return;
         __syncthreads();
 
-        const Coefficients of(p, saved, &stored[0][0], COLUMNS, lane * VEC, col, inside);
-        const auto turn = [&](const Vector<T, VEC>& out, int i) {
+        const Coefficients of(p, saved, &stored[0][0], COLUMNS, at_once.column, col, inside);
+        T* to = dg + (end - 1 - at_once.row) * p.lddg + col;
+        if constexpr (ACROSS) {
+            const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+            const auto turned = [&](int column, int row) -> T& {
+                return tile[(column % VEC * LANES + column / VEC) * (TILE + 1) + row];
+            };
+            const auto turn = [&](const Vector<T, VEC>& out, int i) {
 #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if constexpr (ACROSS)
-                    tile[slot(lane * VEC + j) * (TILE + 1) + TILE - 1 - (i * WARPS + warp)] = out.at[j];
-        };
-        T* to = dg + (end - 1 - warp) * p.lddg + col;
-        for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
-            write_rows(of, rows, to, -WARPS * p.lddg, turn);
-            if constexpr (ACROSS) {
+                for (int j = 0; j < VEC; ++j) turned(at_once.column + j, TILE - 1 - (i * WARPS + warp)) = out.at[j];
+            };
+            for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
+                write_rows(of, rows, to, -WARPS * p.lddg, turn);
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
                     for (int r = lane; r < TILE; r += LANES)
-                        if (row0 + r >= end - height)
-                            across[(col0 + i) * p.ld_across + row0 + r] = tile[slot(i) * (TILE + 1) + r];
+                        if (row0 + r >= end - height) across[(col0 + i) * p.ld_across + row0 + r] = turned(i, r);
                 __syncthreads();
             }
+        } else {
+            while (rows.left > 0) write_rows(of, rows, to, -at_once.rows * p.lddg, [](const Vector<T, VEC>&, int) {});
         }
     });
 }

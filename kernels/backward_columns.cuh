@@ -58,9 +58,6 @@ struct BeforeY {
     }
 };
 
-// A thread's sums in shared memory, [j][lane]: the lanes' words are adjacent.
-__device__ inline int slot(int column) { return column % VEC * LANES + column / VEC; }
-
 // All rows are added to sum[j] and dot[j], j < VEC.
 __device__ inline void add_rows(Rows& rows, const G* centre, const BeforeY& before, double (&sum)[VEC],
                                 double (&dot)[VEC]) {

@@ -21,6 +21,7 @@ struct Problem {
     long long m, n;                  // B, O
     long long dy_row, dy_col;        // strides of dy, in elements
     long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
+    long long along;                 // threads along a row of dy
     long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
     long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
     long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
@@ -33,7 +34,6 @@ constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put thro
 
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
-constexpr int COLUMNS = LANES * VEC;
 constexpr int THREADS = LANES * WARPS;
 constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // of 16 bytes: VEC columns of a row of dy and of d
 constexpr int STAGES = CHUNKS == 2 ? 4 : 2;        // rows that a thread has on their way at once

@@ -42,6 +42,21 @@ __device__ inline Vector<T, N> load(const T* from, int inside) {
     return out;
 }
 
+// How the THREADS of a CTA lie over a matrix of which each takes VEC columns: `along` threads a row, as many rows at once as
+// they are enough for. So narrow rows, too, fill a warp; what is left of the last row of threads has nothing to do.
+template <int THREADS, int VEC>
+struct Places {
+    int columns, rows;  // of a CTA at once
+    int column, row;    // of this thread among them
+
+    __device__ explicit Places(long long along)
+        : columns(static_cast<int>(along) * VEC),
+          rows(THREADS / static_cast<int>(along)),
+          column(static_cast<int>(threadIdx.x % static_cast<unsigned>(along)) * VEC),
+          row(static_cast<int>(threadIdx.x / static_cast<unsigned>(along))) {}
+    __device__ bool used() const { return row < rows; }
+};
+
 // A per-feature vector is a pointer and a code, stride * 8 + kind, so that each may be absent, strided and of its own
 // dtype without a kernel for every combination; they are O(O) beside O(B O) work.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };

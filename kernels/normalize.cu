@@ -4,8 +4,8 @@
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
-// An item of work is COLUMNS columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of g)
-// in registers and walks down every WARPS-th row, UNROLL rows in flight.
+// An item of work is a block of columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of
+// g) in registers and walks down every so many rows (Places), UNROLL of them in flight.
 // Items run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
@@ -30,6 +30,7 @@ struct Problem {
     long long m, n;            // B, O
     long long ldg;             // row pitch of g, of the deviations and of the rows in the workspace, in elements
     long long y_row, y_col;    // strides of y, in elements
+    long long along;           // threads along a row of g
     long long normalize_rows;  // rows of g in an item
     long long affine;          // where store_affine's rows start in the workspace, in bytes
     long long flags;           // FLAG_VECTOR_Y
@@ -41,8 +42,7 @@ template <>
 constexpr bool in_units<__half> = true;
 
 constexpr int VEC = 16 / sizeof(G);
-constexpr int LANES = 32, WARPS = 8;
-constexpr int COLUMNS = LANES * VEC;
+constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
 
 // g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
@@ -58,20 +58,20 @@ __device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset
     }
 }
 
-extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace,
               long long* num_batches_tracked, D* deviations, const double* saved) {
     await_kernel_ahead();
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    const Places<THREADS, VEC> at_once(p.along);
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 
-    const long long blocks = (p.n + COLUMNS - 1) / COLUMNS;
+    const long long blocks = (p.n + at_once.columns - 1) / at_once.columns;
     const long long items = blocks * ((p.m + p.normalize_rows - 1) / p.normalize_rows);
     for_each_item(items, [&](long long item) {
         const long long at = items - 1 - item;
-        const long long col = at % blocks * COLUMNS + lane * VEC;
+        const long long col = at % blocks * at_once.columns + at_once.column;
         const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
-        if (col >= p.n) return;
+        if (col >= p.n || !at_once.used()) return;
 
         const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
         const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
@@ -104,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
             return out;
         };
 
-        long long row = begin + warp;
+        long long row = begin + at_once.row;
         const G* from = g + row * p.ldg + col;
         Y* to = y + row * p.y_row + col * p.y_col;
         D* keep = deviations + row * p.ldg + col;
-        const long long from_step = WARPS * p.ldg, to_step = WARPS * p.y_row;
+        const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
         if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
-            for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
+            for (; row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
                 Vector<G, VEC> in[UNROLL];
 #pragma unroll
                 for (int i = 0; i < UNROLL; ++i, from += from_step)
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
                 }
             }
         }
-        for (; row < end; row += WARPS, from += from_step, to += to_step, keep += from_step) {
+        for (; row < end; row += at_once.rows, from += from_step, to += to_step, keep += from_step) {
             Vector<D, VEC> kept;
             const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside), kept);
 #pragma unroll

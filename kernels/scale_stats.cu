@@ -7,12 +7,12 @@
 //
 // The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
 //
-// An item of work is COLUMNS columns and `stats_rows` rows; a warp reads 512 adjacent bytes of a row, a thread VEC columns of
-// every WARPS-th row. It holds GROUP rows in registers, takes their mean, then the squared deviations about that mean
+// An item of work is a block of columns and `stats_rows` rows; a thread has VEC columns, `along` threads a row (Places), of
+// every so many rows. It holds GROUP rows in registers, takes their mean, then the squared deviations about that mean
 // (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT rows:
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
 //   mean = p + first / n,  M2 = second - first^2 / n
-// so that threads and warps pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
+// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
 // PIVOT (p - mean)^2 <= M2 by convexity. The splits of a column, far apart perhaps, then merge without any:
 //   m = sum n_i mean_i / B,  M2 = sum M2_i + sum n_i (mean_i - m)^2
 // All in an order that depends on the shape alone; equal rows give exactly M2 = 0.
@@ -34,6 +34,7 @@ using G = G_TYPE;
 struct Problem {
     long long m, n;                       // B, O
     long long ldg;                        // row pitch of g, and of the rows in the workspace, in elements
+    long long along;                      // threads along a row of g
     long long stats_rows;                 // rows of g in an item
     long long splits;                     // items that share a column block
     long long affine, partials, tickets;  // where they start in the workspace, in bytes
@@ -44,8 +45,7 @@ struct Problem {
 };
 
 constexpr int VEC = 16 / sizeof(G);
-constexpr int LANES = 32, WARPS = 8;
-constexpr int COLUMNS = LANES * VEC;
+constexpr int THREADS = 256;
 constexpr int GROUP = 16;
 constexpr int PIVOT = sizeof(G) == 8 ? GROUP : 1;
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_feature(const Problem& p, long long c, dou
     }
 }
 
-extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace, const void* bias, const void* scale,
                 const void* gamma, const void* beta, void* running_mean, void* running_var,
                 const long long* num_batches_tracked, double* saved, double* posted) {
@@ -94,16 +94,16 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         posted[ROWS_AT] = static_cast<double>(p.m);
         posted[CALL_AT] = static_cast<double>(p.signature);
     }
-    __shared__ double first_of[WARPS][COLUMNS], second_of[WARPS][COLUMNS];
-    __shared__ G pivot_of[COLUMNS];
+    __shared__ double first_of[THREADS * VEC], second_of[THREADS * VEC];  // [row][column] of Places
+    __shared__ G pivot_of[32 * VEC];
     __shared__ bool last;
 
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    for_each_item((p.n + COLUMNS - 1) / COLUMNS * p.splits, [&](long long item) {
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item((p.n + at_once.columns - 1) / at_once.columns * p.splits, [&](long long item) {
         const long long block = item / p.splits, split = item % p.splits;
-        const long long col = block * COLUMNS + lane * VEC;
+        const long long col = block * at_once.columns + at_once.column;
         const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const int inside = at_once.used() ? static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL)) : 0;
 
         Vector<G, VEC> pivot = {};
         const int pivots = static_cast<int>(min(end - begin, static_cast<long long>(PIVOT)));
@@ -113,12 +113,14 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
             for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
         }
         double first[VEC] = {}, second[VEC] = {};
-        for (long long row0 = begin + warp; row0 < end; row0 += GROUP * WARPS) {
-            const int count = static_cast<int>(min((end - row0 + WARPS - 1) / WARPS, static_cast<long long>(GROUP)));
+        const long long step = at_once.rows * p.ldg;
+        for (long long row0 = begin + at_once.row; row0 < end; row0 += GROUP * at_once.rows) {
+            const int left = static_cast<int>(min(end - row0, static_cast<long long>(GROUP * at_once.rows)));
+            const int count = left == GROUP * at_once.rows ? GROUP : (left + at_once.rows - 1) / at_once.rows;
             const G* from = g + row0 * p.ldg + col;
             Vector<G, VEC> at[GROUP];
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * WARPS * p.ldg, i < count ? inside : 0);
+            for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * step, i < count ? inside : 0);
             const double inverse = count == GROUP ? 1.0 / GROUP : 1.0 / count;
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
@@ -140,21 +142,21 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
         }
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            first_of[warp][lane * VEC + j] = first[j];
-            second_of[warp][lane * VEC + j] = second[j];
-            if (warp == 0) pivot_of[lane * VEC + j] = pivot.at[j];
+            first_of[threadIdx.x * VEC + j] = first[j];
+            second_of[threadIdx.x * VEC + j] = second[j];
+            if (at_once.row == 0) pivot_of[at_once.column + j] = pivot.at[j];
         }
         __syncthreads();
 
-        const long long c = block * COLUMNS + threadIdx.x;  // from here on a thread has one column
-        const bool mine = threadIdx.x < COLUMNS && c < p.n;
+        const long long c = block * at_once.columns + threadIdx.x;  // from here on a thread has one column
+        const bool mine = threadIdx.x < at_once.columns && c < p.n;
         double mean = 0.0, m2 = 0.0;
         if (mine) {
             double sum = 0.0, squares = 0.0;
-#pragma unroll
-            for (int i = 0; i < WARPS; ++i) {
-                sum += first_of[i][threadIdx.x];
-                squares += second_of[i][threadIdx.x];
+#pragma unroll 8
+            for (int i = threadIdx.x; i < at_once.rows * at_once.columns; i += at_once.columns) {
+                sum += first_of[i];
+                squares += second_of[i];
             }
             const double shift = sum / static_cast<double>(end - begin), spread = squares - sum * shift;
             mean = pivot_of[threadIdx.x] + shift;
@@ -216,12 +218,11 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, 2)
 //
 // It waits for the other ranks. A CTA takes its columns in the order in which every rank's CTAs take them, and posts before
 // it waits, so that no two ranks wait for each other, however many CTAs each has.
-extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     merge_statistics(const __grid_constant__ Problem p, const double* posted, Ranks* ranks, const double* gathered,
                      char* workspace, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
     await_kernel_ahead(true);
-    constexpr int THREADS = LANES * WARPS;
     __shared__ bool counted;
     const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
     const long long batches = num_batches_tracked != nullptr ? *num_batches_tracked : 0;
@@ -264,12 +265,11 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 //   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
 // Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
 // with all that they multiply, m is 0 and what it stands for moves into beta.
-extern "C" __global__ void __launch_bounds__(LANES* WARPS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     running_affine(const __grid_constant__ Problem p, char* workspace, const void* bias, const void* scale,
                    const void* gamma, const void* beta, const void* running_mean, const void* running_var, const G* g,
                    double* saved) {
     await_kernel_ahead();
-    constexpr int THREADS = LANES * WARPS;
     for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
         const long long c = item * THREADS + threadIdx.x;
         if (c >= p.n) return;

@@ -42,6 +42,7 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
+from gsbn._plan.problem import threads_along
 from gsbn._plan.variants import ELEMENTS, MODES, SPLITS_OF_K, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -680,6 +681,15 @@ def test_the_planner_loses_little_on_what_was_measured() -> None:
     assert all(line["dtype"] == "float32" and line["shape"][1] < 64 for line in slow)
     slower = [line["of eager"] for line in lines if line["of eager"] > 1]
     assert len(slower) <= 6 and max(slower) < 1.1
+
+
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_threads_lie_along_rows_of_any_length(columns: int) -> None:
+    """Blocks as wide as one another have all columns, and but for the last vector of each no more."""
+    for n in range(1, 2000):
+        blocks, along = threads_along(n, columns)
+        assert 1 <= along <= 32 and (blocks - 1) * along * columns < n <= blocks * along * columns
+        assert blocks * (along - 1) * columns < n
 
 
 def test_sm90_writes_whole_words_of_16_bytes() -> None:

@@ -19,13 +19,25 @@ from .gemm import (
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
+from .problem import (
+    INT32_MAX,
+    ITEMSIZE,
+    SPLITS,
+    Matmul,
+    Matrix,
+    ceil_div,
+    kept_dtype,
+    round_up,
+    split_rows,
+    threads_along,
+)
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
-    RING_STEP,
+    RING,
     SM90_BLOCK_N,
     SPLIT_WIDTHS,
+    THREADS,
     Kernel,
     backward_kernels,
     element_for,
@@ -74,6 +86,7 @@ class BackwardPlan(NamedTuple):
     copy_dy: bool  # the kernels would not take these strides at speed
     dy: Matrix
     vector_dy: bool
+    along: int  # threads along a row of dy
     pitch: int  # of dg
     across: int  # the pitch of its transpose, which the GEMM of dw then reads; 0 for none
     sums_grid: int
@@ -145,9 +158,13 @@ def backward_plan(
     if across and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
 
-    blocks = ceil_div(n, 32 * (16 // size))  # a warp's width, 16 bytes of dy a lane
-    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), RING_STEP)
-    row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), RING_STEP)
+    # 16 bytes of dy a thread; where `across` may be wanted, whatever `needs` leaves out, all of a warp along a row
+    blocks, along = threads_along(n, 16 // size)
+    if dtype == "float32" and precision == "high":
+        blocks, along = ceil_div(n, 128), 32
+    step = RING * (THREADS // along)
+    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), step)
+    row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
     columns = ceil_div(n, 64 // size)
@@ -178,6 +195,7 @@ def backward_plan(
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=vector_dy,
+        along=along,
         pitch=pitch,
         across=across,
         sums_grid=device.grid(columns if fused else blocks * splits),

@@ -20,10 +20,20 @@ from .gemm import (
     waiting_grid,
 )
 from .limbs import Splits, lay_out, split_of
-from .problem import INT32_MAX, ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, kept_dtype, round_up, split_rows
+from .problem import (
+    INT32_MAX,
+    ITEMSIZE,
+    SPLITS,
+    Matmul,
+    Matrix,
+    ceil_div,
+    kept_dtype,
+    round_up,
+    split_rows,
+    threads_along,
+)
 from .variants import (
     THREADS,
-    WARPS,
     Kernel,
     element_for,
     merge_statistics,
@@ -36,8 +46,8 @@ from .variants import (
 __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 
 SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
-STATS_CTAS, STATS_STEP = 2, 16 * WARPS  # CTAs on an SM; rows that a CTA holds at once
-NORMALIZE_CTAS, NORMALIZE_STEP = 4, 4 * WARPS
+STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
+NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
 
 
 class Keep(NamedTuple):
@@ -56,6 +66,7 @@ class Plan(NamedTuple):
     y_is_g: bool  # g is computed in y's memory and normalised in place
     vector_y: bool
     ldg: int
+    along: int  # threads along a row of g
     stats_grid: int
     stats_rows: int
     splits: int
@@ -133,9 +144,10 @@ def plan(
         kept = kept_dtype(dtype, m, training=training)
         keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
 
-    blocks = ceil_div(n, 32 * (16 // g_size))  # a warp's width, 16 bytes a lane
-    splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_STEP)
-    row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_STEP)
+    blocks, along = threads_along(n, 16 // g_size)  # 16 bytes of g a thread
+    rows = THREADS // along  # of a CTA at once
+    splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
+    row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
 
     affine = 0
     partials = round_up(affine + 4 * ldg * g_size, 256)
@@ -176,6 +188,7 @@ def plan(
         y_is_g=y_is_g,
         vector_y=vector_y,
         ldg=ldg,
+        along=along,
         stats_grid=device.grid(blocks * splits),
         stats_rows=stats_rows,
         splits=splits,

@@ -19,6 +19,7 @@ __all__ = [
     "kept_dtype",
     "round_up",
     "split_rows",
+    "threads_along",
 ]
 
 INT32_MAX = 2**31 - 1
@@ -145,6 +146,13 @@ def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
     """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps."""
     rows = round_up(ceil_div(m, max(1, ctas // blocks)), step)
     return ceil_div(m, rows), rows
+
+
+def threads_along(n: int, columns: int) -> tuple[int, int]:
+    """Cut n columns into blocks of equal width, a warp at most: (blocks, threads of so many columns each)."""
+    threads = ceil_div(n, columns)
+    blocks = ceil_div(threads, 32)
+    return blocks, ceil_div(threads, blocks)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -16,7 +16,7 @@ __all__ = [
     "COLUMN",
     "ELEMENTS",
     "MODES",
-    "RING_STEP",
+    "RING",
     "SM90_BLOCK_N",
     "SM90_THREADS",
     "SPLITS_OF_K",
@@ -24,7 +24,6 @@ __all__ = [
     "THREADS",
     "TILES",
     "TILES_OF_ROWS",
-    "WARPS",
     "Kernel",
     "backward_kernels",
     "copy_matrix",
@@ -47,9 +46,8 @@ __all__ = [
     "with_activation",
 ]
 
-WARPS = 8  # of a CTA of scale_stats and normalize; each takes every WARPS-th row
-THREADS, SM90_THREADS = 32 * WARPS, 384  # of a CTA of either, of running_affine and fold; of forward_sm90
-RING_STEP = 4 * WARPS  # rows that a CTA of backward_sums or backward_dg has on their way at once
+THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize, running_affine and fold; of forward_sm90
+RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 # "gemm" is for limbs, the backward, and the bench; the last two are other ways to train
 MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3, "whole": 4}  # and its MODE
@@ -195,7 +193,7 @@ def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = Fa
     names = ("backward_sums", "backward_dg", "backward_fused", "sum_features", "merge_sums")[: 4 + training]
     sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
     if across:
-        tile = 4 * THREADS // WARPS * (RING_STEP + 1)  # float32 columns of a CTA by rows of its ring, padded by one
+        tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
     return sums, dg, *others
 
