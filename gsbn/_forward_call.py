@@ -210,15 +210,12 @@ def prepare_call(
             cublas = CublasGemm(q, precision, device, wide=True)
             call.multiply(cublas, of_x, of_w, g, call.lend(cublas.workspace))
         of_posted = ABSENT if group is None else call.at(posted)
-        if training and m:
+        if plan.stats_kernel is not None and m:
             if plan.tickets_bytes:
                 call.clear(call.at(plan.tickets), plan.tickets_bytes)
             passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
             passed |= {"saved": vectors, "posted": of_posted}
             call.launch(plan.stats_kernel, plan.stats_grid, fields, passed)
-        elif not training:
-            passed = {"workspace": workspace, **own, "g": g, "saved": vectors}
-            call.launch(plan.affine_kernel, plan.affine_grid, fields, passed)
         if group is not None:
             of_gathered = ABSENT
             if exchange is not None and not exchange.waits:
@@ -231,7 +228,7 @@ def prepare_call(
             call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
             count = ABSENT  # it has counted
         if m:
-            passed = {"g": g, "y": y, "workspace": workspace, "num_batches_tracked": count}
+            passed = {"g": g, "y": y, "workspace": workspace, **own, "num_batches_tracked": count}
             passed |= {"deviations": deviations, "saved": vectors}
             call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
 

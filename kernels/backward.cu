@@ -65,11 +65,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     } memory;
 
     const Places<THREADS, VEC> at_once(p.along);
-    for_each_item((p.n + at_once.columns - 1) / at_once.columns * p.splits, [&](long long item) {
-        const long long block = item / p.splits, split = item % p.splits;
+    const unsigned splits = static_cast<unsigned>(p.splits);
+    for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
+        const long long block = item / splits, split = item % splits;
         const long long col = block * at_once.columns + at_once.column;
         const long long begin = split * p.sums_rows, height = min(p.sums_rows, p.m - begin);
-        const int inside = at_once.used() ? static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL)) : 0;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         Rows rows(p, dy, d, begin + at_once.row, at_once.rows, count_rows(height, at_once.row, at_once.rows), col,
                   inside, memory.ring);
@@ -114,12 +115,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ T tile[];  // with ACROSS [VEC][LANES][TILE + 1]: the words of lanes lie apart by an odd number
 
     const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
-    const long long blocks = (p.n + at_once.columns - 1) / at_once.columns;
+    const unsigned blocks = at_once.blocks(p.n);
     const long long row_blocks = dg == nullptr ? 1 : (p.m + p.dg_rows - 1) / p.dg_rows;
-    for_each_item(blocks * row_blocks, [&](long long item) {
-        const long long col0 = item % blocks * at_once.columns, col = col0 + at_once.column;
+    for_each_item(blocks * row_blocks, [&](unsigned item) {
+        const long long col0 = static_cast<long long>(item % blocks) * at_once.columns, col = col0 + at_once.column;
         const long long end = p.m - item / blocks * p.dg_rows, height = min(p.dg_rows, end);
-        const int inside = at_once.used() ? static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL)) : 0;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
                   dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);

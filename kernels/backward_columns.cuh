@@ -64,7 +64,7 @@ __device__ inline void add_rows(Rows& rows, const G* centre, const BeforeY& befo
     while (rows.left > 0) {
         Sum sum_of[VEC], dot_of[VEC];
 #pragma unroll 1
-        for (int first = 0; first < GROUP; first += STAGES) {
+        for (int first = 0; first < GROUP && rows.left > 0; first += STAGES) {
 #pragma unroll
             for (int i = 0; i < STAGES; ++i) {
                 Vector<T, VEC> dy_at;

@@ -42,8 +42,8 @@ __device__ inline Vector<T, N> load(const T* from, int inside) {
     return out;
 }
 
-// How the THREADS of a CTA lie over a matrix of which each takes VEC columns: `along` threads a row, as many rows at once as
-// they are enough for. So narrow rows, too, fill a warp; what is left of the last row of threads has nothing to do.
+// How the THREADS of a CTA lie over a matrix of which each takes VEC columns: `along` threads a row, a power of two and a warp
+// at most, and as many rows at once as they are enough for: narrow rows, too, fill a warp.
 template <int THREADS, int VEC>
 struct Places {
     int columns, rows;  // of a CTA at once
@@ -54,20 +54,30 @@ struct Places {
           rows(THREADS / static_cast<int>(along)),
           column(static_cast<int>(threadIdx.x % static_cast<unsigned>(along)) * VEC),
           row(static_cast<int>(threadIdx.x / static_cast<unsigned>(along))) {}
-    __device__ bool used() const { return row < rows; }
+    // How many blocks of columns a row of n has, without a division of 64 bits, which is some hundred instructions.
+    __device__ unsigned blocks(long long n) const {
+        return static_cast<unsigned>((n + columns - 1) >> (31 - __clz(columns)));
+    }
 };
 
 // A per-feature vector is a pointer and a code, stride * 8 + kind, so that each may be absent, strided and of its own
 // dtype without a kernel for every combination; they are O(O) beside O(B O) work.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };
 
+#ifndef BESIDE_TENSOR_CORES
+#define BESIDE_TENSOR_CORES 0
+#endif
+
 // Fetching and reading are apart so that several fetches are in flight at once: a switch that converts would wait in turn.
+// Both take the fewest instructions where a kernel that defines BESIDE_TENSOR_CORES does them beside these, which wait for each
+// one; elsewhere they do without branches, each to code that is not there yet: for six arguments that took 1 us.
 struct Fetched {
     int kind;
     unsigned long long bits;
 
     template <typename R>  // float or double
     __device__ R or_else(R absent) const {
+#if BESIDE_TENSOR_CORES
         switch (kind) {
             case KIND_FLOAT32: return __uint_as_float(static_cast<unsigned>(bits));
             case KIND_FLOAT64: return static_cast<R>(__longlong_as_double(bits));
@@ -75,12 +85,21 @@ struct Fetched {
             case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
             default: return absent;
         }
+#else
+        const unsigned short half = static_cast<unsigned short>(bits);
+        float v = __uint_as_float(static_cast<unsigned>(bits));
+        v = kind == KIND_FLOAT16 ? __half2float(__ushort_as_half(half)) : v;
+        v = kind == KIND_BFLOAT16 ? __bfloat162float(__ushort_as_bfloat16(half)) : v;
+        const R wide = kind == KIND_FLOAT64 ? static_cast<R>(__longlong_as_double(bits)) : static_cast<R>(v);
+        return kind == KIND_ABSENT ? absent : wide;
+#endif
     }
 };
 
 __device__ inline Fetched fetch(const void* p, long long code, long long i) {
     const long long at = i * (code >> 3);  // arithmetic shift: strides may be negative
     Fetched f = {static_cast<int>(code & 7), 0};
+#if BESIDE_TENSOR_CORES
     if (f.kind == KIND_FLOAT32) {
         f.bits = static_cast<const unsigned*>(p)[at];
     } else if (f.kind == KIND_FLOAT64) {
@@ -88,6 +107,11 @@ __device__ inline Fetched fetch(const void* p, long long code, long long i) {
     } else if (f.kind != KIND_ABSENT) {
         f.bits = static_cast<const unsigned short*>(p)[at];
     }
+#else
+    if (f.kind == KIND_FLOAT32) f.bits = static_cast<const unsigned*>(p)[at];
+    if (f.kind == KIND_FLOAT64) f.bits = static_cast<const unsigned long long*>(p)[at];
+    if (f.kind >= KIND_FLOAT16) f.bits = static_cast<const unsigned short*>(p)[at];
+#endif
     return f;
 }
 
@@ -166,7 +190,7 @@ template <typename Work>
 __device__ __forceinline__ void for_each_item(long long count, const Work& work) {
     for (unsigned item = blockIdx.x; item < count; item += gridDim.x) {  // a grid, and so count, is below 2^31
         if (item != blockIdx.x) __syncthreads();
-        work(static_cast<long long>(item));
+        work(item);
     }
 }
 

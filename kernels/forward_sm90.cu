@@ -87,6 +87,7 @@
 // bytes per CTA and feature. CTAs that share k read x and w no more often than tiles of SPLIT * BLOCK_M rows, and send 512
 // bytes for each of these rows, once. In WHOLE x streams once for each block of features, w and y once.
 
+#define BESIDE_TENSOR_CORES 1
 #include "sm90_finisher.cuh"
 #include "sm90_merger.cuh"
 #include "sm90_producer.cuh"

@@ -4,6 +4,12 @@
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
+// Where the constants of a feature come from (CONSTANTS):
+//   0  scale_stats has left them in the workspace.
+//   1  The running statistics, inference: each CTA makes those of its columns.
+//   2  The batch, of few rows: a CTA has all rows of its columns, and makes the statistics first (features.cuh). It then
+//      reads g again, mostly from its L1.
+//
 // An item of work is a block of columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of
 // g) in registers and walks down every so many rows (Places), UNROLL of them in flight.
 // Items run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
@@ -11,13 +17,16 @@
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
 #include "activation.cuh"
+#include "features.cuh"
 
-#ifndef G_TYPE
-#define G_TYPE float
+#ifndef Y_TYPE
 #define Y_TYPE float
 #endif
-using G = G_TYPE;
+#ifndef CONSTANTS
+#define CONSTANTS 0
+#endif
 using Y = Y_TYPE;
+constexpr bool OF_RUNNING = CONSTANTS == 1, OF_BATCH = CONSTANTS == 2;
 #ifdef D_TYPE
 constexpr bool KEEPS = true;
 #else
@@ -26,24 +35,14 @@ constexpr bool KEEPS = false;
 #endif
 using D = D_TYPE;
 
-struct Problem {
-    long long m, n;            // B, O
-    long long ldg;             // row pitch of g, of the deviations and of the rows in the workspace, in elements
-    long long y_row, y_col;    // strides of y, in elements
-    long long along;           // threads along a row of g
-    long long normalize_rows;  // rows of g in an item
-    long long affine;          // where store_affine's rows start in the workspace, in bytes
-    long long flags;           // FLAG_VECTOR_Y
-};
-
 template <typename A>
 constexpr bool in_units = false;
 template <>
 constexpr bool in_units<__half> = true;
 
-constexpr int VEC = 16 / sizeof(G);
-constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
+constexpr int CTAS = OF_BATCH ? 2 : KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
+constexpr int WIDEST = 32 * VEC;                    // columns of a block
 
 // g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
 // two parts. An activation then sees u as the backward will.
@@ -58,29 +57,105 @@ __device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace,
-              long long* num_batches_tracked, D* deviations, const double* saved) {
+// Adds what the lanes with the same columns have; every one of them gets the sum.
+__device__ __forceinline__ double sum_of_columns(double v, int along) {
+    for (int lanes = along; lanes < 32; lanes *= 2) v += __shfl_xor_sync(~0u, v, lanes);
+    return v;
+}
+
+// Mean and M2 of the column of this thread, if it is among the first: of all rows, the CTA's threads having some each. What is
+// to come `next` from memory is asked for meanwhile.
+template <typename Next>
+__device__ __forceinline__ Moments moments_of_columns(const Problem& p, const Places<THREADS, VEC>& at_once,
+                                                      const G* first_row, const G* from, long long row, int inside,
+                                                      const Next& next) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ double first_of[WARPS * WIDEST], second_of[WARPS * WIDEST];  // [warp][column]
+    __shared__ G pivot_of[WIDEST];
+    const Vector<G, VEC> pivot = mean_of_first(first_row, p.ldg, p.m, inside);
+    double first[VEC] = {}, second[VEC] = {};
+    add_rows<UNROLL>(from, row, p.m, at_once.rows, p.ldg, inside, pivot, first, second);
+    next();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        const double sum = sum_of_columns(first[j], static_cast<int>(p.along));
+        const double squares = sum_of_columns(second[j], static_cast<int>(p.along));
+        if (lane < p.along) {
+            first_of[warp * WIDEST + at_once.column + j] = sum;
+            second_of[warp * WIDEST + at_once.column + j] = squares;
+            if (warp == 0) pivot_of[at_once.column + j] = pivot.at[j];
+        }
+    }
+    __syncthreads();
+    double sum = 0.0, squares = 0.0;
+    const int at = min(static_cast<int>(threadIdx.x), at_once.columns - 1);
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+        sum += first_of[i * WIDEST + at];
+        squares += second_of[i * WIDEST + at];
+    }
+    return Moments(pivot_of[at], sum, squares, static_cast<double>(p.m));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace, const void* bias,
+              const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
+              long long* num_batches_tracked, D* deviations, double* saved) {
     await_kernel_ahead();
     const Places<THREADS, VEC> at_once(p.along);
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 
-    const long long blocks = (p.n + at_once.columns - 1) / at_once.columns;
+    const unsigned blocks = at_once.blocks(p.n);
     const long long items = blocks * ((p.m + p.normalize_rows - 1) / p.normalize_rows);
-    for_each_item(items, [&](long long item) {
-        const long long at = items - 1 - item;
-        const long long col = at % blocks * at_once.columns + at_once.column;
+    for_each_item(items, [&](unsigned item) {
+        const unsigned at = static_cast<unsigned>(items) - 1 - item;
+        const long long first_col = static_cast<long long>(at % blocks) * at_once.columns;
+        const long long col = first_col + at_once.column;
         const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
-        if (col >= p.n || !at_once.used()) return;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        const int inside = static_cast<int>(min(p.n - col, static_cast<long long>(VEC)));
         const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
-        const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * p.ldg, inside);
-        const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * p.ldg, inside);
-        const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * p.ldg, inside);
-        const Vector<G, VEC> beta = load<G, VEC>(affine + AFFINE_BETA * p.ldg, inside);
+        long long pitch = p.ldg, row = begin + at_once.row;
+        const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
+        const G* from = g + row * p.ldg + col;
+        Vector<G, VEC> in[UNROLL];
+        const auto load_rows = [&] {
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i, from += from_step)
+                in[i] = load<G, VEC>(from, row + i * at_once.rows < end ? inside : 0);
+        };
+        if constexpr (OF_RUNNING || OF_BATCH) {
+            __shared__ __align__(16) G made[AFFINE_ROWS * WIDEST];
+            const long long c = first_col + threadIdx.x;
+            const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread makes the constants of one column
+            Arguments of;
+            if (mine) of = Arguments(p, c, bias, scale, gamma, beta, running_mean, running_var);
+            if constexpr (OF_BATCH) {
+                const Moments moments = moments_of_columns(p, at_once, g + col, from, row, inside, load_rows);
+                Feature found;
+                if (mine) {
+                    found = Feature(p, static_cast<double>(p.m), moments.mean, moments.m2, of);
+                    store_affine(made, WIDEST, threadIdx.x, moments.mean, found.a, found.beta);
+                    if (in_units<D>) found.store(p, c, of, 0, true, running_mean, running_var, saved);  // read below
+                }
+                __syncthreads();
+                if (mine && !in_units<D>) found.store(p, c, of, 0, true, running_mean, running_var, saved);
+            } else {
+                if (mine) store_running(p, c, of, g, made, WIDEST, threadIdx.x, begin == 0 ? saved : nullptr);
+                __syncthreads();
+            }
+            affine = made + at_once.column;
+            pitch = WIDEST;
+        }
+        if (inside == 0) return;
 
-        Vector<G, VEC> inverse_unit = {}, slope = a;  // slope d / unit + beta, as the backward will have it
+        const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * pitch, inside);
+        const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * pitch, inside);
+        const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * pitch, inside);
+        const Vector<G, VEC> offset = load<G, VEC>(affine + AFFINE_BETA * pitch, inside);
+
+        Vector<G, VEC> inverse_unit = {}, slope = a;  // slope d / unit + offset, as the backward will have it
         if (KEEPS && in_units<D>) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
@@ -95,43 +170,50 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
                 const G d = (in.at[j] - m.at[j]) - m_low.at[j];
-                G u = fma(a.at[j], d, beta.at[j]);
+                G u = fma(a.at[j], d, offset.at[j]);
                 if (KEEPS)
                     kept.at[j] = deviation<D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d,
-                                              slope.at[j], beta.at[j], u);
+                                              slope.at[j], offset.at[j], u);
                 from_float(Activation<Y>::of(u), out.at[j]);
             }
             return out;
         };
 
-        long long row = begin + at_once.row;
-        const G* from = g + row * p.ldg + col;
         Y* to = y + row * p.y_row + col * p.y_col;
         D* keep = deviations + row * p.ldg + col;
-        const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
-        if (inside == VEC && p.flags & FLAG_VECTOR_Y) {
-            for (; row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
-                Vector<G, VEC> in[UNROLL];
+        const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
+        const auto put = [&](const Vector<G, VEC>& in) {
+            Vector<D, VEC> kept;
+            const Vector<Y, VEC> out = apply(in, kept);
+            if (whole) {
+                *reinterpret_cast<Vector<Y, VEC>*>(to) = out;
+                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+            } else {
+#pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    if (j < inside) {
+                        to[j * p.y_col] = out.at[j];
+                        if (KEEPS) keep[j] = kept.at[j];
+                    }
+            }
+            to += to_step;
+            keep += from_step;
+        };
+        if constexpr (OF_BATCH) {
+            for (; row < end; load_rows()) {
+#pragma unroll
+                for (int i = 0; i < UNROLL; ++i, row += at_once.rows)
+                    if (row < end) put(in[i]);
+            }
+        } else {  // many rows mostly, for which all of these together would take registers that a fourth CTA needs
+            for (; whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
 #pragma unroll
                 for (int i = 0; i < UNROLL; ++i, from += from_step)
                     in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
 #pragma unroll
-                for (int i = 0; i < UNROLL; ++i, to += to_step, keep += from_step) {
-                    Vector<D, VEC> kept;
-                    *reinterpret_cast<Vector<Y, VEC>*>(to) = apply(in[i], kept);
-                    if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
-                }
+                for (int i = 0; i < UNROLL; ++i) put(in[i]);
             }
-        }
-        for (; row < end; row += at_once.rows, from += from_step, to += to_step, keep += from_step) {
-            Vector<D, VEC> kept;
-            const Vector<Y, VEC> out = apply(load<G, VEC>(from, inside), kept);
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (j < inside) {
-                    to[j * p.y_col] = out.at[j];
-                    if (KEEPS) keep[j] = kept.at[j];
-                }
+            for (; row < end; row += at_once.rows, from += from_step) put(load<G, VEC>(from, inside));
         }
     });
 }

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from accuracy import FAMILIES, assert_as_accurate_as_torch
 from harness import (
+    ANY,
     DTYPES,
     GPU_KINDS,
     STATISTICS,
@@ -33,6 +34,8 @@ from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bound
 
 import gsbn
 from gsbn import _kernels, reference
+from gsbn._plan import Limits
+from gsbn._plan.forward import ALONE_ROWS
 from gsbn._plan.gemm import MAX_TERMS
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +74,18 @@ def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gem
     arrays = Case(shape, dtype, training).arrays()
     got = forward(kind_of("cupy"), arrays, gemm=gemm, training=training)
     assert_outcome_within(got, *truth_and_bounds(arrays, training=training))
+
+
+@pytest.mark.parametrize("layout", ["C", "F"])
+@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "fused"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 7, 16, 33, 128, 511, ALONE_ROWS])
+@pytest.mark.parametrize("features", [1, 6, 72, 1029, 2200])
+def test_all_rows_of_a_feature_in_one_cta(features: int, rows: int, dtype: str, fused: bool, layout: str) -> None:
+    """What follows a GEMM in training, in one launch or in two: as many threads along a row as there may be."""
+    arrays = Case((rows, 24, features), dtype, True, offset=10.0).arrays()
+    got = forward(kind_of("cupy"), arrays, {"out": layout}, gemm="tiled", training=True, limits=Limits(fused=fused))
+    assert_outcome_within(got, *truth_and_bounds(arrays, training=True))
 
 
 @contextlib.contextmanager
@@ -143,14 +158,18 @@ def exact_training(shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndar
     return {name: a.astype(t) for name, a in arrays.items()}
 
 
-@pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
+@pytest.mark.parametrize(
+    ("gemm", "limits"), [*((gemm, ANY) for gemm in [*GEMMS, "sm90"]), ("tiled", Limits(fused=False))]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_training_on_small_integers_is_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
+def test_training_on_small_integers_is_exact(
+    shape: tuple[int, int, int], dtype: str, gemm: str, limits: Limits
+) -> None:
     arrays = exact_training(shape, dtype)
     options = {"training": True, "eps": 12.0, "momentum": 0.5}
     with refused_by_sm90(gemm):
-        got = forward(kind_of("cupy"), arrays, gemm=gemm, **options)
+        got = forward(kind_of("cupy"), arrays, gemm=gemm, limits=limits, **options)
     truth, limit = truth_and_bounds(arrays, **options)
     np.testing.assert_array_equal(got.y, reference.round_to(truth.y, DTYPES[dtype]))
     np.testing.assert_array_equal(got.running_mean, reference.round_to(truth.running_mean, DTYPES[dtype]))

@@ -108,8 +108,8 @@ def forward(within, shape, dtype, gemm, training, precision="highest", keeps=Fal
 
 
 def tiled(dtype, tile, activation=None):
-    for training in (True, False):  # with scale_stats in three splits, running_affine, normalize
-        forward(limits(tiled=tile), (300, 40, 45), dtype, "tiled", training, activation=activation)
+    for training, fused in ((True, False), (True, True), (False, None)):  # scale_stats has three splits, or none of it
+        forward(limits(tiled=tile, fused=fused), (300, 40, 45), dtype, "tiled", training, activation=activation)
 
 
 def backward(dtype, tile, gemm, precision="highest", activation=None, group=None):

@@ -220,8 +220,9 @@ def expected(line, rates):
     """What the model says of every choice that was measured."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
-    q = for_cublas(p, element)
-    found = {"cublas": cublas_us(q, element, mode == "training", keeps=False, rates=rates) + copies_us(q, rates=rates)}
+    portable = _plan.plan(p, training=mode == "training", precision=precision, gemm="cublas")
+    q, apart = for_cublas(p, element), portable.stats_kernel is not None
+    found = {"cublas": cublas_us(q, element, apart, keeps=False, rates=rates) + copies_us(q, rates=rates)}
     q = taken(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:

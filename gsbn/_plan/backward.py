@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from .copies import in_rows, on_words
 from .cost import copies_us, ieee_us, limb_product_us, product_us
 from .gemm import (
+    LEAST_TERMS,
     MAX_TERMS,
     OneLaunch,
     cheapest_tile,
@@ -169,8 +170,9 @@ def backward_plan(
     # what `needs` leaves out: the bits of the rest are the same.
     columns = ceil_div(n, 64 // size)
     fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
-    resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
-    fused = fused and (columns <= resident if limits.fused is None else limits.fused)
+    waves = ceil_div(columns, (device.with_room() if ranks else device).ctas(FUSED_CTAS))
+    short = waves == 1 or (ranks is None and waves * m <= FUSED_ROWS)  # who waits for other ranks must be there at once
+    fused = fused and (short if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
@@ -285,7 +287,7 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
     ours = limb_product_us(taken, cheapest_tile(taken, "gemm", "limbs").us) + copies_us(taken)
-    return p.k >= 64 and ours < ieee_us(p)
+    return p.k >= LEAST_TERMS and ours < ieee_us(p)
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:

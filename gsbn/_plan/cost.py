@@ -5,7 +5,7 @@ from __future__ import annotations
 from .copies import word
 from .h200 import H200
 from .limbs import limb_pitch
-from .problem import ITEMSIZE, Matmul, ceil_div, round_up
+from .problem import ITEMSIZE, Matmul, ceil_div
 from .rates import Rates
 from .variants import SM90_BLOCK_N, stages
 
@@ -107,16 +107,15 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
     return rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
 
 
-def cublas_us(p: Matmul, element: str, training: bool, *, keeps: bool, rates: Rates = H200) -> float:
-    """A forward by cuBLAS and two launches more."""
+def cublas_us(p: Matmul, element: str, apart: bool, *, keeps: bool, rates: Rates = H200) -> float:
+    """A forward by cuBLAS and a launch more, or two where the statistics are made `apart`."""
     m, n, k, dtype, *_ = p
     size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb
-    us = rates.cublas_call_us[training] + (rates.ieee_call_us if element == "limbs" else 0.0)
+    us = rates.cublas_call_us[apart] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
     us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    # Of rows of fewer than 128 features a warp of scale_stats leaves lanes idle.
-    return us + (4e-6 * m * round_up(n, 128) / rates.g_rate[cold] if training else 0.0)
+    return us + (g / rates.g_rate[cold] if apart else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:

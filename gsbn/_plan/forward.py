@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from .copies import in_rows
 from .cost import copies_us, cublas_us, split_us
 from .gemm import (
+    LEAST_TERMS,
     OneLaunch,
     cheapest_tile,
     cublas_obstacle,
@@ -24,6 +25,7 @@ from .problem import (
     INT32_MAX,
     ITEMSIZE,
     SPLITS,
+    Device,
     Matmul,
     Matrix,
     ceil_div,
@@ -38,7 +40,6 @@ from .variants import (
     element_for,
     merge_statistics,
     normalize,
-    running_affine,
     scale_stats,
     with_activation,
 )
@@ -48,6 +49,7 @@ __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
+ALONE_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
 
 
 class Keep(NamedTuple):
@@ -70,7 +72,6 @@ class Plan(NamedTuple):
     stats_grid: int
     stats_rows: int
     splits: int
-    affine_grid: int
     merge_grid: int
     normalize_grid: int
     normalize_rows: int
@@ -84,9 +85,8 @@ class Plan(NamedTuple):
     gemm_kernel: Kernel | None
     gemm_grid: int
     gemm_block: int
-    stats_kernel: Kernel
+    stats_kernel: Kernel | None  # None where normalize makes the constants itself
     merge_kernel: Kernel
-    affine_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
     product: OneLaunch | None  # g alone, by forward_sm90
@@ -144,13 +144,18 @@ def plan(
         kept = kept_dtype(dtype, m, training=training)
         keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
 
-    blocks, along = threads_along(n, 16 // g_size)  # 16 bytes of g a thread
+    alone = _alone(p, training, cumulative, ranks)
+    constants = "running" if not training else "batch" if alone else "workspace"
+    columns = 16 // g_size  # 16 bytes of g a thread
+    blocks, along = _threads_alone(m, n, columns, device) if alone else threads_along(n, columns)
     rows = THREADS // along  # of a CTA at once
     splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
     row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
+    if alone:
+        splits, row_blocks, normalize_rows = 1, 1, m
 
     affine = 0
-    partials = round_up(affine + 4 * ldg * g_size, 256)
+    partials = round_up(affine + (4 * ldg * g_size if constants == "workspace" else 0), 256)
     tickets = round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
     tickets_bytes = blocks * 4 if training and splits > 1 else 0
     g = round_up(tickets + tickets_bytes, 256)
@@ -192,7 +197,6 @@ def plan(
         stats_grid=device.grid(blocks * splits),
         stats_rows=stats_rows,
         splits=splits,
-        affine_grid=device.grid(ceil_div(n, THREADS)),
         merge_grid=waiting_grid(n, device),
         normalize_grid=device.grid(blocks * row_blocks),
         normalize_rows=normalize_rows,
@@ -206,17 +210,31 @@ def plan(
         gemm_kernel=kernel,
         gemm_grid=grid,
         gemm_block=block,
-        stats_kernel=scale_stats(dtype),
+        stats_kernel=scale_stats(dtype) if constants == "workspace" else None,
         merge_kernel=merge_statistics(dtype),
-        affine_kernel=running_affine(dtype),
         normalize_kernel=with_activation(
-            normalize(dtype, keep.dtype if keep is not None and training else None), activation
+            normalize(dtype, keep.dtype if keep is not None and training else None, constants), activation
         ),
         one=one,
         product=product,
         limbs=split,
         keep=keep,
     )
+
+
+def _alone(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
+    """Whether normalize makes the statistics, too, a CTA having all rows of its columns: nobody else's sums are needed,
+    and no other CTA reads the count of batches."""
+    return training and ranks is None and not cumulative and p.m <= ALONE_ROWS and p.limits.fused is not False
+
+
+def _threads_alone(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
+    """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
+    that keep all SMs busy, or the narrowest, 32 bytes."""
+    along = 2
+    while 2 * along <= min(32, STATS_GROUP * THREADS // m) and ceil_div(n, 2 * along * columns) >= device.sms:
+        along *= 2
+    return ceil_div(n, along * columns), along
 
 
 def gemm_for(
@@ -246,14 +264,15 @@ def gemm_for(
         element = element_for(p.dtype, precision)
         if ranks == "between" and element != "limbs":
             return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
-        if element == "limbs" and p.k < 64:
+        if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features"
         taken = for_sm90(p, element)
         inside = ranks == "inside"
         tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
         ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
-        if cublas_us(theirs, element, training, keeps=saved) + copies_us(theirs) < ours:
+        apart = training and not _alone(p, training, cumulative, ranks)
+        if cublas_us(theirs, element, apart, keeps=saved) + copies_us(theirs) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]

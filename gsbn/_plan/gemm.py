@@ -31,6 +31,7 @@ from .variants import (
 
 __all__ = [
     "CUBLAS_SMS",
+    "LEAST_TERMS",
     "MAX_TERMS",
     "Limbs",
     "OneLaunch",
@@ -55,6 +56,8 @@ PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in p
 # Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
 # the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
 MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
+
+LEAST_TERMS = 64  # from which on limbs are taken by themselves: few errors of theirs do not average out in a variance
 
 
 class Limbs(NamedTuple):

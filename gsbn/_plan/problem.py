@@ -114,7 +114,7 @@ class Limits(NamedTuple):
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
     whole: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    fused: bool | None = None  # the backward's passes in one launch where its rows allow it, or never
+    fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs
 
 
@@ -149,10 +149,12 @@ def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
 
 
 def threads_along(n: int, columns: int) -> tuple[int, int]:
-    """Cut n columns into blocks of equal width, a warp at most: (blocks, threads of so many columns each)."""
-    threads = ceil_div(n, columns)
-    blocks = ceil_div(threads, 32)
-    return blocks, ceil_div(threads, blocks)
+    """Blocks of columns and threads along a row, of so many columns each: a power of two, and a warp at most.
+
+    A CTA then has a power of two of rows at once: what rounding makes of their sums is the same at any width.
+    """
+    along = min(32, 1 << (ceil_div(n, columns) - 1).bit_length())
+    return ceil_div(n, along * columns), along
 
 
 def ceil_div(a: int, b: int) -> int:

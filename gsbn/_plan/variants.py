@@ -14,6 +14,7 @@ __all__ = [
     "CLUSTERS",
     "CLUSTERS_OF_RANKS",
     "COLUMN",
+    "CONSTANTS",
     "ELEMENTS",
     "MODES",
     "RING",
@@ -37,7 +38,6 @@ __all__ = [
     "largest_block",
     "merge_statistics",
     "normalize",
-    "running_affine",
     "scale_stats",
     "split_limbs",
     "split_rows_at_once",
@@ -46,7 +46,8 @@ __all__ = [
     "with_activation",
 ]
 
-THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize, running_affine and fold; of forward_sm90
+THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize and fold; of forward_sm90
+CONSTANTS = {"workspace": 0, "running": 1, "batch": 2}  # normalize's, where those of a feature come from
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
 # "gemm" is for limbs, the backward, and the bench; the last two are other ways to train
@@ -102,8 +103,10 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield from backward_kernels(dtype, kept, training=training)
             if dtype == "float32":
                 yield backward_kernels(dtype, kept, training=training, across=True)[1]
-        yield from (normalize(dtype, kept) for kept in (None, *sorted(kept_in_training)))
-        yield from (scale_stats(dtype), merge_statistics(dtype), running_affine(dtype))
+        yield normalize(dtype, constants="running")
+        for of_kept, constants in itertools.product((None, *sorted(kept_in_training)), ("workspace", "batch")):
+            yield normalize(dtype, of_kept, constants)
+        yield from (scale_stats(dtype), merge_statistics(dtype))
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
@@ -141,19 +144,16 @@ def merge_statistics(dtype: str) -> Kernel:
     return scale_stats(dtype)._replace(name="merge_statistics")
 
 
-def running_affine(dtype: str) -> Kernel:
-    """The variant of running_affine for an x of this dtype."""
-    return scale_stats(dtype)._replace(name="running_affine")
-
-
 def fold(dtype: str) -> Kernel:
     """The variant of fold for a weight of this dtype."""
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
 
 
-def normalize(dtype: str, kept: str | None = None) -> Kernel:
-    """The variant of normalize for a y of this dtype, and for keeping g - m in another, or in the same."""
-    defines = (("G_TYPE", "double" if dtype == "float64" else "float"), ("Y_TYPE", C_TYPE[dtype]))
+def normalize(dtype: str, kept: str | None = None, constants: str = "workspace") -> Kernel:
+    """The variant of normalize for a y of this dtype, for keeping g - m in another, or in the same, and for where the
+    constants come from, one of CONSTANTS."""
+    g_type, made = "double" if dtype == "float64" else "float", str(CONSTANTS[constants])
+    defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("CONSTANTS", made))
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
 
 

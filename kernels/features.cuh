@@ -1,0 +1,196 @@
+// What scale_stats and normalize share: the statistics of a feature, and the constants that y is made with. No kernels.
+//
+//   m_j = mean_i g_ij     v_j = mean_i (g_ij - m_j)^2     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
+//   running_mean <- (1 - mu) running_mean + mu s (m + b)
+//   running_var  <- (1 - mu) running_var + mu s^2 v B / (B - 1)
+//
+// The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
+//
+// A thread has VEC columns of a group of rows in registers. It takes their mean, then the squared deviations about that
+// mean (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT
+// rows:
+//   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
+//   mean = p + first / n,  M2 = second - first^2 / n
+// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
+// PIVOT (p - mean)^2 <= M2 by convexity. In an order that depends on the shape alone; equal rows give exactly M2 = 0.
+#pragma once
+#include "common.cuh"
+
+#ifndef G_TYPE
+#define G_TYPE float
+#endif
+using G = G_TYPE;
+
+struct Problem {
+    long long m, n;            // B, O
+    long long ldg;             // row pitch of g, of the deviations and of the rows in the workspace, in elements
+    long long y_row, y_col;    // strides of y, in elements
+    long long along;           // threads along a row of g
+    long long stats_rows;      // rows of g in an item of scale_stats
+    long long normalize_rows;  // and of normalize
+    long long splits;          // items that share a column block
+    long long affine, partials, tickets;                            // where they start in the workspace, in bytes
+    long long flags;                                                // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_UNITS
+    long long signature;                                            // what this call is, of a group
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double momentum, eps, number;  // number: the scale of all features, where there is no vector
+};
+
+constexpr int VEC = 16 / sizeof(G);
+constexpr int THREADS = 256;
+constexpr int PIVOT = sizeof(G) == 8 ? 16 : 1;
+
+// A power of two of float32 within a factor of 2 above the spread: a deviation is at most sqrt(B) of them. 1 for none.
+__device__ inline double unit_near(double spread) {
+    return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
+}
+
+// The arguments of feature c, on their way.
+struct Arguments {
+    Fetched s, gamma, beta, b, mean, var;
+
+    Arguments() = default;
+    __device__ Arguments(const Problem& p, long long c, const void* bias, const void* scale, const void* gamma,
+                         const void* beta, const void* running_mean, const void* running_var)
+        : s(fetch(scale, p.scale, c)),
+          gamma(fetch(gamma, p.gamma, c)),
+          beta(fetch(beta, p.beta, c)),
+          b(fetch(bias, p.bias, c)),
+          mean(fetch(running_mean, p.running_mean, c)),
+          var(fetch(running_var, p.running_var, c)) {}
+};
+
+// All that follows from mean and M2 of feature c over `rows` rows.
+struct Feature {
+    double rows, mean, m2, s, v, gamma, a, beta;
+
+    Feature() = default;
+    __device__ Feature(const Problem& p, double rows, double mean, double m2, const Arguments& of)
+        : rows(rows),
+          mean(mean),
+          m2(m2),
+          s(of.s.or_else(p.number)),
+          v(m2 / rows),
+          gamma(of.gamma.or_else(1.0)),
+          a(gamma * s * (1.0 / sqrt(s * s * v + p.eps))),
+          beta(of.beta.or_else(0.0)) {}
+
+    // What the backward wants, and the running statistics; `batches`: the count before this one.
+    __device__ __forceinline__ void store(const Problem& p, long long c, const Arguments& of, long long batches,
+                                          bool tracked, void* running_mean, void* running_var, double* saved) const {
+        if (saved != nullptr) {
+            const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+            store_saved(saved, p.n, c, s, gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta));
+        }
+        if (p.running_mean != 0 && tracked) {
+            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+            const double to_mean = s * (mean + of.b.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
+            store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean.or_else(0.0) + mu * to_mean);
+            store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var.or_else(0.0) + mu * to_var);
+        }
+    }
+};
+
+// The mean of the first `rows` rows of VEC columns, at most PIVOT of them.
+__device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long pitch, long long rows, int inside) {
+    Vector<G, VEC> pivot = {};
+    const int pivots = static_cast<int>(min(rows, static_cast<long long>(PIVOT)));
+    for (int i = 0; i < pivots; ++i) {
+        const Vector<G, VEC> at = load<G, VEC>(from + i * pitch, inside);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
+    }
+    return pivot;
+}
+
+__constant__ double RECIPROCAL[] = {0.0,      1.0,      1.0 / 2,  1.0 / 3,  1.0 / 4,  1.0 / 5,
+                                    1.0 / 6,  1.0 / 7,  1.0 / 8,  1.0 / 9,  1.0 / 10, 1.0 / 11,
+                                    1.0 / 12, 1.0 / 13, 1.0 / 14, 1.0 / 15, 1.0 / 16};
+
+// Adds a group of rows, of which a thread has every so many, to `first` and `second`: `count` of them, at least one.
+template <int GROUP>
+__device__ __forceinline__ void add_group(const G* from, long long step, int count, int inside,
+                                          const Vector<G, VEC>& pivot, double (&first)[VEC], double (&second)[VEC]) {
+    Vector<G, VEC> at[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * step, i < count ? inside : 0);
+    const double inverse = RECIPROCAL[count];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        G centre = 0;  // summed already scaled: no overflow where the mean itself has none
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
+        G left = 0, squares = 0;  // left: what the rounding of centre left over
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            const G d = i < count ? at[i].at[j] - centre : G(0);
+            left += d;
+            squares += d * d;
+        }
+        const double shift = left * inverse;
+        const double d = static_cast<double>(centre) - pivot.at[j] + shift;
+        first[j] += count * d;
+        second[j] += squares - shift * left + count * d * d;
+    }
+}
+
+// Adds all of a thread's rows from `row` to `end`, in groups.
+template <int GROUP>
+__device__ __forceinline__ void add_rows(const G* from, long long row, long long end, int at_once, long long pitch,
+                                         int inside, const Vector<G, VEC>& pivot, double (&first)[VEC],
+                                         double (&second)[VEC]) {
+    const long long step = at_once * pitch;
+    for (; row < end; row += GROUP * at_once, from += GROUP * step) {
+        const int left = static_cast<int>(min(end - row, static_cast<long long>(GROUP * at_once)));
+        const int count = left == GROUP * at_once ? GROUP : (left + at_once - 1) / at_once;
+        add_group<GROUP>(from, step, count, inside, pivot, first, second);
+    }
+}
+
+struct Moments {
+    double mean, m2;
+    // Of `rows` rows about a pivot.
+    __device__ Moments(double pivot, double first, double second, double rows) {
+        const double shift = first / rows, spread = second - first * shift;
+        mean = pivot + shift;
+        m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
+    }
+};
+
+// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
+// s = 0: where g + b is zero), if that lies among the first rows; else the first of them, which is no further from the
+// others than they are.
+__device__ inline double centre_near(double middle, const G* g, const Problem& p) {
+    const double first = isfinite(*g) ? *g : 0.0;
+    double spread = 0.0;
+    for (long long i = 1; i < min(p.m, 8LL); ++i) spread = fmax(spread, fabs(g[i * p.ldg] - first));
+    return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
+}
+
+// The same constants of feature c from the running statistics, for inference.
+//   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
+// Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
+// with all that they multiply, m is 0 and what it stands for moves into beta.
+__device__ __forceinline__ void store_running(const Problem& p, long long c, const Arguments& of, const G* g, G* affine,
+                                              long long pitch, long long at, double* saved) {
+    const double s = of.s.or_else(p.number), r = 1.0 / sqrt(of.var.or_else(1.0) + p.eps);
+    const double b = of.b.or_else(0.0), mean = of.mean.or_else(0.0), gamma_r = of.gamma.or_else(1.0) * r;
+    const double middle = (s == 0.0 ? 0.0 : mean / s) - b;
+    constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
+    const double a = gamma_r * s;
+    const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
+    const double m = within ? middle : 0.0;
+    const double offset = (within ? 0.0 : gamma_r * fma(s, b, -mean)) + of.beta.or_else(0.0);
+    store_affine(affine, pitch, at, m, a, offset);
+    if (saved == nullptr) return;
+    const double centre = centre_near(middle, g + c, p);
+    saved[SAVED_A * p.n + c] = a;
+    saved[SAVED_SCALE * p.n + c] = gamma_r;
+    saved[SAVED_GAMMA * p.n + c] = r;
+    saved[SAVED_CENTRE * p.n + c] = centre;
+    saved[SAVED_BIASED * p.n + c] = centre + b;
+    saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
+    saved[SAVED_S * p.n + c] = s;
+    saved[SAVED_M * p.n + c] = m;
+    saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);
+}
