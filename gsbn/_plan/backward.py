@@ -166,9 +166,10 @@ def backward_plan(
     step = RING * (THREADS // along)
     splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), step)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
-    # what `needs` leaves out: the bits of the rest are the same.
-    columns = ceil_div(n, 64 // size)
+    # All rows of some columns by one CTA, 64 bytes or, to keep all SMs busy, 32: nobody else's sums are needed. Unlike
+    # `across`, it does not depend on what `needs` leaves out: the bits of the rest are the same.
+    narrow = 4 if ceil_div(n, 64 // size) >= device.sms else 2
+    columns = ceil_div(n, narrow * 16 // size)
     fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
     waves = ceil_div(columns, (device.with_room() if ranks else device).ctas(FUSED_CTAS))
     short = waves == 1 or (ranks is None and waves * m <= FUSED_ROWS)  # who waits for other ranks must be there at once
@@ -197,7 +198,7 @@ def backward_plan(
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=vector_dy,
-        along=along,
+        along=narrow if fused else along,
         pitch=pitch,
         across=across,
         sums_grid=device.grid(columns if fused else blocks * splits),
