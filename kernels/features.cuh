@@ -103,7 +103,7 @@ __device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long
     return pivot;
 }
 
-// of the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one before
+// One over the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one before
 __constant__ double RECIPROCAL[] = {0.0,      1.0,      1.0 / 2,  1.0 / 3,  1.0 / 4,  1.0 / 5,
                                     1.0 / 6,  1.0 / 7,  1.0 / 8,  1.0 / 9,  1.0 / 10, 1.0 / 11,
                                     1.0 / 12, 1.0 / 13, 1.0 / 14, 1.0 / 15, 1.0 / 16};

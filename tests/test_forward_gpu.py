@@ -35,7 +35,7 @@ from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bound
 import gsbn
 from gsbn import _kernels, reference
 from gsbn._plan import Limits
-from gsbn._plan.forward import ALONE_ROWS
+from gsbn._plan.forward import ONE_PASS_ROWS
 from gsbn._plan.gemm import MAX_TERMS
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gem
 @pytest.mark.parametrize("layout", ["C", "F"])
 @pytest.mark.parametrize("fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 7, 16, 33, 128, 511, ALONE_ROWS])
+@pytest.mark.parametrize("rows", [2, 7, 16, 33, 128, 511, ONE_PASS_ROWS])
 @pytest.mark.parametrize("features", [1, 6, 72, 1029, 2200])
 def test_all_rows_of_a_feature_in_one_cta(features: int, rows: int, dtype: str, fused: bool, layout: str) -> None:
     """What follows a GEMM in training, in one launch or in two: as many threads along a row as there may be."""

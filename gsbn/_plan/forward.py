@@ -49,7 +49,7 @@ __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
-ALONE_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
+ONE_PASS_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
 
 
 class Keep(NamedTuple):
@@ -144,14 +144,14 @@ def plan(
         kept = kept_dtype(dtype, m, training=training)
         keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
 
-    alone = _alone(p, training, cumulative, ranks)
-    constants = "running" if not training else "batch" if alone else "workspace"
+    one_pass = _one_pass(p, training, cumulative, ranks)
+    constants = "running" if not training else "batch" if one_pass else "workspace"
     columns = 16 // g_size  # 16 bytes of g a thread
-    blocks, along = _threads_alone(m, n, columns, device) if alone else threads_along(n, columns)
+    blocks, along = _one_pass_threads(m, n, columns, device) if one_pass else threads_along(n, columns)
     rows = THREADS // along  # of a CTA at once
     splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
     row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
-    if alone:
+    if one_pass:
         splits, row_blocks, normalize_rows = 1, 1, m
 
     affine = 0
@@ -222,13 +222,13 @@ def plan(
     )
 
 
-def _alone(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
+def _one_pass(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
     """Whether normalize makes the statistics, too, a CTA having all rows of its columns: nobody else's sums are needed,
     and no other CTA reads the count of batches."""
-    return training and ranks is None and not cumulative and p.m <= ALONE_ROWS and p.limits.fused is not False
+    return training and ranks is None and not cumulative and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
-def _threads_alone(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
+def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
     """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
     that keep all SMs busy, or the narrowest, 32 bytes."""
     along = 2
@@ -271,7 +271,7 @@ def gemm_for(
         tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
         ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
-        apart = training and not _alone(p, training, cumulative, ranks)
+        apart = training and not _one_pass(p, training, cumulative, ranks)
         if cublas_us(theirs, element, apart, keeps=saved) + copies_us(theirs) < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch"
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
