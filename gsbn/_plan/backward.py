@@ -170,9 +170,8 @@ def backward_plan(
     # what `needs` leaves out: the bits of the rest are the same.
     columns = ceil_div(n, 64 // size)
     fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
-    waves = ceil_div(columns, (device.with_room() if ranks else device).ctas(FUSED_CTAS))
-    short = waves == 1 or (ranks is None and waves * m <= FUSED_ROWS)  # who waits for other ranks must be there at once
-    fused = fused and (short if limits.fused is None else limits.fused)
+    at_once = columns <= (device.with_room() if ranks else device).ctas(FUSED_CTAS)  # several waves lose up to 5 us
+    fused = fused and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
