@@ -117,16 +117,18 @@ def forward(
         What y is put through before it is written: "relu" is max(y, 0), NaN passes. None is nothing.
     precision : {"highest", "high"}
         For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
-        GPU and the GEMM have it. With "sm90", "highest" goes through two float16 limbs an operand (`docs/float32.md`):
-        an element beside one 2^16 times its size in the same row loses digits, which "cublas" keeps.
+        GPU and the GEMM have it. With "sm90", and from 64 input features on with "tiled" where g is made twice,
+        "highest" goes through two float16 limbs an operand (`docs/float32.md`): an element beside one 2^16 times its
+        size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "sm90" is the whole forward in one launch on Hopper, for all but float64; with `return_saved` in training only,
         in 16 bits from 17 rows on; with at most 32768 input features, 262144 in bfloat16. float32 at "highest" has a
         launch before it, which makes limbs, and takes any number of input features; with rows of y that do not start
-        and end on 16 bytes it is the GEMM alone, with two launches after it. In other dtypes such rows of x, weight or
+        and end on 16 bytes it is the GEMM alone, with the launches after it. In other dtypes such rows of x, weight or
         y cost a launch more, which copies the operands, and one that copies y.
-        "cublas" is cuBLAS, "tiled" gsbn's own portable kernel; "auto" takes the fastest that serves. After one call of
-        the same kind any can be captured in a CUDA graph.
+        "cublas" is cuBLAS, "tiled" gsbn's own kernels for all else: a portable product and, on Hopper, where rows of x
+        are many and short, two launches that make g, each for itself, and never write it. "auto" takes the fastest that
+        serves. After one call of the same kind any can be captured in a CUDA graph.
     sms : int, optional
         At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in

@@ -116,6 +116,7 @@ def prepare_call(
         cumulative=momentum is None,
         units=plan.keep is not None and plan.keep.dtype == "float16",
         alone=plan.one is not None and not plan.one.cooperative,
+        running=not training,
     )
     fields = {
         "m": m,
@@ -131,10 +132,10 @@ def prepare_call(
         "stats_rows": plan.stats_rows,
         "normalize_rows": plan.normalize_rows,
         "splits": plan.splits,
+        "merge_columns": plan.merge_columns,
         "panel": plan.one.panel if plan.one is not None else 0,
         "affine": plan.affine,
         "partials": plan.partials,
-        "tickets": plan.tickets,
         "flags": flags,
         "signature": signature(f"forward of {n} features, {x.dtype}") if group is not None else 0,
         **vector_codes(views),
@@ -195,7 +196,8 @@ def prepare_call(
         workspace = call.at(0)
         g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
         q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-        if m == 0:  # the group's other ranks have some
+        of_g = {"x": of_x, "w": of_w} if plan.narrow else {"g": g}
+        if m == 0 or plan.narrow:  # the group's other ranks have some; or g is made by what follows
             pass
         elif plan.product is not None:
             if plan.limbs.of:
@@ -209,28 +211,27 @@ def prepare_call(
         else:
             cublas = CublasGemm(q, precision, device, wide=True)
             call.multiply(cublas, of_x, of_w, g, call.lend(cublas.workspace))
-        of_posted = ABSENT if group is None else call.at(posted)
         if plan.stats_kernel is not None and m:
-            if plan.tickets_bytes:
-                call.clear(call.at(plan.tickets), plan.tickets_bytes)
-            passed = {"g": g, "workspace": workspace, **own, "num_batches_tracked": "num_batches_tracked"}
-            passed |= {"saved": vectors, "posted": of_posted}
-            call.launch(plan.stats_kernel, plan.stats_grid, fields, passed)
-        if group is not None:
-            of_gathered = ABSENT
-            if exchange is not None and not exchange.waits:
-                of_gathered = call.at(gathered)
-                if m == 0:
-                    call.clear(of_posted, 8 * letters(n))
-                call.gather(exchange, letters(n), of_posted, of_gathered)
-            passed = {"posted": of_posted, "ranks": "ranks", "gathered": of_gathered, "workspace": workspace, **own}
+            call.launch(plan.stats_kernel, plan.stats_grid, fields, {**of_g, "workspace": workspace}, plan.block)
+        if plan.stats_kernel is not None:
+            passed = {"workspace": workspace, "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **own}
             passed |= {"num_batches_tracked": count, "saved": vectors}
+            if exchange is not None and not exchange.waits:
+                passed |= {"posted": call.at(posted), "gathered": call.at(gathered)}
+                if m == 0:
+                    call.clear(passed["posted"], 8 * letters(n))
+                else:
+                    call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
+                call.gather(exchange, letters(n), passed["posted"], passed["gathered"])
+                passed["posted"] = ABSENT
+            if group is not None:
+                passed["ranks"] = "ranks"
             call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
-            count = ABSENT  # it has counted
+            count = count if group is None else ABSENT  # it has counted
         if m:
-            passed = {"g": g, "y": y, "workspace": workspace, **own, "num_batches_tracked": count}
+            passed = {**of_g, "y": y, "workspace": workspace, **own, "num_batches_tracked": count}
             passed |= {"deviations": deviations, "saved": vectors}
-            call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed)
+            call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed, plan.block)
 
     dtypes = None if plan.keep is None else vector_dtypes(kind, arrays)
     found = ForwardCall(views, bool(training), call, call.describe(plan.gemm, plan.why), dtypes)

@@ -86,3 +86,22 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     }
     return d;
 }
+
+// Whether deviations of this type are kept in units of each feature's own (SAVED_UNIT).
+template <typename A>
+constexpr bool in_units = false;
+template <>
+constexpr bool in_units<__half> = true;
+
+// g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
+// two parts. An activation then sees u as the backward will.
+template <typename T, typename K, typename G>
+__device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset, G& u) {
+    if constexpr (sizeof(K) > sizeof(G)) {
+        const K exact = (static_cast<K>(g) - m) - m_low;
+        if (Activation<T>::JUMPS) u = fma(static_cast<K>(slope), exact, static_cast<K>(offset));
+        return exact;
+    } else {
+        return settle<T, K>(d, slope, offset);
+    }
+}

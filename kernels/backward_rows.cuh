@@ -2,6 +2,7 @@
 // in shared memory. No kernels.
 #pragma once
 #include "activation.cuh"
+#include "async_copy.cuh"
 
 #ifndef T_TYPE
 #define T_TYPE float
@@ -47,27 +48,6 @@ __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
                  "r"(word[3])
                  : "memory");
-}
-
-// 16 bytes from global to shared memory, asynchronously from Ampere on.
-__device__ inline void copy_async(uint4* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-#else
-    *to = *static_cast<const uint4*>(from);
-#endif
-}
-__device__ inline void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-template <int PENDING>
-__device__ inline void await_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-#endif
 }
 
 // A thread's `count` rows of dy and d, VEC columns of first, first + step, ... in this order; zeros beyond. Whole ones

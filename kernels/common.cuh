@@ -14,6 +14,7 @@ enum : long long {
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
     FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
+    FLAG_RUNNING = 64,    // inference: what y is made with comes from the running statistics
 };
 
 __device__ inline float to_float(float v) { return v; }

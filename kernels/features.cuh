@@ -1,4 +1,4 @@
-// What scale_stats and normalize share: the statistics of a feature, and the constants that y is made with. No kernels.
+// What the portable passes share: the statistics of a feature, and the constants that y is made with. No kernels.
 //
 //   m_j = mean_i g_ij     v_j = mean_i (g_ij - m_j)^2     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
 //   running_mean <- (1 - mu) running_mean + mu s (m + b)
@@ -22,16 +22,18 @@
 using G = G_TYPE;
 
 struct Problem {
-    long long m, n;            // B, O
-    long long ldg;             // row pitch of g, of the deviations and of the rows in the workspace, in elements
-    long long y_row, y_col;    // strides of y, in elements
-    long long along;           // threads along a row of g
-    long long stats_rows;      // rows of g in an item of scale_stats
-    long long normalize_rows;  // and of normalize
-    long long splits;          // items that share a column block
-    long long affine, partials, tickets;                            // where they start in the workspace, in bytes
-    long long flags;                                                // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_UNITS
-    long long signature;                                            // what this call is, of a group
+    long long m, n, k;           // B, O, I
+    long long ldx, ldw;          // row pitches of x and of the weight, in elements
+    long long ldg;               // row pitch of g, of the deviations and of the rows in the workspace, in elements
+    long long y_row, y_col;      // strides of y, in elements
+    long long along;             // threads along a row of g
+    long long stats_rows;        // rows of g in an item of scale_stats
+    long long normalize_rows;    // and of normalize
+    long long splits;            // items of scale_stats that share a column block
+    long long merge_columns;     // columns in an item of merge_statistics
+    long long affine, partials;  // where they start in the workspace, in bytes
+    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING
+    long long signature;         // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };

@@ -5,7 +5,7 @@
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // Where the constants of a feature come from (CONSTANTS):
-//   0  scale_stats has left them in the workspace.
+//   0  merge_statistics has left them in the workspace.
 //   1  The running statistics, inference: each CTA makes those of its columns.
 //   2  The batch, of few rows: a CTA has all rows of its columns, and makes the statistics first (features.cuh). It then
 //      reads g again, mostly from its L1.
@@ -35,27 +35,9 @@ constexpr bool KEEPS = false;
 #endif
 using D = D_TYPE;
 
-template <typename A>
-constexpr bool in_units = false;
-template <>
-constexpr bool in_units<__half> = true;
-
 constexpr int UNROLL = 4;
 constexpr int CTAS = OF_BATCH ? 2 : KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
 constexpr int WIDEST = 32 * VEC;                    // columns of a block
-
-// g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
-// two parts. An activation then sees u as the backward will.
-template <typename K>
-__device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset, G& u) {
-    if constexpr (sizeof(K) > sizeof(G)) {
-        const K exact = (static_cast<K>(g) - m) - m_low;
-        if (Activation<Y>::JUMPS) u = fma(static_cast<K>(slope), exact, static_cast<K>(offset));
-        return exact;
-    } else {
-        return settle<Y, K>(d, slope, offset);
-    }
-}
 
 // Adds what the lanes with the same columns have; every one of them gets the sum.
 __device__ __forceinline__ double sum_of_columns(double v, int along) {
@@ -172,8 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 const G d = (in.at[j] - m.at[j]) - m_low.at[j];
                 G u = fma(a.at[j], d, offset.at[j]);
                 if (KEEPS)
-                    kept.at[j] = deviation<D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d,
-                                              slope.at[j], offset.at[j], u);
+                    kept.at[j] =
+                        deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d,
+                                        slope.at[j], offset.at[j], u);
                 from_float(Activation<Y>::of(u), out.at[j]);
             }
             return out;

@@ -37,6 +37,8 @@ from gsbn._plan.variants import (
     CLUSTERS,
     ELEMENTS,
     MODES,
+    NARROW_CHUNKS,
+    NARROW_FEATURES,
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
@@ -154,6 +156,16 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
     return multiply(within, shape, dtype, precision)
 
 
+def narrow(element, features, chunks, activation):
+    """The kernels that make g twice: inference, training, and training that saves."""
+    dtype = element if element in ("float16", "bfloat16") else "float32"
+    size = 2 if dtype != "float32" else 4
+    k = 200 if element == "limbs" else (64 * chunks - 16) // size
+    for training, saved in ((False, False), (True, False), (True, True)):
+        shape, precision = (2055, k, features - 3), "high" if element == "tf32" else "highest"
+        forward(limits(narrow=True), shape, dtype, "tiled", training, precision, saved, activation)
+
+
 def product_of(name, dtype, block_m, cluster):
     """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
     shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows, k and features fill no tile
@@ -185,6 +197,10 @@ def variants():
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
     for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
+    for element, features in product(NARROW_CHUNKS, NARROW_FEATURES):
+        for chunks, activation in product(NARROW_CHUNKS[element], (None, *ACTIVATIONS)):
+            end = f" {activation}" if activation else ""
+            yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
@@ -214,7 +230,7 @@ def main():
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
-        of_hopper = name.startswith("sm90") or "limbs" in name
+        of_hopper = name.startswith(("sm90", "narrow")) or "limbs" in name
         if words <= set(name.split()) and (hopper or not of_hopper):
             NAME = name
             with cp.cuda.using_allocator(cleared if CLEAR and of_hopper else None):

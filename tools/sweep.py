@@ -5,10 +5,10 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice and "whole" where a cluster
-has all rows; "sm90", its bare GEMM and two launches, where it has no tiles; and the portable path on cuBLAS, with
-PyTorch eager beside them. Times are of the device, calls back to back behind a kernel that keeps it busy while the host
-enqueues; each choice's result is held to cuBLAS's.
+tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice and "whole" where a
+cluster has all rows; "narrow", the kernels that make g twice; "sm90", its bare GEMM and two launches, where it has no
+tiles; and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back
+behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -27,6 +27,7 @@ from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us, split_us
 from gsbn._plan.gemm import candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
+from gsbn._plan.narrow import narrow_forward, narrow_obstacle
 from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -52,17 +53,19 @@ FAMILIES = [  # rows; features in and out, and what they are multiples of
     ((32, 16384), (32, 16384), 8),
     ((64, 16384), (64, 4200), 1),
 ]
+NARROW = ((4_000, 2_000_000), (8, 128), 8)
 
 
-def shapes(count=200):
+def shapes(count=200, narrow=40):
     """The named ones, then a low-discrepancy sequence on a log scale, over four families in turn.
 
-    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not.
+    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. At last many rows of few
+    features.
     """
     found = list(NAMED)
     steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
-    for index in range(1, count + 1):
-        (few, many), (least, most), multiple = FAMILIES[index % len(FAMILIES)]
+    for index in range(1, count + narrow + 1):
+        (few, many), (least, most), multiple = FAMILIES[index % len(FAMILIES)] if index <= count else NARROW
         b, i, o = ((0.5 + index * step) % 1 for step in steps)
         b, i, o = few * (many / few) ** b, *(least * (most / least) ** n for n in (i, o))
         i, o = (max(least, round(n / multiple) * multiple) | (multiple == 1) for n in (i, o))
@@ -102,11 +105,11 @@ def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
-    allowed = {"recompute": twice, "whole": whole, "split": split}
+    allowed = {"recompute": twice, "whole": whole, "split": split, "narrow": "narrow" in among}
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
-        return decided.gemm
+        return "narrow" if decided.narrow else decided.gemm
     of_kernel = int(dict(decided.one.kernel.defines)["MODE"])
     return name_of(decided.one, next(name for name, number in KERNEL_MODES.items() if number == of_kernel))
 
@@ -185,6 +188,11 @@ def measure(limit, skip, dtypes):
                 y.fill_(float("nan"))
                 runs[name] = forced(ours, "sm90", tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
+            if narrow_obstacle(problem(shape, dtype), precision, training, False) is None:
+                runs["narrow"] = partial(ours, Limits(narrow=True), "auto")
+                y.fill_(float("nan"))
+                runs["narrow"]()
+                error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
             runs["eager"] = eager
             eager()
             samples = {name: [seconds(run, 3)] for name, run in runs.items()}
@@ -223,6 +231,8 @@ def expected(line, rates):
     portable = _plan.plan(p, training=mode == "training", precision=precision, gemm="cublas")
     q, apart = for_cublas(p, element), portable.stats_kernel is not None
     found = {"cublas": cublas_us(q, element, apart, keeps=False, rates=rates) + copies_us(q, rates=rates)}
+    if "narrow" in line["us"]:
+        found["narrow"] = narrow_forward(p, precision, training=mode == "training", keeps=False, rates=rates).us
     q = taken(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:

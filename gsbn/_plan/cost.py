@@ -5,7 +5,7 @@ from __future__ import annotations
 from .copies import word
 from .h200 import H200
 from .limbs import limb_pitch
-from .problem import ITEMSIZE, Matmul, ceil_div
+from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .variants import SM90_BLOCK_N, stages
 
@@ -14,6 +14,7 @@ __all__ = [
     "cublas_us",
     "ieee_us",
     "limb_product_us",
+    "narrow_us",
     "one_launch_us",
     "product_us",
     "recompute_us",
@@ -97,6 +98,22 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
     first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
     return rates.call_us["recompute"] + waves * first + (waves - 1) * again + y
+
+
+def narrow_us(
+    p: Matmul, element: str, features: int, at_once: int, *, training: bool, keeps: bool, rates: Rates = H200
+) -> float:
+    """A forward that makes g twice, of rows that are short: its bytes, or what multiplying takes.
+
+    And the weight's way to shared memory. All SMs have so many `features`, and take `at_once` rows.
+    """
+    m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
+    x, y = m * k * size * 1e-6 / rates.narrow_rate, m * n * size * (1 + keeps) * 1e-6 / rates.narrow_rate
+    rows = (m + round_up(m, at_once)) / 2e6
+    product = rows * features * (ceil_div(k * size, 64) * rates.narrow_chunk_us[element] + rates.narrow_row_us)
+    product *= 132 / p.device.sms
+    us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element] + max(x + y, product)
+    return us + max(x, product) if training else us
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:

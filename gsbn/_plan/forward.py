@@ -18,9 +18,9 @@ from .gemm import (
     one_launch,
     sm90_obstacle,
     tiled,
-    waiting_grid,
 )
 from .limbs import Splits, lay_out, split_of
+from .narrow import for_narrow, narrow_forward, narrow_obstacle
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -72,20 +72,21 @@ class Plan(NamedTuple):
     stats_grid: int
     stats_rows: int
     splits: int
+    merge_columns: int
     merge_grid: int
     normalize_grid: int
     normalize_rows: int
     affine: int
     partials: int
-    tickets: int
-    tickets_bytes: int
     g: int
     y: int  # of what is then copied to y
     workspace: int
     gemm_kernel: Kernel | None
     gemm_grid: int
     gemm_block: int
-    stats_kernel: Kernel | None  # None where normalize makes the constants itself
+    block: int  # threads of a CTA of stats_kernel and of normalize_kernel
+    narrow: bool  # stats_kernel and normalize_kernel make g of x, each for itself
+    stats_kernel: Kernel | None  # None where normalize_kernel makes the constants itself
     merge_kernel: Kernel
     normalize_kernel: Kernel
     one: OneLaunch | None
@@ -131,20 +132,23 @@ def plan(
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_size = ITEMSIZE[dtype]
     fused = chosen == "sm90" and ranks != "between" and not _limbs_to_copies(p, element_for(dtype, precision))
-    taken = _taken(p, chosen, element_for(dtype, precision), fused)
+    narrow = None
+    if chosen == "tiled" and p.limits.narrow is not False and narrow_obstacle(p, precision, training, saved) is None:
+        narrow = narrow_forward(p, precision, training=training, keeps=saved)
+    taken = for_narrow(p) if narrow else _taken(p, chosen, element_for(dtype, precision), fused)
 
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
-    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved and not narrow
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
     keep = None
     if saved:
         kept = kept_dtype(dtype, m, training=training)
-        keep = Keep(kept, not fused and ITEMSIZE[kept] == g_size)
+        keep = Keep(kept, not fused and not narrow and ITEMSIZE[kept] == g_size)
 
-    one_pass = _one_pass(p, training, cumulative, ranks)
+    one_pass = not narrow and _one_pass(p, training, cumulative, ranks)
     constants = "running" if not training else "batch" if one_pass else "workspace"
     columns = 16 // g_size  # 16 bytes of g a thread
     blocks, along = _one_pass_threads(m, n, columns, device) if one_pass else threads_along(n, columns)
@@ -153,17 +157,24 @@ def plan(
     row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
     if one_pass:
         splits, row_blocks, normalize_rows = 1, 1, m
+    stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
+    if narrow is not None:
+        splits, stats_rows, stats_grid, normalize_grid = narrow.splits, narrow.rows, narrow.grid, narrow.grid
+    merge_columns, merge_grid = _merge(n, splits, device)
 
     affine = 0
     partials = round_up(affine + (4 * ldg * g_size if constants == "workspace" else 0), 256)
-    tickets = round_up(partials + (splits * 2 * ldg * 8 if training and splits > 1 else 0), 256)
-    tickets_bytes = blocks * 4 if training and splits > 1 else 0
-    g = round_up(tickets + tickets_bytes, 256)
-    workspace = g + (0 if y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
+    g = round_up(partials + (splits * 2 * ldg * 8 if constants == "workspace" else 0), 256)
+    workspace = g + (0 if narrow or y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
 
-    kernel, grid, block, one = None, 0, 0, None
-    if chosen == "tiled":
-        kernel, grid, block = tiled(p, "forward")
+    stats_kernel, block = scale_stats(dtype) if constants == "workspace" else None, THREADS
+    normalize_kernel = normalize(dtype, keep.dtype if keep is not None and training else None, constants)
+    if narrow is not None:
+        stats_kernel, normalize_kernel, block = narrow.stats if training else None, narrow.normalize, narrow.threads
+
+    kernel, grid, gemm_block, one = None, 0, 0, None
+    if chosen == "tiled" and narrow is None:
+        kernel, grid, gemm_block = tiled(p, "forward")
     product, split = None, lay_out((), round_up(workspace, 256))
     if chosen == "sm90" and not fused:
         if element_for(dtype, precision) == "limbs":
@@ -194,32 +205,43 @@ def plan(
         vector_y=vector_y,
         ldg=ldg,
         along=along,
-        stats_grid=device.grid(blocks * splits),
+        narrow=narrow is not None,
+        block=block,
+        stats_grid=stats_grid,
         stats_rows=stats_rows,
         splits=splits,
-        merge_grid=waiting_grid(n, device),
-        normalize_grid=device.grid(blocks * row_blocks),
+        merge_columns=merge_columns,
+        merge_grid=merge_grid,
+        normalize_grid=normalize_grid,
         normalize_rows=normalize_rows,
         affine=affine,
         partials=partials,
-        tickets=tickets,
-        tickets_bytes=tickets_bytes,
         g=g,
         y=of_y,
         workspace=workspace,
         gemm_kernel=kernel,
         gemm_grid=grid,
-        gemm_block=block,
-        stats_kernel=scale_stats(dtype) if constants == "workspace" else None,
+        gemm_block=gemm_block,
+        stats_kernel=stats_kernel,
         merge_kernel=merge_statistics(dtype),
-        normalize_kernel=with_activation(
-            normalize(dtype, keep.dtype if keep is not None and training else None, constants), activation
-        ),
+        normalize_kernel=with_activation(normalize_kernel, activation),
         one=one,
         product=product,
         limbs=split,
         keep=keep,
     )
+
+
+def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
+    """Columns in an item of merge_statistics, and its CTAs.
+
+    Few columns, so that many threads share one, each with no more than 8 splits; but CTAs that leave half of the SMs
+    free, since they may wait for other ranks.
+    """
+    columns, ctas = 8, max(1, device.sms // 2)
+    while columns < THREADS and (2 * columns * splits <= 8 * THREADS or ceil_div(n, columns) > ctas):
+        columns *= 2
+    return columns, min(ceil_div(n, columns), ctas)
 
 
 def _one_pass(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
@@ -260,23 +282,43 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
+    chosen, why, us = _fastest(p, precision, training, prepared, saved, cumulative, ranks, obstacles)
+    narrow = p.limits.narrow is not False and narrow_obstacle(p, precision, training, saved) is None
+    if narrow and (p.limits.narrow or narrow_forward(p, precision, training=training, keeps=saved).us < us):
+        return "tiled", "g is made twice in less time than it is written and read"
+    return chosen, why
+
+
+def _fastest(
+    p: Matmul,
+    precision: str,
+    training: bool,
+    prepared: bool,
+    saved: bool,
+    cumulative: bool,
+    ranks: Literal["inside", "between"] | None,
+    obstacles: dict[str, str | None],
+) -> tuple[str, str, float]:
+    """Of the paths that have g in memory, or in registers: the fastest, why, and its us, 0 if none was compared."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
-        if ranks == "between" and element != "limbs":
-            return "cublas", "the statistics of other ranks come between two launches, which leaves a bare GEMM"
-        if element == "limbs" and p.k < LEAST_TERMS:
-            return "cublas", "more accurate for few features"
-        taken = for_sm90(p, element)
-        inside = ranks == "inside"
-        tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
-        ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
         theirs = for_cublas(p, element)
         apart = training and not _one_pass(p, training, cumulative, ranks)
-        if cublas_us(theirs, element, apart, keeps=saved) + copies_us(theirs) < ours:
-            return "cublas", "its GEMM cuts this shape better than tiles of one launch"
+        by_cublas = cublas_us(theirs, element, apart, keeps=saved) + copies_us(theirs)
+        if ranks == "between" and element != "limbs":
+            why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
+            return "cublas", why, by_cublas
+        if element == "limbs" and p.k < LEAST_TERMS:
+            return "cublas", "more accurate for few features", by_cublas
+        taken, inside = for_sm90(p, element), ranks == "inside"
+        tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
+        ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
+        if by_cublas < ours:
+            return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
+        return "sm90", "fastest of those that serve", ours
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
-    return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve"
+    return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve", 0.0
 
 
 def _limbs_to_copies(p: Matmul, element: str) -> bool:

@@ -17,6 +17,9 @@ __all__ = [
     "CONSTANTS",
     "ELEMENTS",
     "MODES",
+    "NARROW_CHUNKS",
+    "NARROW_FEATURES",
+    "NARROW_LIMBS_KB",
     "RING",
     "SM90_BLOCK_N",
     "SM90_THREADS",
@@ -37,6 +40,8 @@ __all__ = [
     "gemm_tiled",
     "largest_block",
     "merge_statistics",
+    "narrow",
+    "narrow_threads",
     "normalize",
     "scale_stats",
     "split_limbs",
@@ -63,6 +68,10 @@ SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
+NARROW_FEATURES = (32, 64)  # of a CTA of narrow.cu's kernels
+# By operand, how many times 64 bytes of a row of x they take at once, which but for limbs is all of it.
+NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
+NARROW_LIMBS_KB = 96  # of the weight in a CTA
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -85,7 +94,11 @@ def every_kernel() -> Iterator[Kernel]:
     for kernel in _plain_kernels():
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
-        if kernel.name == "normalize" or kernel.file == "backward" or dict(kernel.defines).get("MODE") in modes:
+        if (
+            kernel.name in ("normalize", "narrow_normalize")
+            or kernel.file == "backward"
+            or dict(kernel.defines).get("MODE") in modes
+        ):
             yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
 
 
@@ -107,6 +120,9 @@ def _plain_kernels() -> Iterator[Kernel]:
         for of_kept, constants in itertools.product((None, *sorted(kept_in_training)), ("workspace", "batch")):
             yield normalize(dtype, of_kept, constants)
         yield from (scale_stats(dtype), merge_statistics(dtype))
+    for element, features in itertools.product(NARROW_CHUNKS, NARROW_FEATURES):
+        for chunks in NARROW_CHUNKS[element]:
+            yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
@@ -155,6 +171,25 @@ def normalize(dtype: str, kept: str | None = None, constants: str = "workspace")
     g_type, made = "double" if dtype == "float64" else "float", str(CONSTANTS[constants])
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("CONSTANTS", made))
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+
+
+def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
+    """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
+    NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
+    also writes g - m."""
+    number = ELEMENTS.get(element, len(ELEMENTS))  # the last one is IEEE float32
+    defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
+    limbs, threads = element == "limbs", narrow_threads(element, features)
+    weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
+    shared = weight + 1024 * (64 if limbs else 128) + threads * features // 4 * 16  # rings, and sums of every lane
+    of_x = tuple((name, str(value)) for name, value in defines.items())
+    stats = Kernel("narrow_stats", "narrow", of_x, arch="sm_90a", shared=shared)
+    return stats, stats._replace(name="narrow_normalize", defines=(*of_x, ("KEEP", "1")) if keeps else of_x)
+
+
+def narrow_threads(element: str, features: int) -> int:
+    """Of a CTA of these."""
+    return 256 if features > 32 or element in ("limbs", "float32") else 384
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:

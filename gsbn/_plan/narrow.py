@@ -1,0 +1,86 @@
+"""A forward of many rows that are short: g is made twice, and never lies in memory (kernels/narrow.cu)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .copies import in_rows, on_words
+from .cost import copies_us, narrow_us
+from .gemm import LEAST_TERMS
+from .h200 import H200
+from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div, round_up
+from .rates import Rates
+from .variants import NARROW_CHUNKS, NARROW_FEATURES, NARROW_LIMBS_KB, Kernel, element_for, narrow, narrow_threads
+
+__all__ = ["Narrow", "for_narrow", "narrow_forward", "narrow_obstacle"]
+
+LEAST_ROWS = 2048  # that g is worth making twice for
+
+
+class Narrow(NamedTuple):
+    """The two launches."""
+
+    stats: Kernel
+    normalize: Kernel
+    splits: int  # CTAs that share the rows of as many features as one has
+    rows: int  # of each but the last
+    blocks: int  # of features
+    threads: int  # of a CTA
+    us: float
+
+    @property
+    def grid(self) -> int:
+        return self.splits * self.blocks
+
+
+def narrow_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
+    """Why these kernels cannot serve a call."""
+    if p.device.capability != (9, 0) or not p.device.sm90a:
+        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
+    if p.dtype == "float64":
+        return "it has no float64"
+    element = _element(p, precision)
+    most = 64 * NARROW_CHUNKS[element][-1] // ITEMSIZE[p.dtype]
+    if element == "limbs":
+        most = NARROW_LIMBS_KB * 1024 // (4 * _features(p.n))
+    if p.k > most:
+        return f"it takes at most {most} input features"
+    if not LEAST_ROWS <= p.m <= INT32_MAX or ceil_div(p.n, NARROW_FEATURES[-1]) > p.device.sms:
+        return f"it takes {LEAST_ROWS} rows or more, and features that all SMs can share"
+    if saved and not training:
+        return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
+    return None
+
+
+def _element(p: Matmul, precision: str) -> str:
+    """How the kernels multiply: limbs where they are accurate, else in IEEE float32."""
+    element = element_for(p.dtype, precision)
+    return "float32" if element == "limbs" and p.k < LEAST_TERMS else element
+
+
+def _features(n: int) -> int:
+    """Of a CTA."""
+    return next((most for most in NARROW_FEATURES if n <= most), NARROW_FEATURES[-1])
+
+
+def for_narrow(p: Matmul) -> Matmul:
+    """The same with copies of rows off 16 bytes: of x the kernels cannot take them, of the weight slowly."""
+    x, w = (at if on_words(at, p.k, ITEMSIZE[p.dtype]) else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
+    return p._replace(x=x, w=w)
+
+
+def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, rates: Rates = H200) -> Narrow:
+    """The two launches for a call, and what they take with the copies that they want."""
+    element, features = _element(p, precision), _features(p.n)
+    chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), 2)
+    threads = narrow_threads(element, features)
+    tile = 8 * (8 if element == "float32" and features == 32 and chunks < 4 else 4)  # rows of a warp at once
+    blocks = ceil_div(p.n, features)
+    splits = min(p.device.sms // blocks, ceil_div(p.m, threads // 32 * tile))
+    rows = round_up(ceil_div(p.m, splits), tile)
+    splits = ceil_div(p.m, rows)
+    taken = for_narrow(p)
+    at_once = splits * threads // 32 * tile
+    us = narrow_us(taken, element, features * blocks, at_once, training=training, keeps=keeps, rates=rates)
+    us += copies_us(taken, rates=rates)
+    return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us)

@@ -1,0 +1,31 @@
+// Copies from global to shared memory that run beside the thread that asked for them, from Ampere on. No kernels.
+#pragma once
+
+// 16 bytes, of which those beyond `inside` become zeros and are not read.
+__device__ inline void copy_async(uint4* to, const void* from, int inside = 16) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(inside) : "memory");
+#else
+    uint4 whole = {};
+    if (inside == 16) whole = *static_cast<const uint4*>(from);
+    for (int i = 0; inside < 16 && i < inside; ++i)
+        reinterpret_cast<char*>(&whole)[i] = static_cast<const char*>(from)[i];
+    *to = whole;
+#endif
+}
+
+// The copies that were asked for since the last call are a group.
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until all groups but the last PENDING have arrived.
+template <int PENDING>
+__device__ inline void await_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}

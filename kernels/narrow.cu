@@ -1,0 +1,237 @@
+// narrow: a forward of many rows that are short, without g in memory. narrow_stats makes g from x, and keeps its statistics
+// alone; narrow_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
+// merge_statistics comes between them.
+//
+//   x (m, k) of T, row pitch ldx, rows that start on 16 bytes and take CHUNKS * 64 at most      weight (n, k), row pitch ldw
+//   y (m, n) of T, any strides; with KEEP, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
+//   ELEMENT: how T is multiplied (OperandOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
+//   rows of x are as long as shared memory takes limbs of the weight
+//
+// A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
+// weight out in shared memory, and each warp takes tiles of the rows (Tiles): none waits for another before all are done.
+// In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being the first row that it saw, GROUP rows in
+// float32 and the groups in float64, which lie in shared memory; lanes and warps are pooled in float64 about the CTA's first
+// row (features.cuh).
+//
+// Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
+// would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
+#include "narrow_tiles.cuh"
+
+constexpr int GROUP = 16;  // rows of a lane that are added in float32
+
+#ifndef KEEP
+#define KEEP 0
+#endif
+
+extern __shared__ __align__(128) char shared[];
+
+// Sums over the lanes that have the same features, of which each gets N / 8 sums: those of `v` from lane / 4 * N / 8 on.
+template <int N, int BIT = 16>
+__device__ __forceinline__ void sum_over_rows(double* v, int lane) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        const double low = v[i], high = v[i + N / 2];
+        const bool upper = lane & BIT;
+        v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
+    }
+    if constexpr (BIT > 4) sum_over_rows<N / 2, BIT / 2>(v, lane);
+}
+
+// Which FEATURES features a CTA has, the first of them, and which of the rows' p.splits CTAs it is.
+struct Share {
+    unsigned block, cta;
+    int first;
+    __device__ explicit Share(const Problem& p) {
+        const unsigned blocks = static_cast<unsigned>((p.n + FEATURES - 1) / FEATURES);
+        block = blockIdx.x % blocks;
+        cta = blockIdx.x / blocks;
+        first = static_cast<int>(block) * FEATURES;
+    }
+};
+
+// g as it is, of what limbs make of it.
+__device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* backs) {
+    if constexpr (BY_LIMBS)
+#pragma unroll
+        for (int j = 0; j < LANE_FEATURES; ++j)
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) g[i][j] *= backs[feature_of(lane % 4, j)];
+}
+
+__device__ inline void lay(const Problem& p, const T* w, int first, uint4* weight, float* backs) {
+    if constexpr (BY_LIMBS)
+        lay_limbs(p, w, first, weight, backs);
+    else
+        lay_weight(p, w, first, weight);
+}
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    narrow_stats(const __grid_constant__ Problem p, const T* x, const T* w, char* workspace) {
+    await_kernel_ahead();
+    const Share share(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    lay(p, w, share.first, weight, backs);
+    __syncthreads();
+
+    constexpr int N = LANE_FEATURES;
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    uint4* ring = weight + weight_words(p);
+    double* total = reinterpret_cast<double*>(ring + RING_WORDS) + threadIdx.x;  // [2 N][CTA]: registers are short
+#pragma unroll
+    for (int j = 0; j < 2 * N; ++j) total[j * CTA] = 0.0;
+    float pivot[N] = {}, sum[N] = {}, squares[N] = {};
+    double rows = 0.0;
+    int since = 0;  // rows in sum and squares
+    const auto settle_sums = [&] {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+            total[2 * j * CTA] += sum[j];
+            total[(2 * j + 1) * CTA] += squares[j];
+            sum[j] = squares[j] = 0.0f;
+        }
+        rows += since;
+        since = 0;
+    };
+    Tiles<false> tiles(p, x, share.cta, weight, ring);
+    bool begun = false;
+    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+        bring_back(g, lane, backs);
+        if (!begun)
+#pragma unroll
+            for (int j = 0; j < N; ++j) pivot[j] = g[0][j];
+        begun = true;
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            if (!whole && row0 + lane / 4 + i * 8 >= tiles.end) break;
+            ++since;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float d = g[i][j] - pivot[j];
+                sum[j] += d;
+                squares[j] = fmaf(d, d, squares[j]);
+            }
+        }
+        if (since >= GROUP) settle_sums();
+    });
+    settle_sums();
+    __syncthreads();  // all rings are free
+
+    double* sums = reinterpret_cast<double*>(shared);                       // [2][WARPS][FEATURES]
+    float* pivots = reinterpret_cast<float*>(sums + 2 * WARPS * FEATURES);  // of the CTA: its first row's
+    if (threadIdx.x < 4)
+#pragma unroll
+        for (int j = 0; j < N; ++j) pivots[feature_of(lane, j)] = pivot[j];
+    __syncthreads();
+    double first[N], second[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        first[j] = total[2 * j * CTA];
+        second[j] = total[(2 * j + 1) * CTA];
+        const double d = begun && rows > 0.0 ? static_cast<double>(pivot[j]) - pivots[feature_of(lane % 4, j)] : 0.0;
+        second[j] += d * (2.0 * first[j] + rows * d);
+        first[j] += rows * d;
+    }
+    sum_over_rows<N>(first, lane);
+    sum_over_rows<N>(second, lane);
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+        const int at = warp * FEATURES + feature_of(lane % 4, lane / 4 * (N / 8) + i);
+        sums[at] = first[i];
+        sums[WARPS * FEATURES + at] = second[i];
+    }
+    __syncthreads();
+
+    const int at = threadIdx.x;  // from here on a thread has one feature
+    const long long c = share.first + at;
+    if (at >= FEATURES || c >= p.n) return;
+    double of_cta = 0.0, squares_of_cta = 0.0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+        of_cta += sums[i * FEATURES + at];
+        squares_of_cta += sums[(WARPS + i) * FEATURES + at];
+    }
+    const Moments pooled(pivots[at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * share.cta * p.ldg + c;
+    partials[0] = pooled.mean;
+    partials[p.ldg] = pooled.m2;
+}
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    narrow_normalize(const __grid_constant__ Problem p, const T* x, const T* w, T* y, const char* workspace,
+                     const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean,
+                     void* running_var, long long* num_batches_tracked, T* deviations, const double* saved) {
+    const Share share(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    const bool running = p.flags & FLAG_RUNNING;
+    __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    if (!running) lay(p, w, share.first, weight, backs);  // in training narrow_stats has waited for whoever wrote it
+    await_kernel_ahead();
+    if (running) lay(p, w, share.first, weight, backs);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+    __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
+    const long long c = share.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
+    if (threadIdx.x < FEATURES && c < p.n) {
+        if (running) {
+            const Arguments of(p, c, bias, scale, gamma, beta, running_mean, running_var);
+            store_running(p, c, of, nullptr, made[0], FEATURES, threadIdx.x, nullptr);
+        } else {
+            const float* from = reinterpret_cast<const float*>(workspace + p.affine) + c;
+#pragma unroll
+            for (int i = 0; i < AFFINE_ROWS; ++i) made[i][threadIdx.x] = from[i * p.ldg];
+        }
+        if constexpr (KEEP && in_units<T>) {
+            inverse_units[threadIdx.x] = 1.0 / saved[SAVED_UNIT * p.n + c];
+            slopes[threadIdx.x] = saved[SAVED_SLOPE * p.n + c];
+        }
+    }
+    __syncthreads();
+
+    constexpr int N = LANE_FEATURES;
+    const int lane = threadIdx.x % LANES, quarter = lane % 4;
+    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
+    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+        bring_back(g, lane, backs);
+#pragma unroll
+        for (int j = 0; j < N; j += WORD) {
+            const int at = feature_of(quarter, j), col = share.first + at;
+            const int inside = static_cast<int>(min(p.n - col, 1LL * WORD));
+            if (inside <= 0) break;
+            const auto of = [&](const float* row) { return *reinterpret_cast<const Vector<float, WORD>*>(row + at); };
+            const Vector<float, WORD> m = of(made[AFFINE_M]), m_low = of(made[AFFINE_M_LOW]), a = of(made[AFFINE_A]);
+            const Vector<float, WORD> offset = of(made[AFFINE_BETA]);
+            Vector<float, WORD> inverse_unit = {}, slope = a;
+            if constexpr (KEEP && in_units<T>) {
+                inverse_unit = of(inverse_units);
+                slope = of(slopes);
+            }
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) {
+                const long long row = row0 + lane / 4 + i * 8;
+                if (!whole && row >= tiles.end) break;
+                Vector<T, WORD> out, kept;
+#pragma unroll
+                for (int l = 0; l < WORD; ++l) {
+                    const float d = (g[i][j + l] - m.at[l]) - m_low.at[l];
+                    const float u = fmaf(a.at[l], d, offset.at[l]);
+                    if constexpr (KEEP)
+                        kept.at[l] = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
+                    from_float(Activation<T>::of(u), out.at[l]);
+                }
+                T* to = y + row * p.y_row + col * p.y_col;
+                T* keep = deviations + row * p.ldg + col;
+                if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
+                    *reinterpret_cast<Vector<T, WORD>*>(to) = out;
+                    if constexpr (KEEP) *reinterpret_cast<Vector<T, WORD>*>(keep) = kept;
+                } else {
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l)
+                        if (l < inside) {
+                            to[l * p.y_col] = out.at[l];
+                            if constexpr (KEEP) keep[l] = kept.at[l];
+                        }
+                }
+            }
+        }
+    });
+}

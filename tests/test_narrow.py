@@ -1,0 +1,123 @@
+"""The kernels that make g twice: every width, ragged rows and columns, whatever is saved, however many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from accuracy import FAMILIES, assert_as_accurate_as_torch
+from gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
+from harness import DTYPES, LAYOUTS, assert_same_bits, forward, kind_of, without_out
+from strategies import Case
+from tolerance import TF32, assert_outcome_within, assert_within, bounds
+
+import gsbn
+from gsbn import reference
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.gemm import LEAST_TERMS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+cupy = pytest.importorskip("cupy")
+
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
+NARROW = Limits(narrow=True)
+
+
+def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = None, **more: Any) -> None:
+    """Within the bounds, and again, bit by bit."""
+    arrays, options = case.arrays(), {**case.options, "precision": precision, **more}
+    got, again = (forward(kind_of("cupy"), arrays, layouts, limits=NARROW, **options) for _ in range(2))
+    for a, b in zip(got, again, strict=True):
+        if a is not None:
+            assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
+    truth = reference.forward(**without_out(arrays), **case.options)
+    operand = TF32 if (case.dtype, precision) == ("float32", "high") else 0.0
+    limbs = (case.dtype, precision) == ("float32", "highest") and case.shape[1] >= LEAST_TERMS
+    assert_outcome_within(got, truth, bounds(arrays, truth, **case.options, operand=operand, limbs=limbs))
+
+
+def test_the_kernels_are_those_that_are_meant() -> None:
+    arrays = {name: cupy.asarray(a) for name, a in Case((5000, 32, 32), "float32", True).arrays().items()}
+    told = forward_within(NARROW, **arrays, training=True)
+    assert told.shape == (5000, 32)
+    for training, kernels in (
+        (True, ("narrow_stats", "merge_statistics", "narrow_normalize")),
+        (False, ("narrow_normalize",)),
+    ):
+        assert gsbn.describe(**arrays, training=training, gemm="tiled").kernels == kernels
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize(
+    "widths",
+    [(8, 8), (32, 32), (24, 40), (64, 64), (56, 100), (63, 127), (31, 33), (16, 1), (1, 500), (128, 96), (384, 70)],
+)
+def test_any_width(widths: tuple[int, int], dtype: str, precision: str, training: bool) -> None:
+    """Rows end within a tile, and a CTA has none, one or several blocks of them."""
+    most = 384 if (dtype, precision) == ("float32", "highest") else 128 // DTYPES[dtype].itemsize
+    if widths[0] > max(most, 64):
+        pytest.skip("rows are too long")
+    for rows in (2049, 70001):
+        assert_right(Case((rows, min(widths[0], most), widths[1]), dtype, training), precision)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["x", "weight", "out", "scale"])
+def test_any_layout(name: str, layout: str) -> None:
+    for training in (True, False):
+        assert_right(Case((3001, 40, 72), "bfloat16", training), "high", {name: layout})
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("sms", [None, 7])
+def test_options(sms: int | None, momentum: float | None) -> None:
+    for given in ((), ("running", "num_batches_tracked"), ("bias", "gamma", "out")):
+        if momentum is None and "num_batches_tracked" not in given:
+            continue
+        for activation in (None, "relu"):
+            case = Case((9000, 32, 48), "float32", True, momentum=momentum, given=given, activation=activation)
+            assert_right(case, "highest", sms=sms)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", [(2500, 32, 32), (3000, 24, 100), (40000, 64, 64), (3000, 200, 80)])
+def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activation: str | None) -> None:
+    arrays = Case(shape, dtype, True).arrays()
+    dy = draw_dy(arrays)
+    options = {"training": True, "activation": activation}
+    y, got = step(kind_of("cupy"), arrays, dy, precision=precision, forward_limits=NARROW, **options)
+    dy = dy if activation is None else before_relu(dy, y)
+    truth = truth_of(arrays, dy, training=True)
+    operand = TF32 if (dtype, precision) == ("float32", "high") else 0.0
+    limits = gradient_bounds(arrays, dy, truth, operand=operand, parked=True, **options)
+    for name, gradient in got.items():
+        if gradient is not None:
+            assert_within(gradient, getattr(truth, name), limits[name], name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shape", [(8192, 32, 64), (65536, 48, 40), (8192, 64, 64), (4096, 300, 64)])
+def test_as_accurate_as_torch(name: str, shape: tuple[int, int, int], dtype: str) -> None:
+    if dtype != "float32" and shape[1] > 64:
+        pytest.skip("rows are too long")
+    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, shape, dtype, limits=NARROW)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_constant_feature_is_beta_and_a_far_first_row_costs_nothing(dtype: str) -> None:
+    case = Case((50000, 32, 32), dtype, True, offset=100.0)
+    arrays = case.arrays()
+    arrays["weight"][:8] = 0
+    arrays["weight"][:8, 0] = 1
+    arrays["x"][:, 0] = 1000
+    arrays["x"][0, 1:] *= 100
+    arrays["bias"] *= 0
+    got = forward(kind_of("cupy"), arrays, limits=NARROW, training=True)
+    assert_same_bits(got.y[:, :8], np.tile(reference.round_to(arrays["beta"][:8], got.y.dtype), (50000, 1)))
+    truth = reference.forward(**without_out(arrays), training=True)
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=True))
