@@ -203,6 +203,14 @@ def several_blocks(at: Ranks) -> None:
 
 
 @together
+def many_short_rows(at: Ranks) -> None:
+    """On a GPU that makes g twice, and on the others of which some have too few rows for it."""
+    for dtype in ("float32", "bfloat16"):
+        for split in ("uneven", "none on the last"):
+            assert_whole_batch(at, replace(LARGE, shape=(20000, 24, 40), dtype=dtype), at.deal(20000, split))
+
+
+@together
 def every_argument(at: Ranks) -> None:
     parts = at.deal(9, "uneven")
     for given in ((), ("running",), ("bias", "beta"), CASE.given):

@@ -168,6 +168,20 @@ def test_what_waits_for_other_ranks_leaves_room(dtype: str, rows: int, waits: bo
     assert names.count("merge_sums") in ((0, 1) if waits else (2,))
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["peer memory", "NCCL"])
+def test_short_rows_of_a_group(waits: bool) -> None:
+    """g is made twice there, too, on SMs that leave room, and merge_statistics comes between."""
+    group = _group.Group(Alone(), 10.0, True)
+    group.on_device = exchange(waits)
+    with paper.gpu(paper.HOPPER) as (_, log):
+        x, weight = paper.Array((100000, 32), "bfloat16"), paper.Array((32, 32), "bfloat16")
+        gsbn.forward(x, weight, training=True, group=group)
+    merges = ["merge_statistics"] if waits else ["merge_statistics", "merge_statistics"]
+    assert [launch.name for launch in log] == ["narrow_stats", *merges, "narrow_normalize"]
+    if waits:
+        assert all(launch.grid <= paper.HOPPER.sms - _plan.problem.ROOM for launch in log)
+
+
 def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
     group = _group.Group(Alone(), 10.0, True)
     with paper.gpu(paper.HOPPER):
