@@ -20,6 +20,7 @@ from .gemm import (
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
+from .narrow import LEAST_ROWS
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -35,6 +36,7 @@ from .problem import (
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
+    NARROW_FEATURES,
     RING,
     SM90_BLOCK_N,
     SPLIT_WIDTHS,
@@ -42,6 +44,7 @@ from .variants import (
     Kernel,
     backward_kernels,
     element_for,
+    narrow_backward,
     with_activation,
 )
 
@@ -77,9 +80,21 @@ class Product(NamedTuple):
         return self.p.m * self.p.y.strides[0] * self.c_size if self.p.y.own else 0
 
 
+class NarrowBackward(NamedTuple):
+    """dg and both products of many rows that are short, in one launch and one that adds up dw."""
+
+    kernel: Kernel
+    ctas: int
+    rows: int  # of each but the last
+    weight_kernel: Kernel
+    weight_grid: int
+    partials: int  # bytes
+
+
 class BackwardPlan(NamedTuple):
     """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
 
+    narrow: NarrowBackward | None  # which makes dg and both products of one reading
     sums: bool  # whether anything is made of sums, which backward_dg then merges
     dg: bool  # whether dg is made
     fused: bool  # all of that in one launch of sums_kernel
@@ -174,17 +189,24 @@ def backward_plan(
     fused = fused and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
+    kept = kept_dtype(dtype, m, training=training)
+    whole = norm and linear and training and not in_place and not fused and kept == dtype
+    narrow = _narrow(p, dy, activation) if whole and "weight" in needs and gemm in ("auto", "tiled") else None
+    if narrow is not None:
+        dx = dw = None
+        across = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
-    across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
+    of_dg = m * pitch * size if narrow is None else narrow.partials
+    across_at = round_up(dg_at + (of_dg if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
-    kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
+        narrow=narrow,
         sums=sums,
         dg=dg,
         fused=fused,
@@ -219,6 +241,29 @@ def backward_plan(
         merge_kernel=merge[0] if merge else None,
         x=dx,
         weight=dw,
+    )
+
+
+def _narrow(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:
+    """The launches of narrow_backward, where it can serve."""
+    m, n, k, dtype, device, x, w, _, limits = p
+    size, most = ITEMSIZE[dtype], NARROW_FEATURES[-1]
+    hopper = device.capability == (9, 0) and device.sm90a and dtype != "float64" and limits.narrow is not False
+    rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
+    if not hopper or not rows_on_words or max(n, k) > most or not LEAST_ROWS <= m <= INT32_MAX:
+        return None
+    features, inputs = (next(most for most in NARROW_FEATURES if side <= most) for side in (n, k))
+    tile = 16 if dtype == "float32" else 32  # rows of a warp at once
+    rows = round_up(ceil_div(m, min(device.sms, ceil_div(m, 8 * tile))), tile)
+    ctas = ceil_div(m, rows)
+    kernel, weight_kernel = narrow_backward(dtype, features, inputs)
+    return NarrowBackward(
+        kernel=with_activation(kernel, activation),
+        ctas=ctas,
+        rows=rows,
+        weight_kernel=weight_kernel,
+        weight_grid=8 * features * inputs // THREADS,
+        partials=4 * ctas * features * inputs,
     )
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "largest_block",
     "merge_statistics",
     "narrow",
+    "narrow_backward",
     "narrow_threads",
     "normalize",
     "scale_stats",
@@ -95,7 +96,7 @@ def every_kernel() -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "narrow_normalize")
+            kernel.name in ("normalize", "narrow_normalize", "narrow_backward")
             or kernel.file == "backward"
             or dict(kernel.defines).get("MODE") in modes
         ):
@@ -123,6 +124,8 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element, features in itertools.product(NARROW_CHUNKS, NARROW_FEATURES):
         for chunks in NARROW_CHUNKS[element]:
             yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
+    for dtype, *sizes in itertools.product(("float32", "float16", "bfloat16"), NARROW_FEATURES, NARROW_FEATURES):
+        yield from narrow_backward(dtype, *sizes)
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
@@ -190,6 +193,16 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
 def narrow_threads(element: str, features: int) -> int:
     """Of a CTA of these."""
     return 256 if features > 32 or element in ("limbs", "float32") else 384
+
+
+def narrow_backward(dtype: str, features: int, inputs: int) -> tuple[Kernel, Kernel]:
+    """The variants of narrow_backward and narrow_weight for so many features and input features, at most."""
+    t, size = C_TYPE[dtype], 4 if dtype == "float32" else 2
+    defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true", "FEATURES": features, "INPUTS": inputs}
+    shared = 192 * 1024 + features * inputs * size  # rings, and the weight
+    of_all = tuple((name, str(value)) for name, value in defines.items())
+    backward = Kernel("narrow_backward", "narrow_backward", of_all, arch="sm_90a", shared=shared)
+    return backward, backward._replace(name="narrow_weight", shared=0)
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:

@@ -217,7 +217,8 @@ def _apply(
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
     # in which a GPU deals with some millions of elements.
-    if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23:
+    # narrow_backward writes no dg, and wants dy, the deviations and x at once.
+    if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23 or max(weight.shape) <= 64:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
     y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta), more)
