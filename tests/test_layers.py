@@ -26,6 +26,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._plan.copies", "gsbn._plan.limbs"},
     {"gsbn._plan.cost"},
     {"gsbn._plan.gemm"},
+    {"gsbn._plan.narrow"},
     {"gsbn._plan.backward", "gsbn._plan.forward"},
     {"gsbn._plan"},
     {"gsbn._cpu", "gsbn._declared", "gsbn._device", "gsbn._interop", "gsbn._tma"},
