@@ -56,7 +56,7 @@ def test_the_kernels_are_those_that_are_meant() -> None:
     [(8, 8), (32, 32), (24, 40), (64, 64), (56, 100), (63, 127), (31, 33), (16, 1), (1, 500), (128, 96), (384, 70)],
 )
 def test_any_width(widths: tuple[int, int], dtype: str, precision: str, training: bool) -> None:
-    """Rows end within a tile, and a CTA has none, one or several blocks of them."""
+    """Rows end within a tile, of which a warp has none, one or several."""
     most = 384 if (dtype, precision) == ("float32", "highest") else 128 // DTYPES[dtype].itemsize
     if widths[0] > max(most, 64):
         pytest.skip("rows are too long")

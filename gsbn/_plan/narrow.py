@@ -34,7 +34,7 @@ class Narrow(NamedTuple):
 
 
 def narrow_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
-    """Why these kernels cannot serve a call."""
+    """Why these kernels cannot serve a call; None if they can."""
     if p.device.capability != (9, 0) or not p.device.sm90a:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if p.dtype == "float64":
@@ -59,7 +59,7 @@ def _element(p: Matmul, precision: str) -> str:
 
 
 def _features(n: int) -> int:
-    """Of a CTA."""
+    """Features of a CTA."""
     return next((most for most in NARROW_FEATURES if n <= most), NARROW_FEATURES[-1])
 
 
@@ -72,9 +72,11 @@ def for_narrow(p: Matmul) -> Matmul:
 def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, rates: Rates = H200) -> Narrow:
     """The two launches for a call, and what they take with the copies that they want."""
     element, features = _element(p, precision), _features(p.n)
-    chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), 2)
+    largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
+    chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    tile = 8 * (8 if element == "float32" and features == 32 and chunks < 4 else 4)  # rows of a warp at once
+    # rows of a warp at once: ROWS of kernels/narrow_tiles.cuh
+    tile = 64 if element == "float32" and features == 32 and chunks < 4 else 32
     blocks = ceil_div(p.n, features)
     splits = min(p.device.sms // blocks, ceil_div(p.m, threads // 32 * tile))
     rows = round_up(ceil_div(p.m, splits), tile)

@@ -114,7 +114,7 @@ class Limits(NamedTuple):
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
     whole: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    narrow: bool | None = None  # whether "auto" may make g twice in the kernels of narrow.cu; True: wherever they can
+    narrow: bool | None = None  # whether the kernels of narrow.cu may serve; True: wherever they can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs
 

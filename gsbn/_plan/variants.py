@@ -188,7 +188,7 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
 
 
 def narrow_threads(element: str, features: int) -> int:
-    """Of a CTA of these."""
+    """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_tiles.cuh."""
     return 256 if features > 32 or element in ("limbs", "float32") else 384
 
 
