@@ -293,6 +293,12 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     fields = {
         "m": m,
         "n": n,
+        "k": k,
+        "ldx": x_at.strides[0],
+        "ldw": w_at.strides[0],
+        "narrow_rows": plan.narrow.rows if plan.narrow else 0,
+        "narrow_ctas": plan.narrow.ctas if plan.narrow else 0,
+        "to_weight": 8 + _declared.kind_code("float32" if how.wide else dy.dtype),
         "dy_row": plan.dy.strides[0],
         "dy_col": plan.dy.strides[1],
         "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
@@ -354,7 +360,14 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
         sums = totals
         fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTORS}}  # the gradients of vectors are there
-    if m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
+    if m and plan.narrow is not None:
+        partials = call.at(plan.dg_at)
+        passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}
+        passed |= {"partials": partials, "dx": of["x"], **to_vectors}
+        call.launch(plan.narrow.kernel, plan.narrow.ctas, fields, passed, plan.narrow.block)
+        passed = {"partials": partials, "to_weight": of["weight"]}
+        call.launch(plan.narrow.weight_kernel, plan.narrow.weight_grid, fields, passed)
+    elif m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
         reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
     if one_scale:

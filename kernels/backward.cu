@@ -35,6 +35,8 @@
 #include "backward_columns.cuh"
 #include "ranks.cuh"
 
+constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
+
 // S and D of feature c of this rank; with the first one goes the header.
 __device__ inline void post_sums(const Exchange& exchange, const Problem& p, long long c, double unit, double S,
                                  double E) {
@@ -107,11 +109,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, const char* workspace,
                 T* dg, T* across, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
-    constexpr int MERGE = 16;             // splits whose sums are on their way at once
     constexpr int COLUMNS = LANES * VEC;  // at most
     constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once, with ACROSS
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
+    __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
     extern __shared__ T tile[];  // with ACROSS [VEC][LANES][TILE + 1]: the words of lanes lie apart by an odd number
 
     const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
@@ -124,27 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
         Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
                   dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);
-        const long long c = col0 + threadIdx.x;
-        if (p.splits > 0 && threadIdx.x < at_once.columns && c < p.n) {
-            const double* partials = reinterpret_cast<const double*>(workspace) + c;
-            double S = 0.0, E = 0.0;
-            for (long long first = 0; first < p.splits; first += MERGE) {
-                double S_of[MERGE], E_of[MERGE];
-#pragma unroll
-                for (int i = 0; i < MERGE; ++i) {
-                    const bool here = first + i < p.splits;
-                    S_of[i] = here ? partials[(first + i) * 2 * p.n] : 0.0;
-                    E_of[i] = here ? partials[((first + i) * 2 + 1) * p.n] : 0.0;
-                }
-#pragma unroll
-                for (int i = 0; i < MERGE; ++i) {
-                    S += S_of[i];
-                    E += E_of[i];
-                }
-            }
-            store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                          COLUMNS, threadIdx.x);
-        }
+        if (p.splits > 0)
+            merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr, [&](long long c, int column, double S, double E) {
+                store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
+                              COLUMNS, column);
+            });
         if (dg == nullptr) return;
         __syncthreads();
 
@@ -254,29 +240,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         posted[ROWS_AT] = static_cast<double>(p.m);
         posted[CALL_AT] = static_cast<double>(p.signature);
     }
-    for_each_item((p.n + THREADS - 1) / THREADS, [&](long long item) {
-        const long long c = item * THREADS + threadIdx.x;
-        if (c >= p.n) return;
-        const double unit = saved[SAVED_UNIT * p.n + c];
-        if (gathered == nullptr) {
-            const double* partials = reinterpret_cast<const double*>(workspace) + c;
-            double S = 0.0, E = 0.0;
-#pragma unroll 8
-            for (long long i = 0; i < p.splits; ++i) {
-                S += partials[i * 2 * p.n];
-                E += partials[(i * 2 + 1) * p.n];
-            }
+    __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item(at_once.blocks(p.n), [&](long long item) {
+        const auto post = [&](long long c, int, double S, double E) {
             store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+            const double unit = saved[SAVED_UNIT * p.n + c];
             if (posted == nullptr) {
                 post_sums(exchange, p, c, unit, S, E);
             } else {
                 posted[FEATURES_AT + 2 * c] = S;
                 posted[FEATURES_AT + 2 * c + 1] = unit * E;
             }
-        }
-        if (totals == nullptr) return;
+        };
+        if (gathered == nullptr)
+            merge_splits(p, workspace, at_once.columns, item * at_once.columns, MERGED_BY_MANY ? scratch : nullptr, post);
+        const long long c = item * at_once.columns + threadIdx.x;
+        if (totals == nullptr || threadIdx.x >= at_once.columns || c >= p.n) return;
         double S, E;
-        merge_totals(exchange, p, c, unit, S, E);
+        merge_totals(exchange, p, c, saved[SAVED_UNIT * p.n + c], S, E);
         totals[c] = S;
         totals[p.n + c] = E;
     });

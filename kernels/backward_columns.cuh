@@ -95,6 +95,48 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
     }
 }
 
+// S and E of the split rows, of the CTA's `columns` columns from col0 on: then(c, column, S, E), by a thread each. THREADS / columns
+// threads share a column, each with every so many splits, in float64; what they make of them, in `scratch` (2, THREADS) in
+// shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column alone.
+template <typename Then>
+__device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
+                                    double* scratch, const Then& then) {
+    constexpr int AT_ONCE = 16;  // splits whose sums are on their way
+    const int parts = scratch == nullptr ? 1 : THREADS / columns, column = threadIdx.x % columns, part = threadIdx.x / columns;
+    const long long c = col0 + column;
+    double S = 0.0, E = 0.0;
+    if (part < parts && c < p.n) {
+        const double* partials = reinterpret_cast<const double*>(workspace) + c;
+        for (long long first = part; first < p.splits; first += AT_ONCE * parts) {
+            double S_of[AT_ONCE], E_of[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const long long split = first + i * parts;
+                S_of[i] = split < p.splits ? partials[split * 2 * p.n] : 0.0;
+                E_of[i] = split < p.splits ? partials[(split * 2 + 1) * p.n] : 0.0;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                S += S_of[i];
+                E += E_of[i];
+            }
+        }
+    }
+    if (parts > 1) {
+        if (part < parts) {
+            scratch[threadIdx.x] = S;
+            scratch[THREADS + threadIdx.x] = E;
+        }
+        __syncthreads();
+        if (part == 0)
+            for (int i = column + columns; i < THREADS; i += columns) {
+                S += scratch[i];
+                E += scratch[THREADS + i];
+            }
+    }
+    if (part == 0 && c < p.n) then(c, column, S, E);
+}
+
 // The gradients of size O, of feature c.
 __device__ inline void store_gradients(const Problem& p, const double* saved, long long c, double S, double E,
                                        void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
@@ -126,16 +168,21 @@ __device__ inline void store_feature(const Problem& p, const double* saved, long
 // dg of the VEC columns from col on: in training of what store_feature left at `coefficients`, of which col is `at`.
 struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
-    const BeforeY before;
+    BeforeY before;
 
+    // in training
+    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at, int inside)
+        : before(before_) {
+        a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
+        mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
+        mean_low = load<G, VEC>(coefficients + DG_MEAN_LOW * pitch + at, inside);
+        rate = load<G, VEC>(coefficients + DG_RATE * pitch + at, inside);
+    }
     __device__ Coefficients(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
                             long long col, int inside)
         : before(p, saved, col, inside) {
         if (TRAINING) {
-            a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
-            mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
-            mean_low = load<G, VEC>(coefficients + DG_MEAN_LOW * pitch + at, inside);
-            rate = load<G, VEC>(coefficients + DG_RATE * pitch + at, inside);
+            *this = Coefficients(before, coefficients, pitch, at, inside);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)

@@ -148,9 +148,6 @@ __device__ __forceinline__ void send(void* to, float a, float b, u64* bar, int c
         : "memory");
 }
 
-// between ordinary writes to shared memory and TMA's reads of it
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,17 +1,17 @@
 // The tensor core: how an operand lies in a stage and is loaded there, and the instruction that multiplies two of them.
 #pragma once
 #include "sm90_ptx.cuh"
+#include "wgmma.cuh"
 
-// How an operand lies in a stage, its rows being those of x or features of w, swizzled by 128 bytes: along k (K-major),
-// rows of 128 bytes, 8-row groups 1024 bytes apart; or ACROSS (MN-major), [rows / COLUMN][BLOCK_K][128 bytes], 8-k
-// groups 1024 bytes apart. So many rows are 128 times as many bytes either way, and whole columns may be split off.
+// An operand in a stage (wgmma.cuh), its rows being those of x or features of w: along k one block, or ACROSS
+// [rows / COLUMN][BLOCK_K][128 bytes]. So many rows are 128 times as many bytes either way, and whole columns may be split off.
 template <bool ACROSS>
 struct Operand {
     static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
     static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
 
     static __device__ __forceinline__ u64 descriptor(const void* tile) {
-        return (u64)((smem(tile) & 0x3FFFF) >> 4) | (u64)(LEADING >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+        return operand_descriptor(smem(tile), LEADING);
     }
 
     // ROWS rows from `row` on, at one step of k; to all CTAs of the cluster at once with ALL
@@ -30,13 +30,6 @@ struct Operand {
 typedef Operand<W_ACROSS> W;
 typedef Operand<X_ACROSS> X;
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
 // The text of the instruction. Its last two numbers say whether A and B lie across k, which wgmma calls transposed.
 #define TEXT_OF(macro) #macro
 #define TEXT(macro) TEXT_OF(macro)
@@ -51,18 +44,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 "
 #endif
 #endif
-#define D8(i)                                                                                                   \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
-
-// The numbers of the accumulators, which are the instruction's first operands.
-#define TO_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define TO_32 TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TO_64                                                                                                \
-    TO_32                                                                                                    \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TO_128                                                                                                 \
     TO_64                                                                                                      \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "   \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,14 +83,24 @@ def test_options(sms: int | None, momentum: float | None) -> None:
             assert_right(case, "highest", sms=sms)
 
 
+OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once
+    *((2049, 8, 40), (2500, 32, 32), (3001, 64, 24), (9000, 24, 64), (70001, 33, 63), (40000, 64, 64)),
+    *((3000, 24, 100), (70001, 128, 56), (5000, 96, 128), (40000, 128, 128), (3000, 200, 80)),
+]
+
+
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
-@pytest.mark.parametrize("shape", [(2500, 32, 32), (3000, 24, 100), (40000, 64, 64), (3000, 200, 80)])
+@pytest.mark.parametrize("shape", OF_BACKWARD)
 def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activation: str | None) -> None:
     arrays = Case(shape, dtype, True).arrays()
     dy = draw_dy(arrays)
     options = {"training": True, "activation": activation}
-    y, got = step(kind_of("cupy"), arrays, dy, precision=precision, forward_limits=NARROW, **options)
+    run = partial(step, kind_of("cupy"), arrays, precision=precision, forward_limits=NARROW, limits=NARROW, **options)
+    y, got = run(dy)
+    for name, again in run(dy)[1].items():
+        if again is not None:
+            assert_same_bits(again, got[name])
     dy = dy if activation is None else before_relu(dy, y)
     truth = truth_of(arrays, dy, training=True)
     operand = TF32 if (dtype, precision) == ("float32", "high") else 0.0
@@ -97,6 +108,20 @@ def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activ
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
+
+
+@pytest.mark.parametrize("needs", [("weight",), ("x", "weight"), ("weight", "gamma"), ("x",), ("scale", "beta")])
+@pytest.mark.parametrize("sms", [None, 7])
+def test_backward_of_what_is_needed(needs: tuple[str, ...], sms: int | None) -> None:
+    """Bit by bit the part of the whole, but for dx alone, which another kernel makes."""
+    for dtype in DTYPES:
+        arrays = Case((9001, 40, 56), dtype, True).arrays()
+        dy = draw_dy(arrays)
+        run = partial(step, kind_of("cupy"), arrays, dy, limits=NARROW, training=True, sms=sms)
+        whole, part = run()[1], run(needs=needs)[1]
+        for name in needs:
+            if name != "x" or "weight" in needs:
+                assert_same_bits(part[name], whole[name])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

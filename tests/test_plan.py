@@ -369,7 +369,16 @@ def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, 
 
     # no work that nobody needs
     assert decided.dg == bool(needs & {"x", "weight"})
-    assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
+    narrow = decided.narrow
+    if narrow is None:
+        assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
+    else:
+        assert "weight" in needs and decided.x is decided.weight is None
+        assert (narrow.ctas - 1) * narrow.rows < p.m <= narrow.ctas * narrow.rows and narrow.ctas <= p.device.sms
+        sizes = dict(narrow.kernel.defines)
+        assert int(sizes["FEATURES"]) >= p.n and int(sizes["INPUTS"]) >= p.k
+        assert decided.dg_at + narrow.partials <= decided.workspace
+        assert {narrow.kernel, narrow.weight_kernel} <= set(_kernels.all_kernels())
     alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
     assert decided.sums != alone
     if not needs & {"scale", "gamma"}:
@@ -390,7 +399,8 @@ def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, 
         assert decided.splits * 2 * p.n * 8 <= decided.dg_at
     else:
         assert decided.splits == 0
-    assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
+    if narrow is None:
+        assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
     assert decided.across_at + p.n * decided.across * size <= decided.workspace
     if decided.across:
         assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
@@ -552,6 +562,29 @@ def test_a_backward_takes_what_was_measured_to_win(
     decided = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), **options)
     assert decided.x is not None and decided.weight is not None
     assert (decided.x.gemm, decided.weight.gemm) == (dx, dw)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "narrow"),
+    [
+        ((1000000, 32, 32), "float32", True),  # 281 us and 510 by four launches
+        ((20000, 64, 64), "float32", False),  # 45.5 and 42.0
+        ((5000, 128, 128), "bfloat16", True),  # 25.2 and 27.1
+        ((5000, 128, 136), "bfloat16", False),
+        ((2000, 32, 32), "float16", False),
+        ((5000, 36, 32), "float16", False),  # rows of x off 16 bytes
+        ((5000, 32, 32), "float64", False),
+    ],
+)
+def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int], dtype: str, narrow: bool) -> None:
+    B, I, O = shape
+    p = contiguous(B, O, I, dtype)
+    for needs in (FIELDS, ("weight",), ("x",)):
+        decided = backward_plan(p, training=True, needs=needs)
+        assert (decided.narrow is not None) == (narrow and "weight" in needs)
+        assert (decided.splits, decided.along) == (backward_plan(p, training=True, needs=FIELDS).splits, decided.along)
+    assert backward_plan(p, training=False, needs=FIELDS).narrow is None
+    assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").narrow is None
 
 
 def test_sm90_takes_operands_where_the_copy_engine_can() -> None:

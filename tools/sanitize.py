@@ -37,8 +37,10 @@ from gsbn._plan.variants import (
     CLUSTERS,
     ELEMENTS,
     MODES,
+    NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_FEATURES,
+    NARROW_SIZES,
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
@@ -134,6 +136,20 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
                 agree(getattr(got, name), getattr(want, name))
 
 
+def narrow_backward(dtype, features, inputs, activation):
+    """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
+    shape = 2055, inputs - 8, features - 8
+    host, native = operands(shape, dtype)
+    dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
+    y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
+    taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
+    before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)
+    want = reference.backward(before, **taken, training=True)
+    got = backward_within(limits(narrow=True), cp.asarray(dy), saved)
+    for name in ("x", "weight", "gamma", "beta"):
+        agree(getattr(got, name), getattr(want, name))
+
+
 def fold(dtype):
     host, native = operands((8, 41, 37), dtype)
     frozen = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
@@ -201,6 +217,11 @@ def variants():
         for chunks, activation in product(NARROW_CHUNKS[element], (None, *ACTIVATIONS)):
             end = f" {activation}" if activation else ""
             yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
+    for dtype, most in NARROW_BACKWARD.items():
+        sizes = [size for size in NARROW_SIZES if size <= most]
+        for choice in product((dtype,), sizes, sizes, (None, *ACTIVATIONS)):
+            end = f" {choice[3]}" if choice[3] else ""
+            yield "narrow backward {} {}x{}".format(*choice) + end, narrow_backward, choice
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))

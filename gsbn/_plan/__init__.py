@@ -12,6 +12,7 @@ from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_gr
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .variants import (
     COLUMN,
+    NARROW_BACKWARD,
     SM90_BLOCK_N,
     SM90_THREADS,
     THREADS,
@@ -35,6 +36,7 @@ __all__ = [
     "FEW_ROWS",
     "INT32_MAX",
     "ITEMSIZE",
+    "NARROW_BACKWARD",
     "SAVED_ROWS",
     "SM90_BLOCK_N",
     "SM90_THREADS",

@@ -20,6 +20,7 @@ from .gemm import (
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
+from .narrow import NarrowBackward, narrow_backward
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -80,6 +81,7 @@ class Product(NamedTuple):
 class BackwardPlan(NamedTuple):
     """A backward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
 
+    narrow: NarrowBackward | None  # which makes dg and both products of one reading
     sums: bool  # whether anything is made of sums, which backward_dg then merges
     dg: bool  # whether dg is made
     fused: bool  # all of that in one launch of sums_kernel
@@ -161,10 +163,12 @@ def backward_plan(
 
     # 16 bytes of dy a thread; where `across` may be wanted, whatever `needs` leaves out, all of a warp along a row
     blocks, along = threads_along(n, 16 // size)
-    if dtype == "float32" and precision == "high":
+    narrow = narrow_backward(p, dy, activation) if gemm in ("auto", "tiled") and norm and linear and training else None
+    if dtype == "float32" and precision == "high" and narrow is None:
         blocks, along = ceil_div(n, 128), 32
     step = RING * (THREADS // along)
-    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * blocks), step)
+    shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
+    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks), step)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
     # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
     # what `needs` leaves out: the bits of the rest are the same.
@@ -174,17 +178,24 @@ def backward_plan(
     fused = fused and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
+    kept = kept_dtype(dtype, m, training=training)
+    if "weight" not in needs or in_place or fused or kept != dtype:
+        narrow = None
+    if narrow is not None:
+        dx = dw = None
+        across = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
-    across_at = round_up(dg_at + (m * pitch * size if dg and linear and not in_place else 0), 256)
+    of_dg = m * pitch * size if narrow is None else narrow.partials
+    across_at = round_up(dg_at + (of_dg if dg and linear and not in_place else 0), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
-    kept = kept_dtype(dtype, m, training=training)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
+        narrow=narrow,
         sums=sums,
         dg=dg,
         fused=fused,
@@ -203,7 +214,7 @@ def backward_plan(
         sums_rows=sums_rows,
         splits=splits,
         dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
-        merge_grid=waiting_grid(n, device),
+        merge_grid=waiting_grid(blocks, device),
         dg_rows=dg_rows,
         totals_at=totals_at,
         dg_at=dg_at,

@@ -18,7 +18,6 @@ from .variants import (
     COLUMN,
     SM90_BLOCK_N,
     SPLITS_OF_K,
-    THREADS,
     TILES,
     TILES_OF_ROWS,
     Kernel,
@@ -267,9 +266,9 @@ def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
     )
 
 
-def waiting_grid(features: int, device: Device) -> int:
-    """CTAs, a thread for a feature, of a kernel that waits for other ranks: half of the SMs stay free at least."""
-    return min(ceil_div(features, THREADS), max(1, device.sms // 2))
+def waiting_grid(items: int, device: Device) -> int:
+    """CTAs of a kernel that waits for other ranks: half of the SMs stay free at least."""
+    return min(items, max(1, device.sms // 2))
 
 
 def cublas_obstacle(p: Matmul) -> str | None:

@@ -1,4 +1,4 @@
-"""A forward of many rows that are short: g is made twice, and never lies in memory (kernels/narrow.cu)."""
+"""Many rows that are short: neither g nor dg ever lies in memory (kernels/narrow.cu, kernels/narrow_backward.cu)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
 from .gemm import LEAST_TERMS
 from .h200 import H200
-from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div, round_up
+from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
-from .variants import NARROW_CHUNKS, NARROW_FEATURES, NARROW_LIMBS_KB, Kernel, element_for, narrow, narrow_threads
+from .variants import (
+    NARROW_BACKWARD,
+    NARROW_CHUNKS,
+    NARROW_FEATURES,
+    NARROW_LIMBS_KB,
+    NARROW_SIZES,
+    THREADS,
+    Kernel,
+    element_for,
+    narrow,
+    narrow_backward_kernels,
+    narrow_teams,
+    narrow_threads,
+    with_activation,
+)
 
-__all__ = ["Narrow", "for_narrow", "narrow_forward", "narrow_obstacle"]
+__all__ = ["Narrow", "NarrowBackward", "for_narrow", "narrow_backward", "narrow_forward", "narrow_obstacle"]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
+FEW_TILES = 2**15  # rows below which narrow_backward loses in float32 of more than 32 features in and out
 
 
 class Narrow(NamedTuple):
@@ -86,3 +101,42 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     us = narrow_us(taken, element, features * blocks, at_once, training=training, keeps=keeps, rates=rates)
     us += copies_us(taken, rates=rates)
     return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us)
+
+
+class NarrowBackward(NamedTuple):
+    """dg and both products of many rows that are short, in one launch and one that adds up dw."""
+
+    kernel: Kernel
+    ctas: int
+    rows: int  # of each but the last
+    block: int
+    weight_kernel: Kernel
+    weight_grid: int
+    partials: int  # bytes
+
+
+def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:
+    """What makes dg, dx and dw of a batch, `dy` lying as told, where it can and wins; `p` is as in backward_plan."""
+    m, n, k, dtype, device, x, w, _, limits = p
+    size, most = ITEMSIZE[dtype], NARROW_BACKWARD.get(dtype, 0)
+    hopper = device.capability == (9, 0) and device.sm90a and limits.narrow is not False
+    rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
+    least = LEAST_ROWS
+    if dtype == "float32" and min(n, k) > 32 and not limits.narrow:
+        least = FEW_TILES  # of 16 rows take their warps long
+    if not hopper or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
+        return None
+    features, inputs = (next(size for size in NARROW_SIZES if side <= size) for side in (n, k))
+    teams, threads, tile = narrow_teams(dtype, features, inputs)
+    rows = round_up(ceil_div(m, device.sms), tile)
+    ctas = ceil_div(m, rows)
+    kernel, weight_kernel = narrow_backward_kernels(dtype, features, inputs)
+    return NarrowBackward(
+        kernel=with_activation(kernel, activation),
+        ctas=ctas,
+        rows=rows,
+        block=teams * threads,
+        weight_kernel=weight_kernel,
+        weight_grid=device.grid(8 * features * inputs // THREADS),
+        partials=4 * ctas * features * inputs,
+    )

@@ -17,9 +17,11 @@ __all__ = [
     "CONSTANTS",
     "ELEMENTS",
     "MODES",
+    "NARROW_BACKWARD",
     "NARROW_CHUNKS",
     "NARROW_FEATURES",
     "NARROW_LIMBS_KB",
+    "NARROW_SIZES",
     "RING",
     "SM90_BLOCK_N",
     "SM90_THREADS",
@@ -41,6 +43,8 @@ __all__ = [
     "largest_block",
     "merge_statistics",
     "narrow",
+    "narrow_backward_kernels",
+    "narrow_teams",
     "narrow_threads",
     "normalize",
     "scale_stats",
@@ -70,6 +74,8 @@ COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that li
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 NARROW_FEATURES = (32, 64)  # of a CTA of narrow.cu's kernels
 # By operand, how many times 64 bytes of a row of x they take at once, which but for limbs is all of it.
+NARROW_SIZES = (32, 64, 128)
+NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # features in and out that narrow_backward takes
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 96  # of the weight in a CTA
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -95,7 +101,7 @@ def every_kernel() -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "narrow_normalize")
+            kernel.name in ("normalize", "narrow_normalize", "narrow_backward")
             or kernel.file == "backward"
             or dict(kernel.defines).get("MODE") in modes
         ):
@@ -123,6 +129,9 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element, features in itertools.product(NARROW_CHUNKS, NARROW_FEATURES):
         for chunks in NARROW_CHUNKS[element]:
             yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
+    for dtype, most in NARROW_BACKWARD.items():
+        for sizes in itertools.product((size for size in NARROW_SIZES if size <= most), repeat=2):
+            yield from narrow_backward_kernels(dtype, *sizes)
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
@@ -190,6 +199,24 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
 def narrow_threads(element: str, features: int) -> int:
     """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_tiles.cuh."""
     return 256 if features > 32 or element in ("limbs", "float32") else 384
+
+
+def narrow_backward_kernels(dtype: str, features: int, inputs: int) -> tuple[Kernel, Kernel]:
+    """The variants of narrow_backward and narrow_weight for so many features and input features, of NARROW_SIZES."""
+    t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
+    defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
+    defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
+    row = 4 * inputs if dtype == "float32" else max(128, 2 * inputs)  # bytes of the weight, as it is multiplied by
+    shared = 192 * 1024 + features * row  # after the rings
+    backward = Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
+    return backward, backward._replace(name="narrow_weight", shared=0)
+
+
+def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
+    """How many teams a CTA of narrow_backward has, each with room for dw in its registers; threads and rows of each."""
+    if dtype == "float32":
+        return (16 if features * inputs == 1024 else 8), 32, 16
+    return (4 if max(features, inputs) <= 64 else 2), 128, 64
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:

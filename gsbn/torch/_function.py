@@ -14,7 +14,7 @@ from .._backward import How, backward_of
 from .._backward import run as backward_run
 from .._forward import forward_of
 from .._interop import NUMBERS, Kind, kind_of
-from .._plan import Limits
+from .._plan import NARROW_BACKWARD, Limits
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
@@ -216,8 +216,9 @@ def _apply(
 ) -> Any:
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
-    # in which a GPU deals with some millions of elements.
-    if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23:
+    # in which a GPU deals with some millions of elements. narrow_backward reads all at once, and writes no dg.
+    large = x.is_cuda and weight.shape[0] * x.shape[0] + weight.numel() >= 2**23
+    if not large or max(weight.shape) <= NARROW_BACKWARD.get(str(dtype or x.dtype).removeprefix("torch."), 0):
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
     y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta), more)

@@ -1,0 +1,235 @@
+// What a team of narrow_backward makes of a tile of dg and of x: dx, and its part of dw, which stays in registers. No kernels.
+//
+// A tile of dg, as one of x, lies in blocks of 8 pieces, 16 bytes each, of all ROWS rows: place says where. That is how wgmma
+// wants its operands (wgmma.cuh), dg along what dx sums over, all else across; and 8 rows of a piece meet in no bank.
+#pragma once
+#include "backward_columns.cuh"
+#include "wgmma.cuh"
+
+#ifndef FEATURES
+#define FEATURES 32
+#define INPUTS 32
+#define TEAMS 16  // of a CTA, which have tiles of their own
+#endif
+
+constexpr bool BY_FMA = sizeof(T) == 4;
+constexpr int TEAM = BY_FMA ? LANES : 128;  // threads: a warp, or a warpgroup
+constexpr int ROWS = BY_FMA ? 16 : 64;      // of a tile
+constexpr int DW_ROW = INPUTS + 8;          // a row of dw in shared memory: lanes that store side by side meet in no bank
+
+__device__ __forceinline__ int place(int row, int piece) {
+    return piece / 8 * (8 * ROWS) + row * 8 + ((piece ^ row) & 7);
+}
+
+__device__ __forceinline__ void team_sync(int team) {
+    if constexpr (BY_FMA)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + team) : "memory");
+}
+
+// Float32, by FMAs. Of dx a lane has rows lane / 4 and 8 more, of dw FEATURES / 8 features of lane / 4; of both INPUTS / 4
+// input features of lane % 4, in pieces of 4. The weight lies as it is.
+struct ByFma {
+    static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
+    static constexpr int AT_ONCE = 8192 / (FEATURES * INPUTS);  // unrolled: all of the loop stays in the instruction cache
+    float dw[FS * KS] = {};
+
+    static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
+
+    static __device__ void lay_weight(const Problem& p, const float* w, float* laid) {
+#pragma unroll
+        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are on their way at once
+            const int f = i / INPUTS, k = i % INPUTS;
+            laid[i] = f < p.n && k < p.k ? w[f * p.ldw + k] : 0.0f;
+        }
+    }
+
+    // `to` is the first of `left` rows of dx, of k elements, or null
+    __device__ __forceinline__ void take(const uint4* dg, const uint4* x, const float* weight, float* to, int left,
+                                         int k) {
+        const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
+        if (to != nullptr) {
+            float sums[2][KS] = {};
+#pragma unroll AT_ONCE
+            for (int piece = 0; piece < FEATURES / 4; ++piece) {
+                Vector<float, 4> a[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    a[i] = *reinterpret_cast<const Vector<float, 4>*>(dg + place(f0 + 8 * i, piece));
+#pragma unroll
+                for (int l = 0; l < 4; ++l)
+#pragma unroll
+                    for (int j = 0; j < KS; j += 4) {
+                        const auto b = *reinterpret_cast<const Vector<float, 4>*>(weight + (piece * 4 + l) * INPUTS +
+                                                                                  input_of(k0, j));
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+#pragma unroll
+                            for (int h = 0; h < 4; ++h) sums[i][j + h] = fmaf(a[i].at[l], b.at[h], sums[i][j + h]);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = f0 + 8 * i;
+                if (row >= left) continue;
+#pragma unroll
+                for (int j = 0; j < KS; ++j)
+                    if (input_of(k0, j) < k) to[row * k + input_of(k0, j)] = sums[i][j];
+            }
+        }
+#pragma unroll AT_ONCE
+        for (int row = 0; row < ROWS; ++row) {
+            Vector<float, 4> b[KS / 4];
+#pragma unroll
+            for (int j = 0; j < KS / 4; ++j)
+                b[j] = *reinterpret_cast<const Vector<float, 4>*>(x + place(row, k0 + 4 * j));
+#pragma unroll
+            for (int i = 0; i < FS / 4; ++i) {
+                const auto a = *reinterpret_cast<const Vector<float, 4>*>(dg + place(row, f0 + 8 * i));
+#pragma unroll
+                for (int l = 0; l < 4; ++l)
+#pragma unroll
+                    for (int j = 0; j < KS; ++j)
+                        dw[(4 * i + l) * KS + j] = fmaf(a.at[l], b[j / 4].at[j % 4], dw[(4 * i + l) * KS + j]);
+            }
+        }
+    }
+
+    // dw (FEATURES, INPUTS), rows of DW_ROW
+    __device__ void leave(float* to) const {
+        const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < FS; ++i)
+#pragma unroll
+            for (int j = 0; j < KS; ++j)
+                to[(i / 4 * 32 + f0 * 4 + i % 4) * DW_ROW + input_of(k0, j)] = dw[i * KS + j];
+    }
+};
+
+// 16 bits, by wgmma: m64, of rows of dx and of features of dw (of 32, half of what it makes is left), by all INPUTS. Of both a lane has rows lane / 4 and 8 more of its
+// warp's 16, and of every 8 columns those of 2 (lane % 4). dx's columns are input features in an order, the weight's, that
+// gives a lane 8 adjacent ones of 32, which it stores at once.
+struct ByWgmma {
+    static constexpr int BLOCKS = (FEATURES + 63) / 64, SIZE = INPUTS / 2;
+    float dw[BLOCKS][SIZE] = {};
+
+    static __device__ void lay_weight(const Problem& p, const T* w, T* laid) {
+        constexpr int OF_ROW = INPUTS / VEC;
+        const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0;
+#pragma unroll
+        for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are on their way at once
+            const int f = i / OF_ROW, k = i % OF_ROW * VEC;
+            const int inside = f < p.n ? static_cast<int>(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
+            const T* from = w + f * p.ldw + k;
+            Vector<T, VEC> v = {};
+            if (whole && inside == VEC)
+                *reinterpret_cast<uint4*>(&v) = *reinterpret_cast<const uint4*>(from);
+            else
+                for (int h = 0; h < VEC; ++h)
+                    if (h < inside) v.at[h] = from[h];
+#pragma unroll
+            for (int h = 0; h < VEC; h += 2) {
+                const int column = k / 32 * 32 + h * 4 + k % 32 / 4;
+                unsigned* to = reinterpret_cast<unsigned*>(
+                    laid + column / 64 * (64 * FEATURES) + f * 64 + ((column / 8 ^ f) & 7) * 8 + column % 8);
+                *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
+            }
+        }
+    }
+
+    template <bool A_ACROSS>
+    static __device__ __forceinline__ void multiply(float (&d)[SIZE], unsigned long long a, unsigned long long b,
+                                                    int accumulate) {
+#define MULTIPLY(SHAPE, NUMBERS, A, B, ACCUMULATE, ACROSS, LIST)                               \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n" SHAPE "{" NUMBERS "}, " A ", " B \
+                 ", p, 1, 1, " ACROSS ", 1;\n}"                                                \
+                 : LIST                                                                        \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS))
+#define MULTIPLY_OF(TYPES)                                                                                         \
+    if constexpr (SIZE == 64)                                                                                      \
+        MULTIPLY("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " ", TO_64, "%64", "%65", "%66", "%67",      \
+                 D32(0) COMMA D32(32));                                                                            \
+    else if constexpr (SIZE == 32)                                                                                 \
+        MULTIPLY("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES " ", TO_32, "%32", "%33", "%34", "%35", D32(0)); \
+    else                                                                                                           \
+        MULTIPLY("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES " ", TO_16, "%16", "%17", "%18", "%19",       \
+                 D8(0) COMMA D8(8))
+#define COMMA ,
+        if constexpr (is_same<T, __half>) {
+            MULTIPLY_OF("f16.f16");
+        } else {
+            MULTIPLY_OF("bf16.bf16");
+        }
+#undef COMMA
+#undef MULTIPLY_OF
+#undef MULTIPLY
+    }
+
+    __device__ __forceinline__ void take(const uint4* dg, const uint4* x, const T* weight, T* to, int left, int k) {
+        const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
+        constexpr int ACROSS_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // from 16 of k to the next, a block in bytes
+        const auto dg_along = operand_descriptor(at(dg), 16), dg_across = operand_descriptor(at(dg), BLOCK);
+        const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(weight), FEATURES * 128);
+        wgmma_fence();
+        float dx[SIZE];  // made even where nobody wants it: a branch here would make each wgmma wait for the one before
+#pragma unroll
+        for (int i = 0; i < FEATURES / 16; ++i)
+            multiply<false>(dx, dg_along + (i / 4 * (BLOCK / 16) + i % 4 * 2), of_w + ACROSS_K * i, i);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < ROWS / 16; ++i)
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block)
+                multiply<true>(dw[block], dg_across + (block * (BLOCK / 16) + ACROSS_K * i), of_x + ACROSS_K * i, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (to != nullptr) {
+            const int lane = threadIdx.x % LANES, row0 = threadIdx.x % TEAM / LANES * 16 + lane / 4;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = row0 + 8 * i;
+                if (row >= left) continue;
+#pragma unroll
+                for (int j = 0; j < INPUTS; j += 32) {
+                    const int at = j + lane % 4 * VEC;
+                    Vector<T, VEC> out;
+#pragma unroll
+                    for (int h = 0; h < VEC; ++h) from_float(dx[j / 2 + h / 2 * 4 + 2 * i + h % 2], out.at[h]);
+                    if (at + VEC <= k && k % VEC == 0) {
+                        store_whole(to + row * k + at, out);
+                    } else {
+#pragma unroll
+                        for (int h = 0; h < VEC; ++h)
+                            if (at + h < k) to[row * k + at + h] = out.at[h];
+                    }
+                }
+            }
+        }
+        wgmma_wait<0>();
+    }
+
+    // dw (FEATURES, INPUTS), rows of DW_ROW
+    __device__ void leave(float* to) const {
+        const int lane = threadIdx.x % LANES, f0 = threadIdx.x % TEAM / LANES * 16 + lane / 4;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < SIZE; i += 2) {
+                const int f = block * 64 + f0 + i % 4 / 2 * 8;
+                if (f < FEATURES)
+                    *reinterpret_cast<float2*>(to + f * DW_ROW + i / 4 * 8 + lane % 4 * 2) =
+                        make_float2(dw[block][i], dw[block][i + 1]);
+            }
+    }
+};
+
+template <bool, typename A, typename B>
+struct Either {
+    using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    using type = B;
+};
+using Products = Either<BY_FMA, ByFma, ByWgmma>::type;
