@@ -9,7 +9,7 @@ from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
 from ._copies import Move, copied, move
 from ._cublas import CublasGemm
 from ._interop import Kind
-from ._limbs import Limbs
+from ._limbs import SPLIT_WORDS, Limbs
 from ._prepared import Prepared
 from ._ranks import Exchange, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
@@ -167,15 +167,18 @@ def prepare_call(
         of_y = call.at(plan.y) if plan.taken.y.own else y  # where the launch works
         exponents = (ABSENT, ABSENT)
         if one.limbs is not None:
-            at_x, at_w = call.at(one.limbs.x), PREPARED[0] if limbs else call.at(one.limbs.w)
-            exponents = call.at(one.limbs.x_exponents), PREPARED[1] if limbs else call.at(one.limbs.w_exponents)
-            split = {"x": of_x, "x_limbs": at_x, "x_exponents": exponents[0]}
-            split |= dict(zip(("w", "w_limbs", "w_exponents"), (of_w, at_w, exponents[1]), strict=True))
-            if limbs:
-                split |= dict.fromkeys(("w", "w_limbs", "w_exponents"), ABSENT)
+            exponents = call.at(one.limbs.x_exponents), call.at(one.limbs.w_exponents)
+            split = dict(zip(SPLIT_WORDS, (of_x, call.at(one.limbs.x), exponents[0]), strict=False))
+            split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
+            of_x, x_at = call.at(one.limbs.x), _plan.Matrix((one.limbs.pitch, 1), True)
+            if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
+                exponents = exponents[0], ABSENT
+            elif limbs:
+                of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
+            else:
+                split |= dict(zip(SPLIT_WORDS[3:], (of_w, call.at(one.limbs.w), exponents[1]), strict=True))
+                of_w, w_at = call.at(one.limbs.w), x_at
             call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
-            of_x, of_w = at_x, at_w
-            x_at = w_at = _plan.Matrix((one.limbs.pitch, 1), True)
         boxes = _tma.map_arguments(one, plan.taken._replace(x=x_at, w=w_at))
         mapped: tuple[str, ...] = (of_x, of_w, of_y)
         passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}

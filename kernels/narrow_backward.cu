@@ -14,7 +14,7 @@
 #include "narrow_products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;
-constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;  // pieces of 16 bytes in a row
+constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
 constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
 constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
 constexpr int RINGS = 192 * 1024 / 16;
@@ -65,11 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     Products::lay_weight(p, w, weight);
     // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
     double* scratch = reinterpret_cast<double*>(narrow_shared + RINGS - TILE);  // the last stage of the last team
-    merge_splits(p, workspace, static_cast<int>(p.along) * VEC, 0, scratch,
-                 [&](long long c, int, double S, double E) {
-                     store_feature(p, saved, c, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta,
-                                   &stored[0][0], FEATURES, c);
-                 });
+    merge_splits(p, workspace, static_cast<int>(p.along) * VEC, 0, scratch, [&](long long c, int, double S, double E) {
+        store_feature(p, saved, c, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta, &stored[0][0], FEATURES,
+                      c);
+    });
     if constexpr (!BY_FMA) fence_async();
     __syncthreads();
     ask(TILES - 1, asked);
@@ -95,8 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         }
         if constexpr (!BY_FMA) fence_async();
         team_sync(team);
-        products.take(dg, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
-                      static_cast<int>(p.k));
+        products.take(dg, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left, static_cast<int>(p.k));
         team_sync(team);  // all have read
         ask(stage, asked);
         stage = stage + 1 == TILES ? 0 : stage + 1;

@@ -15,7 +15,7 @@
 constexpr bool BY_FMA = sizeof(T) == 4;
 constexpr int TEAM = BY_FMA ? LANES : 128;  // threads: a warp, or a warpgroup
 constexpr int ROWS = BY_FMA ? 16 : 64;      // of a tile
-constexpr int DW_ROW = INPUTS + 8;          // a row of dw in shared memory: lanes that store side by side meet in no bank
+constexpr int DW_ROW = INPUTS + 8;  // a row of dw in shared memory: lanes that store side by side meet in no bank
 
 __device__ __forceinline__ int place(int row, int piece) {
     return piece / 8 * (8 * ROWS) + row * 8 + ((piece ^ row) & 7);
@@ -32,7 +32,8 @@ __device__ __forceinline__ void team_sync(int team) {
 // input features of lane % 4, in pieces of 4. The weight lies as it is.
 struct ByFma {
     static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
-    static constexpr int AT_ONCE = 8192 / (FEATURES * INPUTS);  // unrolled: all of the loop stays in the instruction cache
+    static constexpr int AT_ONCE =
+        8192 / (FEATURES * INPUTS);  // unrolled: all of the loop stays in the instruction cache
     float dw[FS * KS] = {};
 
     static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
@@ -102,8 +103,7 @@ struct ByFma {
 #pragma unroll
         for (int i = 0; i < FS; ++i)
 #pragma unroll
-            for (int j = 0; j < KS; ++j)
-                to[(i / 4 * 32 + f0 * 4 + i % 4) * DW_ROW + input_of(k0, j)] = dw[i * KS + j];
+            for (int j = 0; j < KS; ++j) to[(i / 4 * 32 + f0 * 4 + i % 4) * DW_ROW + input_of(k0, j)] = dw[i * KS + j];
     }
 };
 
@@ -131,8 +131,8 @@ struct ByWgmma {
 #pragma unroll
             for (int h = 0; h < VEC; h += 2) {
                 const int column = k / 32 * 32 + h * 4 + k % 32 / 4;
-                unsigned* to = reinterpret_cast<unsigned*>(
-                    laid + column / 64 * (64 * FEATURES) + f * 64 + ((column / 8 ^ f) & 7) * 8 + column % 8);
+                unsigned* to = reinterpret_cast<unsigned*>(laid + column / 64 * (64 * FEATURES) + f * 64 +
+                                                           ((column / 8 ^ f) & 7) * 8 + column % 8);
                 *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
             }
         }
@@ -141,19 +141,19 @@ struct ByWgmma {
     template <bool A_ACROSS>
     static __device__ __forceinline__ void multiply(float (&d)[SIZE], unsigned long long a, unsigned long long b,
                                                     int accumulate) {
-#define MULTIPLY(SHAPE, NUMBERS, A, B, ACCUMULATE, ACROSS, LIST)                               \
+#define MULTIPLY(SHAPE, NUMBERS, A, B, ACCUMULATE, ACROSS, LIST)                                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n" SHAPE "{" NUMBERS "}, " A ", " B \
-                 ", p, 1, 1, " ACROSS ", 1;\n}"                                                \
-                 : LIST                                                                        \
+                 ", p, 1, 1, " ACROSS ", 1;\n}"                                                           \
+                 : LIST                                                                                   \
                  : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS))
-#define MULTIPLY_OF(TYPES)                                                                                         \
-    if constexpr (SIZE == 64)                                                                                      \
-        MULTIPLY("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " ", TO_64, "%64", "%65", "%66", "%67",      \
-                 D32(0) COMMA D32(32));                                                                            \
-    else if constexpr (SIZE == 32)                                                                                 \
+#define MULTIPLY_OF(TYPES)                                                                                            \
+    if constexpr (SIZE == 64)                                                                                         \
+        MULTIPLY("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " ", TO_64, "%64", "%65", "%66", "%67",         \
+                 D32(0) COMMA D32(32));                                                                               \
+    else if constexpr (SIZE == 32)                                                                                    \
         MULTIPLY("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES " ", TO_32, "%32", "%33", "%34", "%35", D32(0)); \
-    else                                                                                                           \
-        MULTIPLY("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES " ", TO_16, "%16", "%17", "%18", "%19",       \
+    else                                                                                                              \
+        MULTIPLY("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES " ", TO_16, "%16", "%17", "%18", "%19",          \
                  D8(0) COMMA D8(8))
 #define COMMA ,
         if constexpr (is_same<T, __half>) {

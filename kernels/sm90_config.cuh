@@ -3,7 +3,8 @@
 #include "activation.cuh"
 #include "ranks.cuh"
 
-enum Element { BFLOAT16, FLOAT16, TF32, LIMBS };  // of x and w; the last two are float32, LIMBS as two of float16
+// Of x and w. From TF32 on they are float32: LIMBS as two of float16, LIMBS_OF_X the same, but w as it is.
+enum Element { BFLOAT16, FLOAT16, TF32, LIMBS, LIMBS_OF_X };
 enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two train, too
 
 #ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
@@ -35,7 +36,7 @@ struct Problem {
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#if ELEMENT == 3 || RANKS  // LIMBS
+#if ELEMENT >= 3 || RANKS  // limbs
 typedef double Wide;  // what updates the running statistics: limbs are so exact that float32's roundings would show
 #else
 typedef float Wide;
@@ -52,7 +53,8 @@ constexpr int MERGERS = MODE == WHOLE ? 3 : 1;          // that merge statistics
 constexpr int LAYING_WARPS = 3;                         // warps that lay out constants in inference
 constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;       // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;           // deviations are parked and kept in units (deviation_unit)
-constexpr int MATRICES = ELEMENT == LIMBS ? 2 : 1;      // that make up an operand
+constexpr bool BY_LIMBS = ELEMENT >= LIMBS;
+constexpr int MATRICES = BY_LIMBS ? 2 : 1;         // that make up an operand; w as it is takes their bytes
 constexpr int Y_BYTES = FLOAT32 ? 4 : 2;                // of an element of y
 constexpr int OPERAND_BYTES = ELEMENT == TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;           // features in a tile

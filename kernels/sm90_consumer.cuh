@@ -4,6 +4,7 @@
 // tile: a thread has two features, h = 0, 1.
 #pragma once
 #include "sm90_finisher.cuh"
+#include "sm90_limbs_of_w.cuh"
 #include "sm90_split.cuh"
 #include "sm90_wgmma.cuh"
 
@@ -84,18 +85,71 @@ struct Consumer : Cta {
         }
     }
 
-    // g of the tile, to d; of limbs what `unscale` takes, to `sum`. A template, so that only its own branch is compiled.
+    // The same where the limbs of w are made here, in registers: while one warpgroup makes those of a part, the other's wgmmas run.
+    // What `unscale` takes of w goes to `of_w`.
+    __device__ __forceinline__ void multiply_limbs_of_x(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
+                                                        int (&of_w)[2]) {
+        constexpr int PARTS = 2;
+        UnitsOfW units;
+#pragma unroll
+        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(&sh.full[s], phase);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
+                const LimbsOfW w(sh.stage[s] + part * (BLOCK_N * 128), 64 * half + 16 * warp + lane / 4, lane);
+                const u64 b = X::descriptor(sh.stage[s] + W_BYTES) + X::NEXT * STEPS * part;
+                constexpr u64 B_LOW = PRODUCT_M * 128 / 16;
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.low[j], b + X::NEXT * j, j);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + B_LOW + X::NEXT * j, 1);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + X::NEXT * j, 1);
+                wgmma_commit();
+                float factor[2];
+                units.follow(w.field, sum, factor);
+                wgmma_wait<0>();
+                if (part == PARTS - 1) release(s);
+#pragma unroll
+                for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[i / 2 % 2], sum[i]);
+            }
+            next_stage(step);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
+        if constexpr (SPLIT > 1) {  // in one unit before those of several CTAs are added, the middle of what weights can be
+            constexpr int COMMON = -22;
+#pragma unroll
+            for (int i = 0; i < PRODUCT_ACC; i++) {
+                const int e = of_w[i / 2 % 2] - COMMON;
+                sum[i] *= power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+            }
+            of_w[0] = of_w[1] = COMMON;
+        }
+    }
+
+    // g of the tile, to d; of limbs what `unscale` takes, to `sum` and `of_w`. A template, so that only its own branch is
+    // compiled.
     template <int SIZE>
-    __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE]) {
+    __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
         if constexpr (SIZE < PRODUCT_ACC) {
             float d_of_all[PRODUCT_ACC], sum_of_all[PRODUCT_ACC];
-            if constexpr (ELEMENT == LIMBS) {
+            if constexpr (ELEMENT == LIMBS_OF_X) {
+                multiply_limbs_of_x(d_of_all, sum_of_all, of_w);
+                exchange(sh, rank, sum_of_all, sum);
+            } else if constexpr (ELEMENT == LIMBS) {
                 multiply_limbs(d_of_all, sum_of_all);
                 exchange(sh, rank, sum_of_all, sum);
             } else {
                 multiply(d_of_all);
                 exchange(sh, rank, d_of_all, d);
             }
+        } else if constexpr (ELEMENT == LIMBS_OF_X) {
+            multiply_limbs_of_x(d, sum, of_w);
         } else if constexpr (ELEMENT == LIMBS) {
             multiply_limbs(d, sum);
         } else {
@@ -258,13 +312,14 @@ struct Consumer : Cta {
         for (int i; (i = tile(nth)) < order.count(); nth++) {
             const auto [row, block] = order.at(i, rank);
             float sum[ACC];
-            make(d, sum);
+            int of_w[2];
+            make(d, sum, of_w);
             const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
             within = 64 * half + 16 * warp + lane / 4;
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
-                if constexpr (ELEMENT == LIMBS)
-                    unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n, feature);
+                if constexpr (ELEMENT == LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);
+                if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
                 if constexpr (MODE == INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
                 if constexpr (MODE == WHOLE) normalize_whole(d, row, block, lane);

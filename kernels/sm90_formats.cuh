@@ -5,18 +5,22 @@
 // 2^e for -126 <= e <= 127
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
 
-// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and features `feature` + 8 h of d[4 j + 2 h + e]: exact,
+// Those of w's features `feature` + 8 h.
+__device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
+}
+
+// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and w_exponent `of_w`[h] of d[4 j + 2 h + e]: exact,
 // but for what falls below float32's normal numbers.
 __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
-                                        int row, const int* w_exponents, int n, int feature) {
-    int of_x[ACC / 2], of_w[2];
+                                        int row, const int (&of_w)[2]) {
+    int of_x[ACC / 2];
 #pragma unroll
     for (int i = 0; i < ACC / 2; i++) {
         const int r = row + i / 2 * 8 + i % 2;
         of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
     // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
     bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
 #pragma unroll

@@ -17,6 +17,11 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
+            if constexpr (ELEMENT == LIMBS_OF_X)
+                for (int part = 0; part < 2; part++)  // 128 bytes of 32 of k each
+                    tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
+                                           step * BLOCK_K + part * 32, block * BLOCK_N, 0);
+            else
 #pragma unroll
             for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)  // one load for both where none is shared
                 W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,

@@ -104,14 +104,14 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
                  "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
                  "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(every_cta)                               \
                  : "memory")
-template <bool ALL>
+template <bool ALL, bool OF_LIMBS = MATRICES == 2>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
     constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT) - 1);  // a bit for each, SPLIT apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
-    if constexpr (MATRICES == 1 && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
-    if constexpr (MATRICES == 1 && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
-    if constexpr (MATRICES == 2 && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
-    if constexpr (MATRICES == 2 && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
+    if constexpr (!OF_LIMBS && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
+    if constexpr (!OF_LIMBS && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
+    if constexpr (OF_LIMBS && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
+    if constexpr (OF_LIMBS && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
 }
 
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {

@@ -82,11 +82,13 @@ struct Recomputer : Consumer {
         for (int i; (i = tile(nth)) < order.count(); nth++) {
             const int row = order.at(i, rank).row;
             float sum[ACC];
-            make(d, sum);
+            int of_w[2];
+            make(d, sum, of_w);
             const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
-            if constexpr (ELEMENT == LIMBS)
-                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), w_exponents, (int)n,
-                        block * BLOCK_N + within);
+            if constexpr (BY_LIMBS) {
+                load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
+                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
+            }
             float own[2] = {};  // what has been subtracted of g
             if (nth <= last) {
                 const int rows = min((int)m - row * BLOCK_M, BLOCK_M);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tolerance import assert_outcome_within, bounds, norm_error
 
 import gsbn
 from gsbn import _kernels, reference
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
 
 U = 2.0**-24
 KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_KINDS)]
@@ -32,7 +35,7 @@ def test_a_prepared_weight_changes_no_bit(name: str, dtype: str, training: bool)
     kind = kind_of(name)
     arrays = Case((70, 96, 40), dtype, training).arrays()
     path = path_of(name) if dtype == "float32" else {}
-    plain = forward(kind, arrays, training=training, **path)
+    plain = forward(kind, arrays, limits=Limits(limbs_of_x=False), training=training, **path)
     got = forward(kind, arrays, prepared=True, training=training, **path)
     for a, b in zip(got, plain, strict=True):
         assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))  # type: ignore[arg-type]
@@ -64,7 +67,8 @@ def test_a_prepared_weight_is_trained_with(name: str) -> None:
     gradients = []
     for operand in (weight, gsbn.prepare(weight)):
         fresh = {n: kind.put(kind.get(a)) for n, a in arrays.items()}
-        _, saved = gsbn.forward(**fresh, weight=operand, training=True, return_saved=True, **path_of(name))
+        within, options = Limits(limbs_of_x=False), {"training": True, "return_saved": True, **path_of(name)}
+        _, saved = forward_within(within, **fresh, weight=operand, **options)
         gradients.append(gsbn.backward(dy, saved))
     for plain, prepared in zip(*gradients, strict=True):
         assert_same_bits(kind.get(prepared), kind.get(plain))
@@ -131,10 +135,19 @@ def hopper() -> Any:
     return cupy
 
 
-def g_of(cupy: Any, x: Any, weight: Any, gemm: str = "sm90") -> Any:
-    """g = x weightᵀ, read off through inference with an affine map that changes nothing."""
-    one, zero = cupy.ones(len(weight), "f4"), cupy.zeros(len(weight), "f4")
-    return gsbn.forward(x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
+@pytest.fixture(params=[False, True], ids=["limbs", "limbs_of_x"])
+def g_of(request: pytest.FixtureRequest, hopper: Any) -> Callable[..., Any]:
+    """g = x weightᵀ, read off through inference with an affine map that changes nothing.
+
+    With limbs of both that are made beforehand, and with those of the weight made by the launch itself.
+    """
+    within = Limits(limbs_of_x=request.param)
+
+    def make(x: Any, weight: Any, gemm: str = "sm90") -> Any:
+        one, zero = hopper.ones(len(weight), "f4"), hopper.zeros(len(weight), "f4")
+        return forward_within(within, x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
+
+    return make
 
 
 def error_of(cupy: Any, g: Any, x: Any, w: Any) -> float:
@@ -145,7 +158,7 @@ def error_of(cupy: Any, g: Any, x: Any, w: Any) -> float:
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("k", [1, 2, 7, 8, 33, 64, 100, 200, 257, 512, 1024, 4096, 8192, 65536])
-def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: float) -> None:
+def test_g_is_no_further_off_than_ieee_float32(hopper: Any, g_of: Callable[..., Any], k: int, offset: float) -> None:
     """Norm-wise at or below SGEMM's error from K = 512 on, at or below the larger of it and 4 u below that."""
     cupy = hopper
     ours, ieee = [], []
@@ -153,8 +166,8 @@ def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: floa
         rng = cupy.random.default_rng(seed)
         x = (rng.standard_normal((300, k)) + offset).astype("f4")
         w = rng.standard_normal((260, k)).astype("f4")
-        ours.append(error_of(cupy, g_of(cupy, x, w), x, w))
-        ieee.append(error_of(cupy, g_of(cupy, x, w, "cublas"), x, w))
+        ours.append(error_of(cupy, g_of(x, w), x, w))
+        ieee.append(error_of(cupy, g_of(x, w, "cublas"), x, w))
     limit = max(ieee) if k >= 512 else max(*ieee, 4 * U)
     assert max(ours) <= limit, (ours, ieee)
 
@@ -162,7 +175,7 @@ def test_g_is_no_further_off_than_ieee_float32(hopper: Any, k: int, offset: floa
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", [0, 4, 8, 16])
 @pytest.mark.parametrize("k", [3, 64, 1000, 8192])
-def test_elementwise_where_a_row_spans_little(hopper: Any, k: int, span: int) -> None:
+def test_elementwise_where_a_row_spans_little(hopper: Any, g_of: Callable[..., Any], k: int, span: int) -> None:
     """|dg| <= (2**-21 + 3 min(K, 32) 2**-23 + ceil(K / 32) 2**-24) |x||w|ᵀ and the row's share of docs/float32.md."""
     cupy = hopper
     rng = cupy.random.default_rng(span)
@@ -176,22 +189,22 @@ def test_elementwise_where_a_row_spans_little(hopper: Any, k: int, span: int) ->
     frozen = {"running_mean": np.zeros(260, np.float32), "running_var": np.ones(260, np.float32)}
     want = reference.forward(**arrays, **frozen, eps=0.0)
     limit = bounds({**arrays, **frozen}, want, training=False, eps=0.0, limbs=True).y
-    error = np.abs(g_of(cupy, x, w).get() - truth.get())
+    error = np.abs(g_of(x, w).get() - truth.get())
     assert (error <= limit).all()
     sizes = np.abs(arrays["x"]).astype(np.float64) @ np.abs(arrays["weight"]).astype(np.float64).T
     assert (error / sizes).max() <= 16 * U  # what is seen is far less: the elements of a sum err at random
 
 
 @pytest.mark.gpu
-def test_powers_of_two_change_no_digit(hopper: Any) -> None:
+def test_powers_of_two_change_no_digit(hopper: Any, g_of: Callable[..., Any]) -> None:
     """Rows of x and of the weight that differ by 2**±60, and products near both ends of float32's range."""
     cupy = hopper
     rng = cupy.random.default_rng(0)
     x, w = (rng.standard_normal((rows, 320)).astype("f4") for rows in (260, 132))
-    plain = g_of(cupy, x, w)
+    plain = g_of(x, w)
     for low, high in ((-60, 60), (-90, 0), (0, 90), (-3, 3)):
         p, q = rng.integers(low, high + 1, 260), rng.integers(-high, -low + 1, 132)
-        g = g_of(cupy, cupy.ldexp(x, p[:, None].astype("i4")), cupy.ldexp(w, q[:, None].astype("i4")))
+        g = g_of(cupy.ldexp(x, p[:, None].astype("i4")), cupy.ldexp(w, q[:, None].astype("i4")))
         want = cupy.ldexp(plain.astype("f8"), (p[:, None] + q[None, :]).astype("i4"))
         normal = (cupy.abs(want) >= 2.0**-126) & (cupy.abs(want) < 2.0**127)
         assert int(normal.sum()) > 1000
@@ -200,37 +213,37 @@ def test_powers_of_two_change_no_digit(hopper: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_large_numbers_overflow_only_where_float32_does(hopper: Any) -> None:
+def test_large_numbers_overflow_only_where_float32_does(hopper: Any, g_of: Callable[..., Any]) -> None:
     cupy = hopper
     rng = cupy.random.default_rng(0)
     x = cupy.ldexp(rng.uniform(1, 2, (260, 256)), 126).astype("f4")  # up to the largest float32
     w = cupy.ldexp(rng.uniform(1, 2, (132, 256)), -30).astype("f4")
-    g = g_of(cupy, x, w)
+    g = g_of(x, w)
     assert bool(cupy.isfinite(g).all())
     assert error_of(cupy, g, x, w) <= 4 * U
-    assert bool(cupy.isinf(g_of(cupy, x, cupy.ldexp(w, 30).astype("f4"))).all())
+    assert bool(cupy.isinf(g_of(x, cupy.ldexp(w, 30).astype("f4"))).all())
 
 
 @pytest.mark.gpu
-def test_subnormal_operands_have_digits(hopper: Any) -> None:
+def test_subnormal_operands_have_digits(hopper: Any, g_of: Callable[..., Any]) -> None:
     cupy = hopper
     rng = np.random.default_rng(0)
     x = cupy.asarray((rng.integers(1, 2**20, (260, 128)) * 2.0**-149).astype(np.float32))
     w = cupy.asarray(np.ldexp(rng.uniform(1, 2, (132, 128)), 60).astype(np.float32))
     truth = x.get().astype(np.float64) @ w.get().astype(np.float64).T
-    assert norm_error(g_of(cupy, x, w).get(), truth) <= 4 * U
+    assert norm_error(g_of(x, w).get(), truth) <= 4 * U
 
 
 @pytest.mark.gpu
-def test_inf_and_nan_stay_where_ieee_puts_them(hopper: Any) -> None:
+def test_inf_and_nan_stay_where_ieee_puts_them(hopper: Any, g_of: Callable[..., Any]) -> None:
     cupy = hopper
     rng = cupy.random.default_rng(0)
     x, w = (rng.standard_normal((rows, 200)).astype("f4") for rows in (260, 132))
     x[3, 5], x[7, 1], x[9], w[11, 2], w[13, :] = cupy.inf, cupy.nan, 0, -cupy.inf, cupy.nan
     x[20, :], x[21, 3], x[21, 4] = cupy.inf, cupy.inf, -cupy.inf
-    g, ieee = g_of(cupy, x, w), g_of(cupy, x, w, "cublas")
+    g, ieee = g_of(x, w), g_of(x, w, "cublas")
     assert bool((cupy.isfinite(g) == cupy.isfinite(ieee)).all())
-    clean = g_of(cupy, cupy.nan_to_num(x, nan=0, posinf=0, neginf=0), w)
+    clean = g_of(cupy.nan_to_num(x, nan=0, posinf=0, neginf=0), w)
     fine = cupy.isfinite(g)
     assert bool((g == clean)[fine].all())  # what is beside them in the row neither loses nor gains a digit
     one = cupy.ones(132, "f4")
@@ -241,7 +254,7 @@ def test_inf_and_nan_stay_where_ieee_puts_them(hopper: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
+def test_a_long_span_loses_what_the_documentation_says(hopper: Any, g_of: Callable[..., Any]) -> None:
     """Beside 10⁶ an element of 10⁻³ keeps about ten bits: g is right beside the row's norm, not its own."""
     cupy = hopper
     rng = cupy.random.default_rng(0)
@@ -250,11 +263,11 @@ def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
     x[:, 1:] *= 1e-3
     w[:, 0] = 0  # hides the large element
     truth = x.astype("f8") @ w.astype("f8").T
-    error = cupy.abs(g_of(cupy, x, w) - truth)
+    error = cupy.abs(g_of(x, w) - truth)
     norms = cupy.linalg.norm(x.astype("f8"), axis=1)[:, None] * cupy.linalg.norm(w.astype("f8"), axis=1)
     assert float((error / norms).max()) <= 4 * U
     assert 2.0**-13 < float(cupy.linalg.norm(error) / cupy.linalg.norm(truth)) < 2.0**-8
-    assert error_of(cupy, g_of(cupy, x, w, "cublas"), x, w) <= 4 * U  # the way out
+    assert error_of(cupy, g_of(x, w, "cublas"), x, w) <= 4 * U  # the way out
 
 
 @pytest.mark.gpu
@@ -266,9 +279,10 @@ def test_a_long_span_loses_what_the_documentation_says(hopper: Any) -> None:
 def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, int, int], training: bool) -> None:
     layouts = {"x": "unaligned", "weight": "strided"}
     arrays = Case(shape, "float32", training).arrays()
-    got = forward(kind_of("cupy"), arrays, layouts, gemm="sm90", training=training)
     truth = reference.forward(**without_out(arrays), training=training)
-    assert_outcome_within(got, truth, bounds(arrays, truth, training=training, limbs=True))
+    for of_x in (False, True):
+        got = forward(kind_of("cupy"), arrays, layouts, limits=Limits(limbs_of_x=of_x), gemm="sm90", training=training)
+        assert_outcome_within(got, truth, bounds(arrays, truth, training=training, limbs=True))
 
 
 @pytest.mark.gpu
@@ -292,7 +306,7 @@ def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
             junk = cupy.full((1 << 22,), cupy.nan, "f4")
             graph.launch(stream)
             stream.synchronize()
-            want = gsbn.forward(x, w, one, training=True, gemm="sm90")
+            want = forward_within(Limits(limbs_of_x=False), x, w, one, training=True, gemm="sm90")
             assert bool((out == want).all())
             del junk
 

@@ -42,15 +42,17 @@ def tile(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-PARKED = {"recompute": False, "whole": False, "split": False}
+PARKED = {"recompute": False, "whole": False, "split": False, "limbs_of_x": False}
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
-CHOICES += [Limits(sm90=tile, split=True) for tile in SPLITS_OF_K]
+CHOICES += [Limits(sm90=tile, split=True, limbs_of_x=False) for tile in SPLITS_OF_K]
+OF_X = [*itertools.product(BLOCKS_M[1:], CLUSTERS), *SPLITS_OF_K]
+CHOICES += [Limits(sm90=tile, split=len(tile) > 2, recompute=False, whole=False, limbs_of_x=True) for tile in OF_X]
 CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
 
 
 def name_of(limits: Limits) -> str:
-    return f"{limits.sm90}{' twice' * bool(limits.recompute)}{' whole' * bool(limits.whole)}"
+    return f"{limits.sm90}{' twice' * bool(limits.recompute)}{' whole' * bool(limits.whole)}{' of x' * bool(limits.limbs_of_x)}"
 
 
 @pytest.fixture(params=CHOICES, ids=name_of)
@@ -60,6 +62,8 @@ def within(request: pytest.FixtureRequest) -> Any:
 
 
 def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: str) -> None:
+    if within.limbs_of_x and precision != "highest":
+        pytest.skip("there are no limbs")
     if within.recompute and shape != SHAPES[-1]:
         pytest.skip("no CTA has a second tile")
     if within.split and shape[1] < 4096:

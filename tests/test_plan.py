@@ -198,9 +198,10 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
         assert end <= limbs.x
         assert limbs.x + p.m * size <= limbs.w
-        assert limbs.w + p.n * size <= limbs.x_exponents
+        of_w = 0 if one.element == "limbs_of_x" else p.n
+        assert limbs.w + of_w * size <= limbs.x_exponents
         assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
-        end = limbs.w_exponents + 4 * p.n
+        end = limbs.w_exponents + 4 * of_w
     assert end <= one.workspace
     # what the copy engine takes
     assert p.y.aligned
@@ -208,7 +209,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert p.n <= p.y.strides[0] and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
     for at in (p.x, p.w):
         assert at.strides[1] == 1
-        if one.limbs is None:
+        if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
             assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
@@ -634,12 +635,11 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     assert one is not None and one.split > 2 and (one.ctas, one.cooperative) == (16 * one.split, True)
     for tile, element, saved, training in itertools.product(SPLITS_OF_K, ELEMENTS, (False, True), (False, True)):
         if training or not saved:
-            dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(
-                element, (element, "high")
-            )
-            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True))
+            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_of_x": "highest"}
+            dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
+            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_of_x=element == "limbs_of_x"))
             one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
-            assert one is not None and (one.block_m, one.cluster, one.split) == tile
+            assert one is not None and (one.block_m, one.cluster, one.split, one.element) == (*tile, element)
             assert_one_launch_fits(p, one)
     for p in (
         contiguous(512, 1024, 8 * 64 * 2 - 64),  # k too short

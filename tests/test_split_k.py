@@ -18,7 +18,9 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
 
 
 @pytest.mark.parametrize("tile", SPLITS_OF_K, ids=str)
-@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "of_x"), [*((*of, False) for of in ELEMENTS), ("float32", "highest", True)]
+)
 @pytest.mark.parametrize(
     ("shape", "training"),
     [
@@ -28,10 +30,10 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
     ],
 )
 def test_sums_over_parts_of_k(
-    shape: tuple[int, int, int], training: bool, dtype: str, precision: str, tile: tuple[int, int, int]
+    shape: tuple[int, int, int], training: bool, dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int]
 ) -> None:
     """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
-    arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True)
+    arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True, limbs_of_x=of_x)
     options = {"training": training, "gemm": "sm90", "precision": precision}
     got = forward(kind_of("cupy"), arrays, limits=within, **options)
     truth = reference.forward(**without_out(arrays), training=training)

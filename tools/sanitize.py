@@ -158,13 +158,14 @@ def fold(dtype):
 
 
 def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False, split=1):
-    dtype, precision = {"tf32": ("float32", "high"), "limbs": ("float32", "highest")}.get(element, (element, "highest"))
-    again, whole = mode == "recompute", mode == "whole"
-    within = limits(16 if whole else 8 if ranks else 4, sm90=(block_m, cluster), recompute=again, whole=whole)
+    dtype = element if element in ("float16", "bfloat16") else "float32"
+    precision = "high" if element == "tf32" else "highest"
+    again, whole, of_x = mode == "recompute", mode == "whole", element == "limbs_of_x"
+    within = limits(16 if whole else 8 if ranks else 4, sm90=(block_m, cluster), recompute=again, whole=whole, limbs_of_x=of_x)
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
-        within = limits(sms=32, sm90=(block_m, cluster, split), split=True)
+        within = limits(sms=32, sm90=(block_m, cluster, split), split=True, limbs_of_x=of_x)
         shape = (split + 1) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
     if mode != "gemm":
         group = alone() if ranks else None

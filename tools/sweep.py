@@ -6,7 +6,7 @@ python tools/sweep.py fit FILE [rounds]                      anywhere: writes gs
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
 tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice and "whole" where a
-cluster has all rows; "narrow", the kernels that make g twice; "sm90", its bare GEMM and two launches, where it has no
+cluster has all rows, and "of x" where it makes limbs of the weight in registers; "narrow", the kernels that make g twice; "sm90", its bare GEMM and two launches, where it has no
 tiles; and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back
 behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.cost import copies_us, cublas_us, split_us
+from gsbn._plan.cost import copies_us, cublas_us
 from gsbn._plan.gemm import candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.narrow import narrow_forward, narrow_obstacle
@@ -37,6 +37,7 @@ DTYPES = {
 }
 MODES = ("training", "inference")
 WAYS = {"recompute": " twice", "whole": " whole"}  # other ways to train, and how names of choices end
+OF_X = " of x"
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
@@ -106,6 +107,7 @@ def planned(shape, dtype, mode, among):
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
     allowed = {"recompute": twice, "whole": whole, "split": split, "narrow": "narrow" in among}
+    allowed["limbs_of_x"] = any(name.endswith(OF_X) for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
@@ -115,7 +117,7 @@ def planned(shape, dtype, mode, among):
 
 
 def name_of(tile, mode):
-    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + WAYS.get(mode, "")
+    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + WAYS.get(mode, "") + OF_X * (tile.element == "limbs_of_x")
 
 
 def tiles(shape, dtype, mode):
@@ -154,6 +156,8 @@ def measure(limit, skip, dtypes):
     def forced(call, gemm, tile=None):
         """The same call on this path, with one tile to choose from."""
         ways = {way: tile.mode == way for way in WAYS} if tile is not None else {}
+        if tile is not None:
+            ways["limbs_of_x"] = tile.element == "limbs_of_x"
         run = partial(call, Limits(tile and tile.shape, **ways), gemm)
         run()
         return run
@@ -236,8 +240,8 @@ def expected(line, rates):
     q = taken(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:
-            found[name] = tile_of(q, tile.mode, element, tile.block_m, tile.cluster, split=tile.split, rates=rates).us
-            found[name] += split_us(p, element, prepared=False, rates=rates) + copies_us(q, rates=rates)
+            again = tile_of(q, tile.mode, tile.element, tile.block_m, tile.cluster, split=tile.split, rates=rates)
+            found[name] = again.us + copies_us(q, rates=rates)
     return found
 
 

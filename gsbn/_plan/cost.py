@@ -7,7 +7,7 @@ from .h200 import H200
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .variants import SM90_BLOCK_N, stages
+from .variants import SM90_BLOCK_N, by_limbs, stages
 
 __all__ = [
     "copies_us",
@@ -45,8 +45,8 @@ def one_launch_us(
     m, n, k, dtype, *_ = p
     of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
     rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
-    limbs = 2 if element == "limbs" else 1
-    size = 2 if element == "limbs" else ITEMSIZE[dtype]  # of an operand's element
+    limbs = 2 if by_limbs(element) else 1
+    size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # of an operand's element
     width = min(n, SM90_BLOCK_N)  # features of a tile that are there
     loaded = limbs * ctas * (product_m / of_x + width / of_w) * 128e-6
     groups = ceil_div(rows, split)  # of tiles
@@ -56,8 +56,10 @@ def one_launch_us(
     feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
     if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
-    products = 3 if element == "limbs" else 1
+    products = 3 if by_limbs(element) else 1
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
+    if element == "limbs_of_x":
+        pace[0] += rates.limbs_of_w_us  # and then multiplies
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
@@ -118,9 +120,9 @@ def narrow_us(
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
     """What comes before the one launch."""
-    if element != "limbs":
+    if not by_limbs(element):
         return 0.0
-    rows = p.m + (0 if prepared else p.n)
+    rows = p.m + (0 if prepared or element == "limbs_of_x" else p.n)
     return rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from .copies import in_rows
-from .cost import copies_us, cublas_us, split_us
+from .cost import copies_us, cublas_us
 from .gemm import (
     LEAST_TERMS,
     OneLaunch,
@@ -311,8 +311,8 @@ def _fastest(
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
         taken, inside = for_sm90(p, element), ranks == "inside"
-        tile = cheapest_tile(taken, _mode(training), element, keeps=saved, cumulative=cumulative, ranks=inside)
-        ours = tile.us + copies_us(taken) + split_us(p, element, prepared=prepared)
+        of = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
+        ours = cheapest_tile(taken, _mode(training), element, **of).us + copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours

@@ -6,7 +6,7 @@ import itertools
 from typing import NamedTuple
 
 from .copies import adjacent, copy_along, in_rows, on_words
-from .cost import copies_us, one_launch_us, product_us, recompute_us
+from .cost import copies_us, one_launch_us, product_us, recompute_us, split_us
 from .h200 import H200
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up
@@ -21,6 +21,7 @@ from .variants import (
     TILES,
     TILES_OF_ROWS,
     Kernel,
+    by_limbs,
     element_for,
     forward_sm90,
     gemm_tiled,
@@ -101,6 +102,7 @@ class Tile(NamedTuple):
     clusters: int
     mode: str
     split: int = 1  # CTAs that share k
+    element: str = ""  # one of `variants.ELEMENTS`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,26 +111,42 @@ class Tile(NamedTuple):
 
 
 def cheapest_tile(
-    p: Matmul, mode: str, element: str, *, keeps: bool = False, cumulative: bool = False, ranks: bool = False
+    p: Matmul,
+    mode: str,
+    element: str,
+    *,
+    prepared: bool = False,
+    keeps: bool = False,
+    cumulative: bool = False,
+    ranks: bool = False,
 ) -> Tile:
     """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
-    found, limits = candidates(p, mode, element, keeps=keeps, cumulative=cumulative, ranks=ranks), p.limits
+    found = candidates(p, mode, element, prepared=prepared, keeps=keeps, cumulative=cumulative, ranks=ranks)
+    limits = p.limits
     for fits in (
         lambda tile: limits.sm90 in (None, tile.shape),
         lambda tile: limits.split in (None, tile.split > 1),
         lambda tile: limits.recompute in (None, tile.mode == "recompute"),
         lambda tile: limits.whole in (None, tile.mode == "whole"),
+        lambda tile: limits.limbs_of_x in (None, tile.element == "limbs_of_x"),
     ):
         found = list(filter(fits, found)) or found
     return min(found)
 
 
 def candidates(
-    p: Matmul, mode: str, element: str, *, keeps: bool = False, cumulative: bool = False, ranks: bool = False
+    p: Matmul,
+    mode: str,
+    element: str,
+    *,
+    prepared: bool = False,
+    keeps: bool = False,
+    cumulative: bool = False,
+    ranks: bool = False,
 ) -> list[Tile]:
     """All tiles that forward_sm90 can have, each with what it is expected to take.
 
-    To train, it may make g twice, or have all rows in a cluster. Such clusters never meet, as they must for a
+    Limbs of the weight may be `prepared`; else it can make them as it goes, in registers. To train, it may make g twice, or have all rows in a cluster. Such clusters never meet, as they must for a
     `cumulative` average: all read the count of batches that one raises.
     """
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
@@ -137,7 +155,10 @@ def candidates(
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
         found += [("whole", *tile, 1) for tile in (() if cumulative else TILES_OF_ROWS)]
-    made = (tile_of(p, of, element, *tile, keeps=keeps, split=split) for of, *tile, split in found)
+    ways = [(element, *way) for way in found]
+    if element == "limbs" and mode in ("inference", "training") and not (prepared or ranks):
+        ways += [("limbs_of_x", mode, *tile) for tile in tiles]
+    made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 
 
@@ -148,11 +169,15 @@ def tile_of(
     block_m: int,
     cluster: int,
     *,
+    prepared: bool = False,
     keeps: bool = False,
     split: int = 1,
     rates: Rates = H200,
 ) -> Tile | None:
-    """What forward_sm90 would take with this tile, and the clusters of its grid; None where it cannot have it."""
+    """What forward_sm90 would take with this tile, a forward's limbs included, and the clusters of its grid; None where it
+    cannot have it."""
+    if element == "limbs_of_x" and not on_words(p.w, p.k, 4):  # the copy engine brings it as it is
+        return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
         return None
@@ -164,7 +189,7 @@ def tile_of(
     if resident == 0 or (mode == "whole" and (p.m > rows or tiles > resident)):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
-    steps = ceil_div(p.k * (2 if element == "limbs" else ITEMSIZE[p.dtype]), 128)
+    steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
     if split > 1 and (tiles > resident or steps < LEAST_STEPS * split):
         return None
     # Where g is made twice, each cluster keeps to its features.
@@ -180,7 +205,9 @@ def tile_of(
         us = recompute_us(p, element, cluster, waves, keeps=keeps, rates=rates)
     else:  # all tiles stay in registers: none is made twice
         return None
-    return Tile(us, block_m, cluster, clusters, mode, split)
+    if mode != "gemm":
+        us += split_us(p, element, prepared=prepared, rates=rates)
+    return Tile(us, block_m, cluster, clusters, mode, split, element)
 
 
 def one_launch(
@@ -201,9 +228,14 @@ def one_launch(
     read the count of batches that one raises.
     """
     m, n, k = p.m, p.n, p.k
-    element = element_for(p.dtype, precision)
-    _, block_m, cluster, clusters, mode, split = cheapest_tile(
-        p, mode, element, keeps=keeps, cumulative=cumulative, ranks=ranks
+    _, block_m, cluster, clusters, mode, split, element = cheapest_tile(
+        p,
+        mode,
+        element_for(p.dtype, precision),
+        prepared=prepared,
+        keeps=keeps,
+        cumulative=cumulative,
+        ranks=ranks,
     )
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     merged = roll = workspace = 0
@@ -212,10 +244,10 @@ def one_launch(
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
-    if element == "limbs" and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
-        made = limbs(m, 0 if prepared else n, k, workspace, p.device)
-    if made is not None:
-        workspace = made.w_exponents + (0 if prepared else 4 * n)
+    if by_limbs(element) and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
+        of_w = 0 if prepared or element == "limbs_of_x" else n
+        made = limbs(m, of_w, k, workspace, p.device)
+        workspace = made.w_exponents + 4 * of_w
     return OneLaunch(
         kernel=forward_sm90(
             element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks, split
@@ -238,9 +270,9 @@ def one_launch(
 
 def _panel(p: Matmul, mode: str, element: str) -> int:
     """Columns of blocks of features that clusters take together: x is then streamed less often, but more of w is."""
-    if mode == "gemm" and element != "limbs":
+    if mode == "gemm" and not by_limbs(element):
         return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
-    return 1 if p.m <= 8192 else 2 if mode == "training" and element != "limbs" else 4
+    return 1 if p.m <= 8192 else 2 if mode == "training" and not by_limbs(element) else 4
 
 
 def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:

@@ -26,6 +26,7 @@ H200 = Rates(
     copy_rate=4.91,
     merge_us={1: 4.67, 2: 2.01, 3: 2.07, 4: 0.0, 5: 0.0, 6: 0.0},
     trip_us=2.03,
+    limbs_of_w_us=0.2,
     limb_us=1.94,
     limb_rate=3.33,
     cublas_flops={"bfloat16": 1040000000.0, "float16": 915000000.0, "tf32": 403000000.0, "limbs": 39600000.0},

@@ -113,6 +113,7 @@ class Limits(NamedTuple):
     split: bool | None = None  # whether CTAs of forward_sm90 share k, where they can
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
     whole: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
+    limbs_of_x: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     narrow: bool | None = None  # whether the kernels of narrow.cu may serve; True: wherever they can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never

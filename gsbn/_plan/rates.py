@@ -33,6 +33,7 @@ class Rates(NamedTuple):
     copy_rate: float  # MB/us of what is read and written once, in order
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
     trip_us: float  # and of more rows
+    limbs_of_w_us: float  # limbs of a step of a weight tile, made in registers
     limb_us: float  # a launch that splits float32 into limbs
     limb_rate: float  # MB/us of what it reads and writes
     cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32

@@ -32,6 +32,7 @@ __all__ = [
     "TILES_OF_ROWS",
     "Kernel",
     "backward_kernels",
+    "by_limbs",
     "copy_matrix",
     "copy_rows",
     "element_for",
@@ -58,7 +59,8 @@ __all__ = [
 THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize and fold; of forward_sm90
 CONSTANTS = {"workspace": 0, "running": 1, "batch": 2}  # normalize's, where those of a feature come from
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
-ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3}  # forward_sm90's ELEMENT; the last two are float32
+# forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_of_x" the weight's limbs are made in registers.
+ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3, "limbs_of_x": 4}
 # "gemm" is for limbs, the backward, and the bench; the last two are other ways to train
 MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3, "whole": 4}  # and its MODE
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
@@ -136,14 +138,16 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield copy_rows()
     yield fill_sm(0)
     for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
-        largest = largest_block(element)
+        largest, of_x = largest_block(element), element == "limbs_of_x"
+        if of_x and mode not in ("inference", "training"):
+            continue
         if mode != "whole" and (block_m == largest or (block_m < largest and mode != "recompute")):
             for keeps in (False, True) if mode in ("training", "recompute") else (False,):
                 yield forward_sm90(element, mode, block_m, cluster, keeps)
-                if mode == "training" and cluster in CLUSTERS_OF_RANKS:
+                if mode == "training" and cluster in CLUSTERS_OF_RANKS and not of_x:
                     yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
     for element, (block_m, cluster), keeps in itertools.product(ELEMENTS, TILES_OF_ROWS, (False, True)):
-        if block_m <= largest_block(element):
+        if block_m <= largest_block(element) and element != "limbs_of_x":
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
@@ -186,7 +190,7 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
     """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
     NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
     also writes g - m."""
-    number = ELEMENTS.get(element, len(ELEMENTS))  # the last one is IEEE float32
+    number = ELEMENTS.get(element, 4)  # that is IEEE float32
     defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
     limbs, threads = element == "limbs", narrow_threads(element, features)
     weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
@@ -292,8 +296,8 @@ def forward_sm90(
     lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share; `split`: how many
     CTAs share k.
     """
-    limbs, rows = 2 if element == "limbs" else 1, split * block_m  # that a CTA multiplies
-    of_float32 = wide or element in ("tf32", "limbs")
+    limbs, rows = 2 if by_limbs(element) else 1, split * block_m  # that a CTA multiplies
+    of_float32 = wide or element == "tf32" or by_limbs(element)
     staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
     # is made twice, beta and what makes y of it (4 and 16); where a cluster has the whole batch, mean and M2 from each
@@ -324,12 +328,17 @@ def forward_sm90(
 
 def stages(element: str, block_m: int) -> int:
     """Of forward_sm90's ring: steps of k that are on their way at once."""
-    return {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // (2 if element == "limbs" else 1)
+    return {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // (2 if by_limbs(element) else 1)
 
 
 def largest_block(element: str) -> int:
     """The most rows of x in a tile of forward_sm90: limbs leave no room for sums beside so many accumulators."""
-    return BLOCKS_M[element == "limbs"]
+    return BLOCKS_M[by_limbs(element)]
+
+
+def by_limbs(element: str) -> bool:
+    """Whether forward_sm90 multiplies it as limbs."""
+    return element in ("limbs", "limbs_of_x")
 
 
 def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str, *, wide: bool = False) -> Kernel:
