@@ -16,6 +16,7 @@ import sys
 if importlib.util.find_spec("torch") is None:
     sys.exit("torch_ddp: needs PyTorch: pip install torch")
 import torch
+import torch.distributed.nn  # now: a later import, as DistributedDataParallel's, would keep the process group for ever
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -27,7 +27,7 @@
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
 // of all ranks (ranks.cuh), which are then the sums of one split.
 //
-// backward_fused is all of that where rows are few: an item is all rows of NARROW_COLUMNS columns (64 bytes of a row), so that
+// backward_fused is all of that where rows are few: an item is all rows of 32, 64 or 128 bytes of columns (`along`), so that
 // their sums need nobody else's, or other ranks' alone, and reads them once more from L2. No workspace.
 //
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
@@ -127,10 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
                   dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);
         if (p.splits > 0)
-            merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr, [&](long long c, int column, double S, double E) {
-                store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                              COLUMNS, column);
-            });
+            merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
+                         [&](long long c, int column, double S, double E) {
+                             store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta,
+                                           &stored[0][0], COLUMNS, column);
+                         });
         if (dg == nullptr) return;
         __syncthreads();
 
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// backward_sums and backward_dg of NARROW_COLUMNS columns and all rows; dg may be null where nobody wants it.
+// backward_sums and backward_dg of a few columns, NARROW_COLUMNS at most, and all rows; dg may be null where nobody wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
                    void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
@@ -170,33 +171,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const int across_row = threadIdx.x % NARROW * VEC, down = threadIdx.x / NARROW;
-    for_each_item((p.n + NARROW_COLUMNS - 1) / NARROW_COLUMNS, [&](long long item) {
-        const long long col0 = item * NARROW_COLUMNS, col = col0 + across_row;
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item(at_once.blocks(p.n), [&](unsigned item) {
+        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        const long long count = count_rows(p.m, down, NARROW_ROWS);
-        Rows rows(p, dy, d, down, NARROW_ROWS, count, col, inside, ring);
+        const long long count = count_rows(p.m, at_once.row, at_once.rows);
+        Rows rows(p, dy, d, at_once.row, at_once.rows, count, col, inside, ring);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
         add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, down, NARROW_ROWS, dg == nullptr ? 0 : count, col, inside,
-                   ring);
+        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, at_once.row, at_once.rows, dg == nullptr ? 0 : count, col,
+                   inside, ring);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-#pragma unroll
-            for (int bit = NARROW; bit < LANES; bit *= 2) {
+            for (int bit = static_cast<int>(p.along); bit < LANES; bit *= 2) {
                 sum[j] += __shfl_xor_sync(0xFFFFFFFF, sum[j], bit);
                 dot[j] += __shfl_xor_sync(0xFFFFFFFF, dot[j], bit);
             }
-            if (lane < NARROW) {
-                sums[0][warp][across_row + j] = sum[j];
-                sums[1][warp][across_row + j] = dot[j];
+            if (lane < p.along) {
+                sums[0][warp][at_once.column + j] = sum[j];
+                sums[1][warp][at_once.column + j] = dot[j];
             }
         }
         __syncthreads();
-        if (threadIdx.x < NARROW_COLUMNS && col0 + threadIdx.x < p.n) {
+        if (threadIdx.x < at_once.columns && col0 + threadIdx.x < p.n) {
             double S = 0.0, E = 0.0;
 #pragma unroll
             for (int i = 0; i < WARPS; ++i) {
@@ -217,9 +217,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         if (dg == nullptr) return;
         __syncthreads();
 
-        const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, across_row, col, inside);
-        T* to = dg + down * p.lddg + col;
-        while (again.left > 0) write_rows(of, again, to, NARROW_ROWS * p.lddg, [](const Vector<T, VEC>&, int) {});
+        const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, at_once.column, col, inside);
+        T* to = dg + at_once.row * p.lddg + col;
+        while (again.left > 0) write_rows(of, again, to, at_once.rows * p.lddg, [](const Vector<T, VEC>&, int) {});
     });
     if (ranks == nullptr) return;
     __syncthreads();
@@ -254,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         };
         if (gathered == nullptr)
-            merge_splits(p, workspace, at_once.columns, item * at_once.columns, MERGED_BY_MANY ? scratch : nullptr, post);
+            merge_splits(p, workspace, at_once.columns, item * at_once.columns, MERGED_BY_MANY ? scratch : nullptr,
+                         post);
         const long long c = item * at_once.columns + threadIdx.x;
         if (totals == nullptr || threadIdx.x >= at_once.columns || c >= p.n) return;
         double S, E;

@@ -102,7 +102,8 @@ template <typename Then>
 __device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
     constexpr int AT_ONCE = 16;  // splits whose sums are on their way
-    const int parts = scratch == nullptr ? 1 : THREADS / columns, column = threadIdx.x % columns, part = threadIdx.x / columns;
+    const int parts = scratch == nullptr ? 1 : THREADS / columns, column = threadIdx.x % columns,
+              part = threadIdx.x / columns;
     const long long c = col0 + column;
     double S = 0.0, E = 0.0;
     if (part < parts && c < p.n) {

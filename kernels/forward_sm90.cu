@@ -10,7 +10,9 @@
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
-// beyond that in float32 registers; docs/float32.md derives the error.
+// beyond that in float32 registers; docs/float32.md derives the error. With LIMBS_OF_X that is so for x alone: w comes as it
+// is, and the consumers make its limbs in registers (sm90_limbs_of_w.cuh), of which wgmma takes its A. Where rows are few,
+// reading the weight, writing its limbs and reading them again takes longer than all else.
 //
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.

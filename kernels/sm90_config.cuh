@@ -45,7 +45,8 @@ typedef float Wide;
 constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
-constexpr int HELPER_REGISTERS = ELEMENT == TF32 ? 136 : 152;  // of warpgroup 0: neither side spills
+constexpr int HELPER_REGISTERS =
+    ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;  // of warpgroup 0: neither side spills
 // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
@@ -54,8 +55,8 @@ constexpr int LAYING_WARPS = 3;                         // warps that lay out co
 constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;       // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;           // deviations are parked and kept in units (deviation_unit)
 constexpr bool BY_LIMBS = ELEMENT >= LIMBS;
-constexpr int MATRICES = BY_LIMBS ? 2 : 1;         // that make up an operand; w as it is takes their bytes
-constexpr int Y_BYTES = FLOAT32 ? 4 : 2;                // of an element of y
+constexpr int MATRICES = BY_LIMBS ? 2 : 1;  // that make up an operand; w as it is takes their bytes
+constexpr int Y_BYTES = FLOAT32 ? 4 : 2;    // of an element of y
 constexpr int OPERAND_BYTES = ELEMENT == TF32 ? 4 : 2;
 constexpr int BLOCK_N = 64 * WARPGROUPS;           // features in a tile
 constexpr int BLOCK_K = 128 / OPERAND_BYTES;       // one 128-byte swizzle atom

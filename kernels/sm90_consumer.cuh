@@ -1,6 +1,6 @@
 // The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
 //
-// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + lane / 4 + 8 h, row 8 j + 2 (lane % 4) + e of the
+// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h, row 8 j + 2 (lane % 4) + e of the
 // tile: a thread has two features, h = 0, 1.
 #pragma once
 #include "sm90_finisher.cuh"
@@ -14,6 +14,12 @@ struct Consumer : Cta {
     int phase = 0, s = 0, nth = 0;               // of the stage to be read next; this stage; the tile
     int within = 0;                              // the first of the thread's two features, in the tile
     Run run_of_tile = {};                        // inference
+
+    // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
+    // would meet in a bank.
+    static __device__ __forceinline__ int feature_of(int lane) {
+        return ELEMENT == LIMBS_OF_X ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
+    }
 
     __device__ __forceinline__ void release(int stage) const {
         if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT + rank % SPLIT);
@@ -85,48 +91,70 @@ struct Consumer : Cta {
         }
     }
 
-    // The same where the limbs of w are made here, in registers: while one warpgroup makes those of a part, the other's wgmmas run.
-    // What `unscale` takes of w goes to `of_w`.
+    // A part of a stage, the limbs of w being registers: d anew, small products first.
+    __device__ __forceinline__ void begin_part(float (&d)[PRODUCT_ACC], const LimbsOfW& w, int stage, int part) const {
+        constexpr int STEPS = BLOCK_K / MMA_K / 2;
+        constexpr u64 LOW = PRODUCT_M * 128 / 16;
+        const u64 b = X::descriptor(sh.stage[stage] + W_BYTES) + X::NEXT * STEPS * part;
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.low[j], b + X::NEXT * j, j);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + LOW + X::NEXT * j, 1);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + X::NEXT * j, 1);
+        wgmma_commit();
+    }
+
+    // The same where the limbs of w are made here, in registers: those of a part while the one before is multiplied, or
+    // the other warpgroup's. What `unscale` takes of w goes to `of_w`.
     __device__ __forceinline__ void multiply_limbs_of_x(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
                                                         int (&of_w)[2]) {
-        constexpr int PARTS = 2;
+        constexpr bool AHEAD = PRODUCT_M < 128;  // else there are no registers for the limbs of two parts
         UnitsOfW units;
+        const auto limbs_of = [&](int part) {
+            return LimbsOfW(sh.stage[s] + part * (BLOCK_N * 128), 64 * half + 16 * warp + feature_of(lane), lane);
+        };
+        const auto end_part = [&](const int (&field)[2]) {
+            float factor[2];
+            units.follow(field, sum, factor);
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[i / 2 % 2], sum[i]);
+        };
 #pragma unroll
         for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+        LimbsOfW first;
+        const auto begin_step = [&] {
+            mbar_wait(&sh.full[s], phase);
+            first = limbs_of(0);
+        };
+        if (AHEAD) begin_step();
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
-            mbar_wait(&sh.full[s], phase);
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
-                const LimbsOfW w(sh.stage[s] + part * (BLOCK_N * 128), 64 * half + 16 * warp + lane / 4, lane);
-                const u64 b = X::descriptor(sh.stage[s] + W_BYTES) + X::NEXT * STEPS * part;
-                constexpr u64 B_LOW = PRODUCT_M * 128 / 16;
-                wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.low[j], b + X::NEXT * j, j);
-#pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + B_LOW + X::NEXT * j, 1);
-#pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + X::NEXT * j, 1);
-                wgmma_commit();
-                float factor[2];
-                units.follow(w.field, sum, factor);
-                wgmma_wait<0>();
-                if (part == PARTS - 1) release(s);
-#pragma unroll
-                for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[i / 2 % 2], sum[i]);
-            }
+            if (!AHEAD) begin_step();
+            begin_part(d, first, s, 0);
+            if (!AHEAD) end_part(first.field);
+            const LimbsOfW second = limbs_of(1);
+            if (AHEAD) end_part(first.field);
+            begin_part(d, second, s, 1);
+            if (!AHEAD) end_part(second.field);
+            const int before = s;
             next_stage(step);
+            if (AHEAD) {
+                if (step + 1 < steps) begin_step();
+                end_part(second.field);
+            }
+            release(before);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
-        if constexpr (SPLIT > 1) {  // in one unit before those of several CTAs are added, the middle of what weights can be
-            constexpr int COMMON = -22;
+        if constexpr (SPLIT > 1) {  // in one unit before those of several CTAs are added; x is below 2^15
+            constexpr int COMMON = 10;
 #pragma unroll
             for (int i = 0; i < PRODUCT_ACC; i++) {
                 const int e = of_w[i / 2 % 2] - COMMON;
-                sum[i] *= power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+                sum[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);  // 2^e may not be a float
             }
             of_w[0] = of_w[1] = COMMON;
         }
@@ -172,9 +200,10 @@ struct Consumer : Cta {
             if constexpr (FLOAT32) {
 #pragma unroll
                 for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
-                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, c = (warp & 1) * 4 + i / 2 % 2 * 2 + lane / 16;
+                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, of_eight = feature_of(lane);
+                    const int c = (warp & 1) * 4 + i / 2 % 2 * 2 + of_eight / 4;
                     *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
-                              (lane / 4 & 3) * 4) = e[i];
+                              (of_eight & 3) * 4) = e[i];
                 }
             } else {
                 const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
@@ -315,7 +344,7 @@ struct Consumer : Cta {
             int of_w[2];
             make(d, sum, of_w);
             const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
-            within = 64 * half + 16 * warp + lane / 4;
+            within = 64 * half + 16 * warp + feature_of(lane);
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
                 if constexpr (ELEMENT == LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);

@@ -31,6 +31,7 @@ struct LimbsOfW {
     u32 high[2][4], low[2][4];
     int field[2];
 
+    LimbsOfW() = default;
     // `tile` is the part's: rows of 128 bytes, swizzled; `row` the thread's first feature in it
     __device__ __forceinline__ LimbsOfW(const char* tile, int row, int lane) {
         const int quarter = lane & 3;

@@ -23,9 +23,10 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
                                            step * BLOCK_K + part * 32, block * BLOCK_N, 0);
             else
 #pragma unroll
-            for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)  // one load for both where none is shared
-                W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
-                                                              &sh.full[s], step, block * BLOCK_N + w_first, limb);
+                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1);
+                     limb++)  // one load for both where none is shared
+                    W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
+                                                                  &sh.full[s], step, block * BLOCK_N + w_first, limb);
             X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,
                                                             &sh.full[s], step, x_row, MATRICES == 2 ? x_part : 0);
             if (++s == STAGES) s = 0, phase ^= 1;

@@ -55,11 +55,12 @@ typedef Operand<X_ACROSS> X;
 // 2 (lane % 4) and the next (rows in turn), then both 8 further.
 template <int SIZE>
 __device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
-#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                                      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n"                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B              \
-                 ", p, 1, 1, 0;\n}"                                                                               \
-                 : LIST                                                                                           \
+#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
+                 ", 0;\n"                                                                            \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B \
+                 ", p, 1, 1, 0;\n}"                                                                  \
+                 : LIST                                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 #define AND ,
     if constexpr (SIZE == 64)

@@ -18,7 +18,7 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, TILES_OF_X, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -46,13 +46,14 @@ PARKED = {"recompute": False, "whole": False, "split": False, "limbs_of_x": Fals
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
 CHOICES += [Limits(sm90=tile, split=True, limbs_of_x=False) for tile in SPLITS_OF_K]
-OF_X = [*itertools.product(BLOCKS_M[1:], CLUSTERS), *SPLITS_OF_K]
-CHOICES += [Limits(sm90=tile, split=len(tile) > 2, recompute=False, whole=False, limbs_of_x=True) for tile in OF_X]
+OF_X = {"recompute": False, "whole": False, "limbs_of_x": True}
+CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in TILES_OF_X]
 CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
 
 
 def name_of(limits: Limits) -> str:
-    return f"{limits.sm90}{' twice' * bool(limits.recompute)}{' whole' * bool(limits.whole)}{' of x' * bool(limits.limbs_of_x)}"
+    how = {" twice": limits.recompute, " whole": limits.whole, " of x": limits.limbs_of_x}
+    return str(limits.sm90) + "".join(word for word, yes in how.items() if yes)
 
 
 @pytest.fixture(params=CHOICES, ids=name_of)

@@ -9,7 +9,7 @@ from tolerance import TF32, assert_outcome_within, bounds
 
 from gsbn import reference
 from gsbn._plan import Limits
-from gsbn._plan.variants import SPLITS_OF_K
+from gsbn._plan.variants import SPLITS_OF_K, TILES_OF_X
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -17,9 +17,12 @@ cupy = pytest.importorskip("cupy")
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
 
 
-@pytest.mark.parametrize("tile", SPLITS_OF_K, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "precision", "of_x"), [*((*of, False) for of in ELEMENTS), ("float32", "highest", True)]
+    ("dtype", "precision", "of_x", "tile"),
+    [
+        *((*of, False, tile) for of in ELEMENTS for tile in SPLITS_OF_K),
+        *(("float32", "highest", True, tile) for tile in TILES_OF_X if tile[2] > 1),
+    ],
 )
 @pytest.mark.parametrize(
     ("shape", "training"),

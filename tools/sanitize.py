@@ -44,6 +44,7 @@ from gsbn._plan.variants import (
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
+    TILES_OF_X,
     with_activation,
 )
 from gsbn.bench import bounds
@@ -161,7 +162,8 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
     dtype = element if element in ("float16", "bfloat16") else "float32"
     precision = "high" if element == "tf32" else "highest"
     again, whole, of_x = mode == "recompute", mode == "whole", element == "limbs_of_x"
-    within = limits(16 if whole else 8 if ranks else 4, sm90=(block_m, cluster), recompute=again, whole=whole, limbs_of_x=of_x)
+    sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "whole": whole, "limbs_of_x": of_x}
+    within = limits(sms, sm90=(block_m, cluster), **ways)
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
@@ -234,7 +236,8 @@ def variants():
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
-    for element, mode, tile, keeps in product(ELEMENTS, ("inference", "training"), SPLITS_OF_K, (False, True)):
+    splits = [(of, tile) for of in ELEMENTS for tile in (TILES_OF_X[3:] if of == "limbs_of_x" else SPLITS_OF_K)]
+    for (element, tile), mode, keeps in product(splits, ("inference", "training"), (False, True)):
         for activation in (None, *ACTIVATIONS) if mode == "training" or not keeps else ():
             end = " keeps" * keeps + (f" {activation}" if activation else "")
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile) + end

@@ -5,10 +5,11 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice and "whole" where a
-cluster has all rows, and "of x" where it makes limbs of the weight in registers; "narrow", the kernels that make g twice; "sm90", its bare GEMM and two launches, where it has no
-tiles; and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back
-behind a kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
+tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice, "whole" where a
+cluster has all rows, and "of x" where it makes limbs of the weight in registers; "narrow", the kernels that make g
+twice; "sm90", its bare GEMM and two launches, where it has no tiles; and the portable path on cuBLAS, with PyTorch
+eager beside them. Times are of the device, calls back to back behind a kernel that keeps it busy while the
+host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -117,7 +118,8 @@ def planned(shape, dtype, mode, among):
 
 
 def name_of(tile, mode):
-    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + WAYS.get(mode, "") + OF_X * (tile.element == "limbs_of_x")
+    end = OF_X if tile.element == "limbs_of_x" else WAYS.get(mode, "")
+    return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + end
 
 
 def tiles(shape, dtype, mode):

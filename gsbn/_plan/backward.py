@@ -170,24 +170,26 @@ def backward_plan(
     shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
     splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks), step)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # All rows of 64 bytes of columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on
-    # what `needs` leaves out: the bits of the rest are the same.
-    columns = ceil_div(n, 64 // size)
+    # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
+    # `needs` leaves out: the bits of the rest are the same.
     fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
-    at_once = columns <= (device.with_room() if ranks else device).ctas(FUSED_CTAS)  # several waves lose up to 5 us
-    fused = fused and (at_once if limits.fused is None else limits.fused)
+    resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
+    kept = kept_dtype(dtype, m, training=training)
+    # 64 bytes of a row, or 128 where only then all CTAs are there at once; not in float64, of few rows of 16 bits
+    fused_along = 4 if ceil_div(n, 64 // size) <= resident or kept == "float64" != dtype else 8
+    columns = ceil_div(n, fused_along * 16 // size)  # CTAs
+    fused = fused and (columns <= resident if limits.fused is None else limits.fused)  # several waves lose up to 5 us
     if fused or not sums:
         splits = 0
-    kept = kept_dtype(dtype, m, training=training)
-    if "weight" not in needs or in_place or fused or kept != dtype:
+    if "weight" not in needs or fused or kept != dtype:
         narrow = None
     if narrow is not None:
         dx = dw = None
         across = 0
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
-    of_dg = m * pitch * size if narrow is None else narrow.partials
-    across_at = round_up(dg_at + (of_dg if dg and linear and not in_place else 0), 256)
+    of_dg = m * pitch * size if dg and linear and not in_place else 0
+    across_at = round_up(dg_at + (of_dg if narrow is None else narrow.partials), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
@@ -207,7 +209,7 @@ def backward_plan(
         copy_dy=copy_dy,
         dy=dy,
         vector_dy=vector_dy,
-        along=along,
+        along=fused_along if fused else along,
         pitch=pitch,
         across=across,
         sums_grid=device.grid(columns if fused else blocks * splits),

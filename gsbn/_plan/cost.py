@@ -133,7 +133,8 @@ def cublas_us(p: Matmul, element: str, apart: bool, *, keeps: bool, rates: Rates
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[apart] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
-    us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
+    us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate[element == "limbs"]
+    us += g * (4 + size) / 4 / rates.y_cublas_rate[cold]
     return us + (g / rates.g_rate[cold] if apart else 0.0)
 
 

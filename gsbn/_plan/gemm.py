@@ -20,6 +20,7 @@ from .variants import (
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
+    TILES_OF_X,
     Kernel,
     by_limbs,
     element_for,
@@ -146,8 +147,9 @@ def candidates(
 ) -> list[Tile]:
     """All tiles that forward_sm90 can have, each with what it is expected to take.
 
-    Limbs of the weight may be `prepared`; else it can make them as it goes, in registers. To train, it may make g twice, or have all rows in a cluster. Such clusters never meet, as they must for a
-    `cumulative` average: all read the count of batches that one raises.
+    Limbs of the weight may be `prepared`; else it can make them itself, in registers. To train, it may make g twice, or
+    have all rows in a cluster. Such clusters never meet, as they must for a `cumulative` average: all read the count of
+    batches that one raises.
     """
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
     tiles += SPLITS_OF_K if mode != "gemm" and not ranks else ()
@@ -157,7 +159,7 @@ def candidates(
         found += [("whole", *tile, 1) for tile in (() if cumulative else TILES_OF_ROWS)]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("inference", "training") and not (prepared or ranks):
-        ways += [("limbs_of_x", mode, *tile) for tile in tiles]
+        ways += [("limbs_of_x", mode, *tile) for tile in TILES_OF_X]
     made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 
@@ -174,8 +176,8 @@ def tile_of(
     split: int = 1,
     rates: Rates = H200,
 ) -> Tile | None:
-    """What forward_sm90 would take with this tile, a forward's limbs included, and the clusters of its grid; None where it
-    cannot have it."""
+    """What forward_sm90 would take with this tile, limbs included but for "gemm", and the clusters of its grid; None
+    where it cannot have it."""
     if element == "limbs_of_x" and not on_words(p.w, p.k, 4):  # the copy engine brings it as it is
         return None
     largest = largest_block(element)

@@ -41,7 +41,7 @@ class Rates(NamedTuple):
     cublas_call_us: dict[bool, float]  # of two launches, or of three where statistics are made apart
     cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
     cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured
-    operand_rate: float  # MB/us of cuBLAS' operands
+    operand_rate: tuple[float, float]  # MB/us of cuBLAS' operands: on tensor cores, in IEEE arithmetic
     narrow_call_us: dict[bool, float]  # of a forward that makes g twice; in training, of its three launches
     narrow_rate: float  # MB/us of x and y there
     narrow_chunk_us: dict[str, float]  # 64 bytes of a million rows by a feature, by operand

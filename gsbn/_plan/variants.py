@@ -30,6 +30,7 @@ __all__ = [
     "THREADS",
     "TILES",
     "TILES_OF_ROWS",
+    "TILES_OF_X",
     "Kernel",
     "backward_kernels",
     "by_limbs",
@@ -71,6 +72,9 @@ CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the varia
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
 SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
+# The same where it makes the weight's limbs in registers, CTAs alone among them: of few rows, as it is worth while for
+TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128))
+TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
@@ -137,17 +141,16 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
-    for element, mode, block_m, cluster in itertools.product(ELEMENTS, MODES, BLOCKS_M, CLUSTERS):
-        largest, of_x = largest_block(element), element == "limbs_of_x"
-        if of_x and mode not in ("inference", "training"):
-            continue
+    *elements, of_x = ELEMENTS
+    for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
+        largest = largest_block(element)
         if mode != "whole" and (block_m == largest or (block_m < largest and mode != "recompute")):
             for keeps in (False, True) if mode in ("training", "recompute") else (False,):
                 yield forward_sm90(element, mode, block_m, cluster, keeps)
-                if mode == "training" and cluster in CLUSTERS_OF_RANKS and not of_x:
+                if mode == "training" and cluster in CLUSTERS_OF_RANKS:
                     yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
-    for element, (block_m, cluster), keeps in itertools.product(ELEMENTS, TILES_OF_ROWS, (False, True)):
-        if block_m <= largest_block(element) and element != "limbs_of_x":
+    for element, (block_m, cluster), keeps in itertools.product(elements, TILES_OF_ROWS, (False, True)):
+        if block_m <= largest_block(element):
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
@@ -156,7 +159,8 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
                 if x_across:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
-    for element, mode, (block_m, cluster, split) in itertools.product(ELEMENTS, ("inference", "training"), SPLITS_OF_K):
+    tiles = [(element, *tile) for element in elements for tile in SPLITS_OF_K] + [(of_x, *tile) for tile in TILES_OF_X]
+    for (element, block_m, cluster, split), mode in itertools.product(tiles, ("inference", "training")):
         for keeps in (False, True) if mode == "training" else (False,):
             yield forward_sm90(element, mode, block_m, cluster, keeps, split=split)
     yield from map(split_limbs, SPLIT_WIDTHS)
