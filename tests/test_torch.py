@@ -399,7 +399,8 @@ def test_large_calls(shape: tuple[int, int, int], relu: bool, cast: bool, traini
         y.backward(dy.to(y.dtype), retain_graph=len(kept) == 3)
         kept.append([at.grad, *(parameter.grad for parameter in model.parameters())])
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(kept[-1], kept[0], strict=True)])
-    assert y.grad_fn.name() == "_NormBackward"
+    at_once = cast and training and max(inputs, features) <= 128  # one kernel makes all of the backward
+    assert y.grad_fn.name() == ("_WholeBackward" if at_once else "_NormBackward")
     assert {a.dtype for a in kept[2]} == {torch.float32}
     assert all(a.equal(b) for a, b in zip(kept[2], kept[3], strict=True))
     if relu:  # an element of y next to zero, whom chance decides about, is more than all roundings
