@@ -216,7 +216,7 @@ def _apply(
 ) -> Any:
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
-    # in which a GPU deals with some millions of elements. narrow_backward, of training, reads all at once, writes no dg.
+    # in which a GPU deals with some millions of elements. In training narrow_backward wants all at once, and no dg.
     most = NARROW_BACKWARD.get(str(dtype or x.dtype).removeprefix("torch."), 0) if options[0] else 0
     if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23 or max(weight.shape) <= most:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
