@@ -95,9 +95,10 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
     }
 }
 
-// S and E of the split rows, of the CTA's `columns` columns from col0 on: then(c, column, S, E), by a thread each. THREADS / columns
-// threads share a column, each with every so many splits, in float64; what they make of them, in `scratch` (2, THREADS) in
-// shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column alone.
+// S and E of the split rows, of the CTA's `columns` columns from col0 on: then(c, column, S, E), by a thread each. THREADS /
+// columns threads share a column, each with every so many splits, in float64; what they make of them, in `scratch` (2,
+// THREADS) in shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column
+// alone.
 template <typename Then>
 __device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {

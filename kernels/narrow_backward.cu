@@ -9,8 +9,8 @@
 // of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its team then
 // multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end.
 //
-// Moves dy, d and x once, dx once, and FEATURES INPUTS floats a CTA: at (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two
-// products move 448 MB.
+// Moves dy, d and x once, dx once, and FEATURES INPUTS floats a CTA: at (1000000, 32, 32) in bfloat16 256 MB. backward_dg and
+// two products move 448 MB.
 #include "narrow_products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;

@@ -107,9 +107,9 @@ struct ByFma {
     }
 };
 
-// 16 bits, by wgmma: m64, of rows of dx and of features of dw (of 32, half of what it makes is left), by all INPUTS. Of both a lane has rows lane / 4 and 8 more of its
-// warp's 16, and of every 8 columns those of 2 (lane % 4). dx's columns are input features in an order, the weight's, that
-// gives a lane 8 adjacent ones of 32, which it stores at once.
+// 16 bits, by wgmma: m64, of rows of dx and of features of dw (of 32, half of what it makes is left), by all INPUTS. Of both a
+// lane has rows lane / 4 and 8 more of its warp's 16, and of every 8 columns those of 2 (lane % 4). dx's columns are input
+// features in an order, the weight's, that gives a lane 8 adjacent ones of 32, which it stores at once.
 struct ByWgmma {
     static constexpr int BLOCKS = (FEATURES + 63) / 64, SIZE = INPUTS / 2;
     float dw[BLOCKS][SIZE] = {};

@@ -45,8 +45,8 @@ typedef float Wide;
 constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
-constexpr int HELPER_REGISTERS =
-    ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;  // of warpgroup 0: neither side spills
+// of warpgroup 0: neither side spills
+constexpr int HELPER_REGISTERS = ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;
 // 384 threads start with 168 each; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics

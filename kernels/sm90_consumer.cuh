@@ -1,7 +1,7 @@
 // The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
 //
-// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h, row 8 j + 2 (lane % 4) + e of the
-// tile: a thread has two features, h = 0, 1.
+// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h of the tile, and its row
+// 8 j + 2 (lane % 4) + e: a thread has two features, h = 0, 1.
 #pragma once
 #include "sm90_finisher.cuh"
 #include "sm90_limbs_of_w.cuh"

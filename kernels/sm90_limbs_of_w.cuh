@@ -1,13 +1,15 @@
-// Limbs of w that its consumers make for themselves (LIMBS_OF_X): w comes to shared memory as it is, which saves a launch that
-// reads all of it, writes as much, and has it read again.
+// Limbs of w that the consumers make for themselves (LIMBS_OF_X): w comes to shared memory as it is, which saves a launch
+// that reads all of it, writes as much, and has it read again.
 //
-// A part of 32 of k is scaled by itself, for each feature, as split_limbs scales a row (docs/float32.md). What the tensor core
-// makes of it is added to the sums in units of `unit`, a power of two that follows the largest part so far.
+// Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
+// makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
 #pragma once
 #include "sm90_formats.cuh"
 #include "sm90_wgmma.cuh"
 
-constexpr int LEAST_FIELD = 15, SLACK = 8;  // of float32's exponents: smaller parts keep all digits unscaled further
+// Of float32's exponents: where scales end, at which yet smaller parts keep all their digits, too; and how far a part may
+// lie above the units of its sum.
+constexpr int LEAST_FIELD = 15, SLACK = 8;
 
 // Without .ftz: subnormal elements have digits, too.
 __device__ __forceinline__ float scaled(float a, float b) {
@@ -25,8 +27,8 @@ __device__ __forceinline__ void split(float first, float second, u32& high, u32&
     low = *reinterpret_cast<const u32*>(&rest);
 }
 
-// The limbs of a thread's two features h (Consumer), in one part, as wgmma_of_registers takes them in two steps of 16; and the
-// fields of the exponents that they were scaled by.
+// The limbs of a thread's two features h (Consumer), in one part, as wgmma_of_registers takes them in two steps of 16; and
+// the fields of the exponents that they were scaled by.
 struct LimbsOfW {
     u32 high[2][4], low[2][4];
     int field[2];

@@ -17,14 +17,14 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
+            // w as it is comes in two parts of 32 of k, limbs that nobody shares in one load
             if constexpr (ELEMENT == LIMBS_OF_X)
-                for (int part = 0; part < 2; part++)  // 128 bytes of 32 of k each
+                for (int part = 0; part < 2; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
                                            step * BLOCK_K + part * 32, block * BLOCK_N, 0);
             else
 #pragma unroll
-                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1);
-                     limb++)  // one load for both where none is shared
+                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)
                     W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
                                                                   &sh.full[s], step, block * BLOCK_N + w_first, limb);
             X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,

@@ -4,7 +4,8 @@
 #include "wgmma.cuh"
 
 // An operand in a stage (wgmma.cuh), its rows being those of x or features of w: along k one block, or ACROSS
-// [rows / COLUMN][BLOCK_K][128 bytes]. So many rows are 128 times as many bytes either way, and whole columns may be split off.
+// [rows / COLUMN][BLOCK_K][128 bytes]. So many rows are 128 times as many bytes either way, and whole columns may be split
+// off.
 template <bool ACROSS>
 struct Operand {
     static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
@@ -51,28 +52,6 @@ typedef Operand<X_ACROSS> X;
     "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, "   \
     "%121, %122, %123, %124, %125, %126, %127"
 
-// The same of float16, a being registers: of its 64 rows by 16 of k a lane has rows lane / 4 and 8 more of its warp's 16, of k
-// 2 (lane % 4) and the next (rows in turn), then both 8 further.
-template <int SIZE>
-__device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
-#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
-                 ", 0;\n"                                                                            \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B \
-                 ", p, 1, 1, 0;\n}"                                                                  \
-                 : LIST                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-#define AND ,
-    if constexpr (SIZE == 64)
-        MMA_OF_REGISTERS(128, TO_64, "%64, %65, %66, %67", "%68", "%69", D32(0) AND D32(32));
-    else if constexpr (SIZE == 32)
-        MMA_OF_REGISTERS(64, TO_32, "%32, %33, %34, %35", "%36", "%37", D32(0));
-    else
-        MMA_OF_REGISTERS(32, TO_16, "%16, %17, %18, %19", "%20", "%21", D8(0) AND D8(8));
-#undef AND
-#undef MMA_OF_REGISTERS
-}
-
 // d += a b^T, or d = a b^T when `accumulate` is 0. A template, so that only the branch of its own size is compiled.
 template <int SIZE>
 __device__ __forceinline__ void wgmma(float (&d)[SIZE], u64 a, u64 b, int accumulate) {
@@ -92,4 +71,26 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], u64 a, u64 b, int accumu
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n" MMA_SHAPE(32) "{" TO_16 "}, %16, %17" MMA_TAIL
                      : D8(0), D8(8)
                      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// The same of float16, a being in registers: of its 64 rows by 16 of k a lane has rows lane / 4 and lane / 4 + 8 of its
+// warp's 16. a[0] is of the first of these and k = 2 (lane % 4) and the next, a[1] of the second; a[2] and a[3] of k + 8.
+template <int SIZE>
+__device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
+#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
+                 ", 0;\n"                                                                            \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B \
+                 ", p, 1, 1, 0;\n}"                                                                  \
+                 : LIST                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define AND ,
+    if constexpr (SIZE == 64)
+        MMA_OF_REGISTERS(128, TO_64, "%64, %65, %66, %67", "%68", "%69", D32(0) AND D32(32));
+    else if constexpr (SIZE == 32)
+        MMA_OF_REGISTERS(64, TO_32, "%32, %33, %34, %35", "%36", "%37", D32(0));
+    else
+        MMA_OF_REGISTERS(32, TO_16, "%16, %17, %18, %19", "%20", "%21", D8(0) AND D8(8));
+#undef AND
+#undef MMA_OF_REGISTERS
 }

@@ -653,6 +653,38 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     assert plan(few._replace(limits=Limits(split=False)), training=True, gemm="sm90").one.split == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "of_x"),
+    [
+        ((128, 8192, 8192), True),  # 115 us and 223 with limbs of both
+        ((8, 4096, 11008), True),  # 71 and 148, cuBLAS 118
+        ((32, 2048, 8192), True),  # 37 and 75
+        ((1024, 8192, 8192), False),
+        ((16384, 4096, 4096), False),
+    ],
+)
+def test_few_rows_make_limbs_of_the_weight_in_registers(
+    shape: tuple[int, int, int], of_x: bool, training: bool
+) -> None:
+    """Not of a weight whose limbs are there, or whose rows the copy engine cannot bring; ranks have no such variant."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")
+
+    def element(p: Matmul, **options: Any) -> str:
+        one = plan(p, training=training, gemm="sm90", **options).one
+        assert one is not None and one.limbs is not None
+        assert_one_launch_fits(p, one)
+        return one.element
+
+    assert element(p) == ("limbs_of_x" if of_x else "limbs")
+    assert element(p._replace(limits=Limits(limbs_of_x=False))) == "limbs"
+    assert element(p._replace(w=p.w._replace(aligned=False))) == "limbs"
+    assert plan(p, training=training, gemm="sm90", prepared=True).one.element == "limbs"  # type: ignore[union-attr]
+    if training:
+        assert element(p, ranks="inside") == "limbs"
+
+
 def test_few_features_take_clusters_of_one() -> None:
     """A second CTA without features would only load."""
     few, many = (

@@ -29,7 +29,7 @@ from .variants import (
 __all__ = ["Narrow", "NarrowBackward", "for_narrow", "narrow_backward", "narrow_forward", "narrow_obstacle"]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
-FEW_TILES = 2**15  # rows below which narrow_backward loses in float32 of more than 32 features in and out
+FEW_TILES = 10**5  # rows below which narrow_backward loses in float32 of more than 32 features in and out
 
 
 class Narrow(NamedTuple):
