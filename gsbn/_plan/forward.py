@@ -311,8 +311,8 @@ def _fastest(
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
         taken, inside = for_sm90(p, element), ranks == "inside"
-        of = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
-        ours = cheapest_tile(taken, _mode(training), element, **of).us + copies_us(taken)
+        of_call = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
+        ours = cheapest_tile(taken, _mode(training), element, **of_call).us + copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours

@@ -111,18 +111,9 @@ class Tile(NamedTuple):
         return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
-def cheapest_tile(
-    p: Matmul,
-    mode: str,
-    element: str,
-    *,
-    prepared: bool = False,
-    keeps: bool = False,
-    cumulative: bool = False,
-    ranks: bool = False,
-) -> Tile:
-    """The tile that is cheapest for forward_sm90, and the clusters of its grid."""
-    found = candidates(p, mode, element, prepared=prepared, keeps=keeps, cumulative=cumulative, ranks=ranks)
+def cheapest_tile(p: Matmul, mode: str, element: str, **of_call: bool) -> Tile:
+    """The tile that is cheapest for forward_sm90, and the clusters of its grid; `of_call`: what `candidates` asks."""
+    found = candidates(p, mode, element, **of_call)
     limits = p.limits
     for fits in (
         lambda tile: limits.sm90 in (None, tile.shape),
@@ -230,15 +221,9 @@ def one_launch(
     read the count of batches that one raises.
     """
     m, n, k = p.m, p.n, p.k
-    _, block_m, cluster, clusters, mode, split, element = cheapest_tile(
-        p,
-        mode,
-        element_for(p.dtype, precision),
-        prepared=prepared,
-        keeps=keeps,
-        cumulative=cumulative,
-        ranks=ranks,
-    )
+    of_call = {"prepared": prepared, "keeps": keeps, "cumulative": cumulative, "ranks": ranks}
+    tile = cheapest_tile(p, mode, element_for(p.dtype, precision), **of_call)
+    _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     merged = roll = workspace = 0
     if mode not in ("gemm", "whole"):  # which have no words for each other
