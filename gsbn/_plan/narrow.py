@@ -29,7 +29,7 @@ from .variants import (
 __all__ = ["Narrow", "NarrowBackward", "for_narrow", "narrow_backward", "narrow_forward", "narrow_obstacle"]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
-FEW_TILES = 10**5  # rows below which narrow_backward loses in float32 of more than 32 features in and out
+LEAST_WIDE_ROWS = 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
 
 
 class Narrow(NamedTuple):
@@ -121,9 +121,8 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     size, most = ITEMSIZE[dtype], NARROW_BACKWARD.get(dtype, 0)
     hopper = device.capability == (9, 0) and device.sm90a and limits.narrow is not False
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
-    least = LEAST_ROWS
-    if dtype == "float32" and min(n, k) > 32 and not limits.narrow:
-        least = FEW_TILES  # of 16 rows take their warps long
+    wide = dtype == "float32" and min(n, k) > 32 and not limits.narrow
+    least = LEAST_WIDE_ROWS if wide else LEAST_ROWS
     if not hopper or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
         return None
     features, inputs = (next(size for size in NARROW_SIZES if side <= size) for side in (n, k))
