@@ -72,7 +72,7 @@ CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the varia
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
 SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
-# The same where it makes the weight's limbs in registers, CTAs alone among them: of few rows, as it is worth while for
+# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128))
 TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
@@ -80,8 +80,8 @@ COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that li
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 NARROW_FEATURES = (32, 64)  # of a CTA of narrow.cu's kernels
 # By operand, how many times 64 bytes of a row of x they take at once, which but for limbs is all of it.
-NARROW_SIZES = (32, 64, 128)
-NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # features in and out that narrow_backward takes
+NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
+NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 96  # of the weight in a CTA
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -194,7 +194,7 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
     """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
     NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
     also writes g - m."""
-    number = ELEMENTS.get(element, 4)  # that is IEEE float32
+    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/narrow_tiles.cuh: IEEE arithmetic
     defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
     limbs, threads = element == "limbs", narrow_threads(element, features)
     weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
