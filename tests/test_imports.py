@@ -171,8 +171,8 @@ print(*(name for name in sys.modules if name.startswith("gsbn.bench")))
 def test_importing_takes_little_time(tmp_path: Path) -> None:
     """Less of this process' own time than NumPy takes, on any machine; CuPy or torch would take several times that.
 
-    Both as byte code, which the first run writes whatever the environment says: NumPy's comes with its installation, and
-    gsbn's would be compiled anew each time.
+    Both as byte code, which the first run writes whatever the environment says: NumPy's comes with its installation,
+    and gsbn's would be compiled anew each time.
     """
     script = """
 import time
