@@ -68,7 +68,8 @@ constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int X_SHARERS = MODE == WHOLE ? 1 : CLUSTER;  // CTAs that load a part of an x tile each, for all of them
 constexpr int W_SHARERS = MODE == WHOLE ? CLUSTER : 1;  // and of a w tile
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
-static_assert(!(W_ACROSS || X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
+static_assert(!(X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
+static_assert(!W_ACROSS || (MODE == GEMM && (ELEMENT < TF32 || ELEMENT == LIMBS_OF_X)), "and w as it is");
 static_assert(SPLIT == 1 || (MODE != RECOMPUTE && MODE != WHOLE && !RANKS), "a CTA has one tile");
 static_assert(!X_ACROSS || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads whole columns");
 constexpr int CLUSTER_CTAS = CLUSTER * SPLIT;  // the CTA of rank r is of side r / SPLIT and part r % SPLIT

@@ -113,7 +113,8 @@ struct Consumer : Cta {
         constexpr bool AHEAD = PRODUCT_M < 128;  // else there are no registers for the limbs of two parts
         UnitsOfW units;
         const auto limbs_of = [&](int part) {
-            return LimbsOfW(sh.stage[s] + part * (BLOCK_N * 128), 64 * half + 16 * warp + feature_of(lane), lane);
+            return LimbsOfW(sh.stage[s] + part * ((W_ACROSS ? 32 : BLOCK_N) * 128),
+                            64 * half + 16 * warp + feature_of(lane), lane);
         };
         const auto end_part = [&](const int (&field)[2]) {
             float factor[2];

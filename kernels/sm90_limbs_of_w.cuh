@@ -34,7 +34,8 @@ struct LimbsOfW {
     int field[2];
 
     LimbsOfW() = default;
-    // `tile` is the part's: rows of 128 bytes, swizzled; `row` the thread's first feature in it
+    // `tile` is the part's: rows of 128 bytes, swizzled, of a feature each or, across, of a k each and 32 features, the next 32
+    // following all BLOCK_K of k; `row` is the thread's first feature in it.
     __device__ __forceinline__ LimbsOfW(const char* tile, int row, int lane) {
         const int quarter = lane & 3;
         float2 v[2][2][2];  // feature, step, half of it
@@ -45,8 +46,17 @@ struct LimbsOfW {
             for (int j = 0; j < 2; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const int chunk = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
-                    v[h][j][i] = *(const float2*)(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
+                    if constexpr (W_ACROSS) {
+                        const int k = 16 * j + 8 * i + 2 * quarter, feature = row + 8 * h, of_box = feature % 32;
+                        const char* box = tile + feature / 32 * (BLOCK_K * 128) + of_box % 4 * 4;
+                        const auto at = [&](int k) {
+                            return *(const float*)(box + k * 128 + ((of_box / 4 ^ k) & 7) * 16);
+                        };
+                        v[h][j][i] = make_float2(at(k), at(k + 1));
+                    } else {
+                        const int chunk = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
+                        v[h][j][i] = *(const float2*)(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
+                    }
                     top[h] = fmaxf(top[h], fmaxf(fabsf(v[h][j][i].x), fabsf(v[h][j][i].y)));
                 }
 #pragma unroll
