@@ -47,12 +47,16 @@ class Limbs:
             self._tiles(tiles)
 
     def multiply(self, p: _plan.Matmul, one: _plan.OneLaunch, a: str, b: str, c: str) -> None:
-        """A product of limbs that are there, of the matrices of these names."""
-        operands = self._splits.operand(a, p.x), self._splits.operand(b, p.w)
-        a_at, b_at = (_plan.Matrix((operand.pitch, 1), True) for operand in operands)
-        limbs = (self._place(operand.limbs) for operand in operands)
-        exponents = (self._call.at(operand.exponents) for operand in operands)
-        self._call.multiply(Sm90Gemm(p._replace(x=a_at, w=b_at), one, self._device), *limbs, c, *exponents)
+        """A product of limbs that are there, of the matrices of these names; or of b as it is."""
+        a_at, a_limbs, a_exponents = self._operand(a, p.x)
+        b_at, b_limbs, b_exponents = self._operand(b, p.w) if one.element == "limbs" else (p.w, self._names[b], ABSENT)
+        gemm = Sm90Gemm(p._replace(x=a_at, w=b_at), one, self._device)
+        self._call.multiply(gemm, a_limbs, b_limbs, c, a_exponents, b_exponents)
+
+    def _operand(self, name: str, at: _plan.Matrix) -> tuple[_plan.Matrix, str, str]:
+        """How its limbs lie, where, and where their exponents are."""
+        of = self._splits.operand(name, at)
+        return _plan.Matrix((of.pitch, 1), True), self._place(of.limbs), self._call.at(of.exponents)
 
     def _maxima(self) -> None:
         """Those of all matrices that want any: of early ones and of late ones in one launch."""

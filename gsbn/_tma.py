@@ -79,10 +79,15 @@ def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]
     multiplied = one.block_m * one.split  # rows of x
     if one.element in ("limbs", "limbs_of_x"):
         of_limbs = "float16", _plan.SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1
-        as_it_is = "float32", _plan.SM90_BLOCK_N, 32, L2_256B
+        if one.element == "limbs":
+            w_map: tuple[Any, ...] = (n, k, 4 * w.strides[0], *of_limbs)
+        elif w.strides[1] == 1:
+            w_map = n, k, 4 * w.strides[0], "float32", _plan.SM90_BLOCK_N, 32, L2_256B
+        else:
+            w_map = k, n, 4 * w.strides[1], "float32", 64, 32, L2_256B
         return [
             (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - of_x),
-            (n, k, 4 * w.strides[0], *(of_limbs if one.element == "limbs" else as_it_is)),
+            w_map,
             (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
         ]
     size = _plan.ITEMSIZE[dtype]

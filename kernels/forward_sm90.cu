@@ -12,7 +12,7 @@
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
 // beyond that in float32 registers; docs/float32.md derives the error. With LIMBS_OF_X that is so for x alone: w comes as it
 // is, and the consumers make its limbs in registers (sm90_limbs_of_w.cuh), of which wgmma takes its A. Where rows are few,
-// reading the weight, writing its limbs and reading them again takes longer than all else.
+// reading the weight, writing its limbs and reading them again takes longer than all else. In GEMM w may lie across.
 //
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
@@ -98,7 +98,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
     const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / X_SHARERS rows x 128 bytes, swizzled, as all
-    const __grid_constant__ TensorMap w_map,  // of BLOCK_N / W_SHARERS rows; across: BLOCK_K of k x COLUMN rows
+    const __grid_constant__ TensorMap w_map,  // of BLOCK_N / W_SHARERS rows; across: BLOCK_K of k x 128 bytes
     const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
 #if KEEP
     const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ld_kept elements

@@ -17,15 +17,16 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
-            // w as it is comes in two parts of 32 of k, limbs that nobody shares in one load
-            if constexpr (ELEMENT == LIMBS_OF_X)
-                for (int part = 0; part < (W_ACROSS ? 4 : 2); part++)
-                    if constexpr (W_ACROSS)
-                        tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
-                                               block * BLOCK_N + part * 32, step * BLOCK_K, 0);
-                    else
-                        tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
-                                               step * BLOCK_K + part * 32, block * BLOCK_N, 0);
+            // w as it is comes in two parts of 32 of k, or across in four of 32 features; limbs that nobody shares in one
+            // load
+            if constexpr (ELEMENT == LIMBS_OF_X && W_ACROSS)
+                for (int part = 0; part < BLOCK_N / 32; part++)
+                    tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
+                                           block * BLOCK_N + part * 32, step * BLOCK_K, 0);
+            else if constexpr (ELEMENT == LIMBS_OF_X)
+                for (int part = 0; part < 2; part++)
+                    tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
+                                           step * BLOCK_K + part * 32, block * BLOCK_N, 0);
             else
 #pragma unroll
                 for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)

@@ -9,7 +9,8 @@ import paper
 import pytest
 
 import gsbn
-from gsbn import _declared, _group, _plan
+from gsbn import _declared, _group, _plan, _sm90, _tma
+from gsbn._backward import backward_within
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -86,12 +87,12 @@ def test_rows_off_16_bytes_are_copied_at_once(prepared: bool) -> None:
 @pytest.mark.parametrize("shape", [(512, 2048, 2048), (320, 132, 136)])
 def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]) -> None:
     """One takes all maxima, one splits the weight and dg both ways, one x where dg lay; nothing is cleared apart."""
-    B, I, O = shape
+    (B, I, O), of_both = shape, _plan.Limits(limbs_of_x=False)
     x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with paper.gpu(paper.HOPPER) as (kind, log):
         _, saved = gsbn.forward(x, weight, training=True, return_saved=True, gemm="sm90")
         log.clear()
-        gsbn.backward(dy, saved, needs=("x", "weight"))
+        backward_within(of_both, dy, saved, needs=("x", "weight"))
         names = ["backward_fused", "take_maxima", "split_tiles", "forward_sm90", "split_tiles", "forward_sm90"]
         assert [launch.name for launch in log] == names
         _, maxima, first, dx, second, dw = (launch.words for launch in log)
@@ -101,9 +102,33 @@ def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]
         assert (first[5] == dweight, first[9] == first[1]) == (O % 64 == 0, O % 64 == 0)
         assert dx[0] != dw[0] == dweight
         log.clear()
-        gsbn.backward(dy, saved, needs=("x",))
+        backward_within(of_both, dy, saved, needs=("x",))
         names = ["backward_fused", "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
         assert [launch.name for launch in log] == names
+
+
+@pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])
+def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) -> None:
+    """dx reads it across what it sums over; dw's limbs, of dg's and x's transposes, are what they are without."""
+    B, I, O = 128, 4096, 8192
+    x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+        log.clear()
+        gsbn.backward(dy, saved, needs=needs)
+    names = ["backward_fused", "split_limbs", "forward_sm90"]
+    if "weight" in needs:
+        names = ["backward_fused", "take_maxima", "split_tiles", "forward_sm90", "split_tiles", "forward_sm90"]
+    assert [launch.name for launch in log] == names
+    i = names.index("forward_sm90")
+    passed = dict(zip(_sm90.SM90_WORDS, log[i].words, strict=True))
+    assert (passed["x_exponents"] >> 32, passed["w_exponents"]) == (kind.made[-1].pointer >> 32, 0)
+    _, dg_map, weight_map, _ = log[i].records
+    assert weight_map == repr((weight.pointer, (O, I, 4 * I, "float32", 64, 32, _tma.L2_256B)))
+    of_dg = log[i - 1].words[1 if names[i - 1] == "split_limbs" else 8]
+    assert dg_map.startswith(f"({of_dg}, ({B}, {O}, ")
+    for launch in log:
+        assert launch.name == "forward_sm90" or weight.pointer not in launch.words
 
 
 @pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])

@@ -265,11 +265,17 @@ def assert_dg_is_read_before_limbs_lie_there(decided: BackwardPlan) -> None:
 
 
 def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
-    assert (one.element, one.limbs, one.workspace) == ("limbs", None, 0)
+    assert (one.limbs, one.workspace) == (None, 0)
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
     assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
+    assert one.ctas <= p.device.sms
     assert p.y.strides[0] % 4 == 0
-    for name, at, count in ((a, p.x, p.m), (b, p.w, p.n)):
+    of_both = one.element == "limbs"
+    if not of_both:  # what the copy engine takes
+        assert (one.element, dict(one.kernel.defines)["W_ACROSS"], p.w.strides[0]) == ("limbs_of_x", "1", 1)
+        assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
+        assert b not in {split.name for split in limbs.of}
+    for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
         split, across = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
         assert at.strides[0 if across else 1] == 1
         assert limbs.operand(name, at) == (split.across if across else split.along)
@@ -356,8 +362,12 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     needs=st.sets(st.sampled_from(FIELDS)),
     gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
     precision=st.sampled_from(["highest", "high"]),
+    of_x=st.sampled_from([None, True, False]),
 )
-def test_a_backward_fits(p: Matmul, training: bool, needs: set[str], gemm: str, precision: str) -> None:
+def test_a_backward_fits(
+    p: Matmul, training: bool, needs: set[str], gemm: str, precision: str, of_x: bool | None
+) -> None:
+    p = p._replace(limits=Limits(limbs_of_x=of_x))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -683,6 +693,65 @@ def test_few_rows_make_limbs_of_the_weight_in_registers(
     assert plan(p, training=training, gemm="sm90", prepared=True).one.element == "limbs"  # type: ignore[union-attr]
     if training:
         assert element(p, ranks="inside") == "limbs"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dx", "dw"),
+    [
+        ((128, 8192, 8192), "limbs_of_x", "limbs"),
+        ((32, 8192, 2048), "limbs_of_x", None),  # sums of 32 rows are cuBLAS'
+        ((64, 16384, 1024), "limbs_of_x", "limbs"),
+        ((16384, 4096, 4096), "limbs", "limbs"),
+        ((1, 4096, 4096), None, None),
+    ],
+)
+def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
+    shape: tuple[int, int, int], dx: str | None, dw: str | None
+) -> None:
+    B, I, O = shape
+    decided = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x", "weight"))
+    for product, name, want in ((decided.x, "weight", dx), (decided.weight, "x", dw)):
+        assert product is not None
+        assert (None if product.one is None else product.one.element) == want
+        assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
+    alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
+    if dx == "limbs_of_x":  # neither maxima nor limbs of anything but dg, row by row
+        assert [(split.name, split.across) for split in alone.limbs.of] == [("dg", None)]
+        assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
+
+
+def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
+    p = contiguous(100, 4104, 520, "float32")
+
+    def one_of(p: Matmul, **limits: Any) -> OneLaunch:
+        found = backward_plan(p._replace(limits=Limits(**limits)), training=True, needs=("x",), gemm="sm90").x
+        assert found is not None and found.one is not None
+        return found.one
+
+    assert one_of(p, limbs_of_x=False).element == "limbs"
+    for tile in TILES_OF_X:
+        shape = tile[: 2 + (tile[2] > 1)]
+        one = one_of(p, limbs_of_x=True, sm90=shape)
+        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_of_x", tile)
+    for w, want in (
+        (p.w._replace(aligned=False), "limbs"),
+        (Matrix((521, 1), True), "limbs"),
+        (Matrix((1, 4104), True), "limbs"),  # along what dx sums over
+        (Matrix((524, 1), True), "limbs_of_x"),
+        (Matrix((1040, 2), True), "limbs_of_x"),  # of a copy
+    ):
+        assert one_of(p._replace(w=w), limbs_of_x=True).element == want
+
+
+def test_g_alone_takes_a_weight_that_lies_across() -> None:
+    """Rows of y off 16 bytes leave a bare GEMM, which reads a weight of columns as the backward's dx reads its own."""
+    p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
+    for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
+        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90")
+        assert decided.product is not None and [split.name for split in decided.limbs.of] == want
+        assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
+        q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))
+        assert_limb_gemm_fits(q, decided.product, decided.limbs, "x", "weight")
 
 
 def test_few_features_take_clusters_of_one() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .copies import in_rows, on_words
-from .cost import copies_us, ieee_us, limb_product_us, product_us
+from .copies import in_rows
+from .cost import copies_us, ieee_us, product_us
 from .gemm import (
     LEAST_TERMS,
     MAX_TERMS,
@@ -13,6 +13,7 @@ from .gemm import (
     cheapest_tile,
     cublas_obstacle,
     for_cublas,
+    lies_across,
     one_launch,
     takes_limbs,
     tiled,
@@ -42,6 +43,7 @@ from .variants import (
     THREADS,
     Kernel,
     backward_kernels,
+    by_limbs,
     element_for,
     with_activation,
 )
@@ -66,7 +68,7 @@ class Product(NamedTuple):
 
     @property
     def of_limbs(self) -> bool:
-        return self.one is not None and self.one.element == "limbs"
+        return self.one is not None and by_limbs(self.one.element)
 
     @property
     def c_size(self) -> int:
@@ -251,7 +253,7 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     of_limbs = on_rows if 1 in p.w.strides else on_rows._replace(w=across)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
-    ours = on_rows if _lies_across(p) else on_rows._replace(w=across)
+    ours = on_rows if lies_across(p) else on_rows._replace(w=across)
     theirs = for_cublas(p, element)
     if (ours.w.own or ours.y.own) and p.dtype != "float64":
         theirs = min(theirs, ours, key=lambda q: product_us(q, element, to_y=True) + copies_us(q))
@@ -267,9 +269,11 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
 
     Where both want limbs dx is made first. The weight's then lie where dw will: they take the same bytes. dg's are all
     made at once, those for dx in its place, and x's there as soon as dx is made. A dw that takes dg as it is comes
-    first if there are more rows than input features: dg's limbs take its place, and only the weight's want room.
+    first if there are more rows than input features: dg's limbs take its place, and only the weight's want room. A
+    dx whose launch makes the weight's in registers wants dg's alone.
     """
     of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
+    of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
     wanted, weight_first = [], False
     if of_x is not None:
         dg = split_of("dg", of_x.x, of_x.m, of_x.k)
@@ -281,8 +285,10 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
             dg = dg._replace(across=split_of("dg", of_weight.x, of_weight.m, of_weight.k).across)
         if in_place:
             dg = dg._replace(along=Operand("dg", dg.pitch))
-        place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
-        wanted += [split_of("weight", of_x.w, of_x.n, of_x.k, place), dg]
+        if of_both:
+            place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
+            wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, place))
+        wanted.append(dg)
     elif of_weight is not None:
         wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
     if of_weight is not None:
@@ -298,7 +304,7 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    ours = limb_product_us(taken, cheapest_tile(taken, "gemm", "limbs").us) + copies_us(taken)
+    ours = cheapest_tile(taken, "gemm", "limbs").us + copies_us(taken)
     return p.k >= LEAST_TERMS and ours < ieee_us(p)
 
 
@@ -327,8 +333,3 @@ def _fills_waves(p: Matmul) -> bool:
     waves = ceil_div(ceil_div(p.m, tile.block_m) * ceil_div(p.n, block_n), resident)
     largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
     return largest and waves > 1 and p.m * p.n >= FILL * waves * resident * tile.block_m * block_n
-
-
-def _lies_across(p: Matmul) -> bool:
-    """Whether forward_sm90 takes the weight, or x, as it lies across what is summed over."""
-    return on_words(p.w.T, p.n, ITEMSIZE[p.dtype]) and p.w.strides[1] < 2**39

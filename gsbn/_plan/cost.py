@@ -13,7 +13,6 @@ __all__ = [
     "copies_us",
     "cublas_us",
     "ieee_us",
-    "limb_product_us",
     "narrow_us",
     "one_launch_us",
     "product_us",
@@ -119,11 +118,13 @@ def narrow_us(
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
-    """What comes before the one launch."""
+    """What comes before the one launch: limbs, for which what lies across k is read twice, in two launches more."""
     if not by_limbs(element):
         return 0.0
-    rows = p.m + (0 if prepared or element == "limbs_of_x" else p.n)
-    return rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
+    sides = [(p.x, p.m)] if prepared or element == "limbs_of_x" else [(p.x, p.m), (p.w, p.n)]
+    rows, across = sum(count for _, count in sides), sum(count for at, count in sides if at.strides[1] != 1)
+    us = rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
+    return us + (2 * rates.limb_us + across * 4e-6 * p.k / rates.limb_rate if across else 0.0)
 
 
 def cublas_us(p: Matmul, element: str, apart: bool, *, keeps: bool, rates: Rates = H200) -> float:
@@ -159,14 +160,7 @@ def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
     return sum(rates.copy_us + moved / rates.copy_rate for moved in (before, after) if moved)
 
 
-def limb_product_us(p: Matmul, one_us: float, rates: Rates = H200) -> float:
-    """A product through limbs whose operands may lie across what is summed over, its GEMM alone taking `one_us`."""
-    columns = 8e-6 * p.k * (p.m * (p.x.strides[1] != 1) + p.n * (p.w.strides[1] != 1))
-    return (
-        one_us + split_us(p, "limbs", prepared=False, rates=rates) + 2 * rates.limb_us + columns / 2 / rates.limb_rate
-    )
-
-
 def ieee_us(p: Matmul, rates: Rates = H200) -> float:
     """A float32 product by cuBLAS in IEEE arithmetic."""
-    return product_us(p, "limbs", rates=rates) + rates.ieee_call_us
+    operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
+    return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us

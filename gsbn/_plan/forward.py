@@ -37,6 +37,7 @@ from .problem import (
 from .variants import (
     THREADS,
     Kernel,
+    by_limbs,
     element_for,
     merge_statistics,
     normalize,
@@ -177,11 +178,11 @@ def plan(
         kernel, grid, gemm_block = tiled(p, "forward")
     product, split = None, lay_out((), round_up(workspace, 256))
     if chosen == "sm90" and not fused:
-        if element_for(dtype, precision) == "limbs":
-            wanted = split_of("x", taken.x, m, k), split_of("weight", taken.w, n, k)
-            split = lay_out(wanted, split.end)
-            workspace = split.end
         product = one_launch(taken._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
+        if by_limbs(product.element):
+            wanted = [split_of("x", taken.x, m, k), split_of("weight", taken.w, n, k)]
+            split = lay_out(wanted[: 1 + (product.element == "limbs")], split.end)
+            workspace = split.end
     elif fused:
         one = one_launch(
             taken,

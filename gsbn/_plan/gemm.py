@@ -43,6 +43,7 @@ __all__ = [
     "for_cublas",
     "for_sm90",
     "for_tiled",
+    "lies_across",
     "limbs",
     "one_launch",
     "sm90_obstacle",
@@ -149,7 +150,7 @@ def candidates(
         found += [("recompute", *tile) for tile in tiles]
         found += [("whole", *tile, 1) for tile in (() if cumulative else TILES_OF_ROWS)]
     ways = [(element, *way) for way in found]
-    if element == "limbs" and mode in ("inference", "training") and not (prepared or ranks):
+    if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
         ways += [("limbs_of_x", mode, *tile) for tile in TILES_OF_X]
     made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
@@ -167,9 +168,9 @@ def tile_of(
     split: int = 1,
     rates: Rates = H200,
 ) -> Tile | None:
-    """What forward_sm90 would take with this tile, limbs included but for "gemm", and the clusters of its grid; None
-    where it cannot have it."""
-    if element == "limbs_of_x" and not on_words(p.w, p.k, 4):  # the copy engine brings it as it is
+    """What forward_sm90 would take with this tile, limbs included, and the clusters of its grid; None where it cannot
+    have it."""
+    if element == "limbs_of_x" and not _as_it_is(p, mode):
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
@@ -198,8 +199,7 @@ def tile_of(
         us = recompute_us(p, element, cluster, waves, keeps=keeps, rates=rates)
     else:  # all tiles stay in registers: none is made twice
         return None
-    if mode != "gemm":
-        us += split_us(p, element, prepared=prepared, rates=rates)
+    us += split_us(p, element, prepared=prepared, rates=rates)
     return Tile(us, block_m, cluster, clusters, mode, split, element)
 
 
@@ -263,10 +263,27 @@ def _panel(p: Matmul, mode: str, element: str) -> int:
 
 
 def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
-    """Whether forward_sm90 reads x, and the weight, across what is summed over: in all other modes none lies so."""
-    if mode != "gemm" or element not in ("float16", "bfloat16"):
+    """Whether forward_sm90 reads x, and the weight, across what is summed over: in all other modes none lies so, and
+    limbs never do."""
+    if mode != "gemm" or element in ("tf32", "limbs"):
         return False, False
-    return p.x.strides[1] != 1, p.w.strides[1] != 1
+    return element != "limbs_of_x" and p.x.strides[1] != 1, p.w.strides[1] != 1
+
+
+def _as_it_is(p: Matmul, mode: str) -> bool:
+    """Whether forward_sm90 takes the weight as it is beside limbs of x: rows, or in "gemm" what lies across k alone.
+
+    There x is dx's, rows: the columns that dw takes of dg are long, and cost about what is saved.
+    """
+    if mode == "gemm":
+        return lies_across(p) and p.x.strides[1] == 1
+    return on_words(p.w, p.k, 4)
+
+
+def lies_across(p: Matmul) -> bool:
+    """Whether forward_sm90 takes the weight as it lies across what is summed over."""
+    size = ITEMSIZE[p.dtype]
+    return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
 
 def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:

@@ -72,7 +72,8 @@ CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the varia
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
 SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
-# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows
+# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
+# reads a weight that lies across k alone, as the backward's do.
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128))
 TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
@@ -163,6 +164,8 @@ def _plain_kernels() -> Iterator[Kernel]:
     for (element, block_m, cluster, split), mode in itertools.product(tiles, ("inference", "training")):
         for keeps in (False, True) if mode == "training" else (False,):
             yield forward_sm90(element, mode, block_m, cluster, keeps, split=split)
+    for block_m, cluster, split in TILES_OF_X:
+        yield forward_sm90(of_x, "gemm", block_m, cluster, w_across=True, split=split)
     yield from map(split_limbs, SPLIT_WIDTHS)
     yield from tile_kernels()
 
@@ -296,9 +299,9 @@ def forward_sm90(
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
 
-    `keeps`: training, any way, that also writes g - m; `x_across`, `w_across`: a 16-bit GEMM whose x, or weight,
-    lies across k; `wide`: one whose result is float32; `ranks`: training of a batch that ranks share; `split`: how many
-    CTAs share k.
+    `keeps`: training, any way, that also writes g - m; `x_across`, `w_across`: a GEMM whose x, or weight, lies across
+    k, in 16 bits, or the weight beside limbs of x; `wide`: one whose result is float32; `ranks`: training of a batch
+    that ranks share; `split`: how many CTAs share k.
     """
     limbs, rows = 2 if by_limbs(element) else 1, split * block_m  # that a CTA multiplies
     of_float32 = wide or element == "tf32" or by_limbs(element)
