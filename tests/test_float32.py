@@ -7,14 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import CPU_KINDS, DTYPES, GPU_KINDS, Producer, assert_same_bits, forward, kind_of, place, without_out
+from harness import (
+    CPU_KINDS,
+    DTYPES,
+    GPU_KINDS,
+    Producer,
+    assert_same_bits,
+    forward,
+    kind_of,
+    place,
+    poisoned_allocations,
+    without_out,
+)
 from strategies import Case
 from tolerance import assert_outcome_within, bounds, norm_error
 
 import gsbn
 from gsbn import _kernels, reference
+from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
+from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
+from gsbn._plan.variants import TILES_OF_X
 
 U = 2.0**-24
 KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_KINDS)]
@@ -135,15 +149,31 @@ def hopper() -> Any:
     return cupy
 
 
-@pytest.fixture(params=[False, True], ids=["limbs", "limbs_of_x"])
+def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -> Any:
+    """dx = dg weight, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
+    rows, features = dg.shape
+    given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
+    given[...] = dg
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x",), None, limits, norm=False)
+    with poisoned_allocations(kind_of("cupy")):
+        found, made = run(library_of(dg), (given, None, weight, None, None), how)
+    place = found.places[0]
+    assert place is not None
+    return made[place]
+
+
+@pytest.fixture(params=["limbs", "limbs_of_x", "across"])
 def g_of(request: pytest.FixtureRequest, hopper: Any) -> Callable[..., Any]:
     """g = x weightᵀ, read off through inference with an affine map that changes nothing.
 
-    With limbs of both that are made beforehand, and with those of the weight made by the launch itself.
+    With limbs of both that are made beforehand, and with those of the weight made by the launch itself; also of a
+    weight that lies across what is summed over, as in the backward's dx = dg weight.
     """
-    within = Limits(limbs_of_x=request.param)
+    within = Limits(limbs_of_x=request.param != "limbs")
 
     def make(x: Any, weight: Any, gemm: str = "sm90") -> Any:
+        if request.param == "across":
+            return dx_of(hopper, x, hopper.ascontiguousarray(weight.T), within, gemm)
         one, zero = hopper.ones(len(weight), "f4"), hopper.zeros(len(weight), "f4")
         return forward_within(within, x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
 
@@ -347,8 +377,37 @@ SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("span", [0, 16])
+@pytest.mark.parametrize("tile", TILES_OF_X)
+@pytest.mark.parametrize(
+    "shape",  # rows of dg, columns of dx, features, which the products of dx are summed over
+    [(1, 264, 4104), (5, 4, 300), (33, 132, 4100), (64, 1000, 8), (100, 260, 4999), (129, 2052, 1100), (256, 68, 4096)],
+)
+def test_dx_of_few_rows_by_every_tile(
+    hopper: Any, shape: tuple[int, int, int], tile: tuple[int, int, int], span: int
+) -> None:
+    """Limbs of dg alone, within the bound of docs/float32.md: tiles that rows, columns and sums fill or do not."""
+    cupy, (rows, columns, features) = hopper, shape
+    rng = cupy.random.default_rng(span)
+
+    def matrix(*size: int) -> Any:
+        return cupy.ldexp(rng.uniform(-2, 2, size), rng.integers(-span, 1, size).astype("i4")).astype("f4")
+
+    dg, weight = matrix(rows, features), matrix(features, columns)
+    within = Limits(sm90=tile[: 2 + (tile[2] > 1)], limbs_of_x=True)
+    got = dx_of(cupy, dg, weight, within)
+    assert_same_bits(got.get(), dx_of(cupy, dg, weight, within).get())
+    a, b = cupy.abs(dg.astype("f8")), cupy.abs(weight.astype("f8"))
+    cut, added = 3 * min(features, 32) * 2.0**-23, -(-features // 32) * 2.0**-24
+    of_row = features * 2.0**-38 * a.max(axis=1)[:, None] * b.max(axis=0)
+    error = cupy.abs(got - dg.astype("f8") @ weight.astype("f8"))
+    assert bool((error <= (2.0**-21 + cut + added) * (a @ b) + of_row).all())
+    assert float((error / (a @ b)).max()) <= 16 * U
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["C", "F", "strided", "unaligned"])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 2)])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 2), (70, 77, 132)])
 def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
     """dx and dw sum over rows: limbs of transposes. No further off than IEEE float32, in any layout."""
     kind = kind_of("cupy")
@@ -357,20 +416,20 @@ def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layou
     dy = np.random.default_rng(1).standard_normal((B, O)).astype(np.float32)
     scale, bias, gamma = (arrays[name] for name in ("scale", "bias", "gamma"))
     truth = reference.backward(dy, arrays["x"], arrays["weight"], scale, bias=bias, gamma=gamma, training=True)
-    errors: dict[str, list[float]] = {}
-    for gemm in ("sm90", "cublas"):
+    errors: dict[tuple[str, bool], list[float]] = {}
+    for gemm, of_x in (("sm90", False), ("sm90", True), ("cublas", False)):
         placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
         _, saved = gsbn.forward(**placed, training=True, gemm=gemm, return_saved=True)
-        got = gsbn.backward(hopper.asarray(dy), saved)
-        again = gsbn.backward(hopper.asarray(dy), saved)
+        got = backward_within(Limits(limbs_of_x=of_x), hopper.asarray(dy), saved)
+        again = backward_within(Limits(limbs_of_x=of_x), hopper.asarray(dy), saved)
         for a, b in zip(got, again, strict=True):
             assert bool((a == b).all())
-        errors[gemm] = [
+        errors[gemm, of_x] = [
             norm_error(kind.get(a), b)
             for a, b in ((got.x, truth.x), (got.weight, truth.weight), (got.gamma, truth.gamma))
         ]
-    for ours, ieee in zip(errors["sm90"], errors["cublas"], strict=True):
-        assert ours <= max(1.05 * ieee, 4 * U), errors
+    for both, of_dg, ieee in zip(*errors.values(), strict=True):
+        assert max(both, of_dg) <= max(1.05 * ieee, 4 * U), errors
 
 
 @pytest.mark.gpu
@@ -395,15 +454,19 @@ def test_dw_of_dg_itself_comes_before_limbs_take_its_place(hopper: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("of_x", [False, True])
 @pytest.mark.parametrize("layout", ["C", "F"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_product_is_the_same_with_or_without_the_other(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
+def test_a_product_is_the_same_with_or_without_the_other(
+    hopper: Any, shape: tuple[int, int, int], layout: str, of_x: bool
+) -> None:
     """Limbs then lie elsewhere, and dg's for dx are made by another kernel."""
     kind, (B, _, O) = kind_of("cupy"), shape
     arrays = without_out(Case(shape, "float32", True).arrays())
     placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
     _, saved = gsbn.forward(**placed, training=True, gemm="sm90", return_saved=True)
     dy = hopper.random.default_rng(1).standard_normal((B, O)).astype("f4")
-    both = gsbn.backward(dy, saved)
-    assert bool((gsbn.backward(dy, saved, needs=("x",)).x == both.x).all())
-    assert bool((gsbn.backward(dy, saved, needs=("weight",)).weight == both.weight).all())
+    within = Limits(limbs_of_x=of_x)
+    both = backward_within(within, dy, saved)
+    assert bool((backward_within(within, dy, saved, needs=("x",)).x == both.x).all())
+    assert bool((backward_within(within, dy, saved, needs=("weight",)).weight == both.weight).all())
