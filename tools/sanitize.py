@@ -137,6 +137,19 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
                 agree(getattr(got, name), getattr(want, name))
 
 
+def limbs_of_dg(block_m, cluster, split):
+    """dx = dg w, w lying across what is summed over and its limbs being made in registers; and dw = dgᵀ x beside it."""
+    within = limits(sms=32 if split > 1 else 4, sm90=(block_m, cluster, split)[: 2 + (split > 1)], limbs_of_x=True)
+    shape = (split + 1) * block_m - 5, 136, split * 8 * 64 + 8  # the last rows and columns fill no tile
+    host, native = operands(shape, "float32")
+    dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, "float32"))
+    _, saved = forward_within(within, **native, training=True, gemm="sm90", return_saved=True)
+    taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
+    want, got = reference.backward(dy, **taken, training=True), backward_within(within, cp.asarray(dy), saved)
+    for name in ("x", "weight"):
+        agree(getattr(got, name), getattr(want, name))
+
+
 def narrow_backward(dtype, features, inputs, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
     shape = 2055, inputs - 8, features - 8
@@ -242,6 +255,8 @@ def variants():
             end = " keeps" * keeps + (f" {activation}" if activation else "")
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile) + end
             yield name, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
+    for tile in TILES_OF_X:
+        yield "sm90 limbs_of_x gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
         if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:
