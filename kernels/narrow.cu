@@ -9,28 +9,29 @@
 //
 // A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
 // weight out in shared memory, and each warp takes tiles of the rows (Tiles): none waits for another before all are done.
-// In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being the first row that it saw, GROUP rows in
-// float32 and the groups in float64, which lie in shared memory; lanes and warps are pooled in float64 about the CTA's first
-// row (features.cuh).
+// In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being its warp's first row, GROUP rows in float32, as
+// the lanes of a feature are then; a warp's groups are pooled in float64, in shared memory, and warps about the CTA's first row
+// (features.cuh).
 //
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
 #include "narrow_tiles.cuh"
 
-constexpr int GROUP = 16;  // rows of a lane that are added in float32
+constexpr int GROUP =
+    BY_LIMBS ? LANE_ROWS : 16;  // rows of a lane that are added in float32: registers of limbs are short
 
 #ifndef KEEP
 #define KEEP 0
 #endif
 
-extern __shared__ __align__(128) char shared[];
+extern __shared__ __align__(1024) char shared[];
 
 // Sums over the lanes that have the same features, of which each gets N / 8 sums: those of `v` from lane / 4 * N / 8 on.
 template <int N, int BIT = 16>
-__device__ __forceinline__ void sum_over_rows(double* v, int lane) {
+__device__ __forceinline__ void sum_over_rows(float* v, int lane) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-        const double low = v[i], high = v[i + N / 2];
+        const float low = v[i], high = v[i + N / 2];
         const bool upper = lane & BIT;
         v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
     }
@@ -59,9 +60,12 @@ __device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* bac
 }
 
 __device__ inline void lay(const Problem& p, const T* w, int first, uint4* weight, float* backs) {
-    if constexpr (BY_LIMBS)
-        lay_limbs(p, w, first, weight, backs);
-    else
+    if constexpr (BY_LIMBS) {
+        if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
+            lay_limbs<true>(p, w, first, weight, backs);
+        else
+            lay_limbs<false>(p, w, first, weight, backs);
+    } else
         lay_weight(p, w, first, weight);
 }
 
@@ -74,71 +78,64 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     lay(p, w, share.first, weight, backs);
     __syncthreads();
 
-    constexpr int N = LANE_FEATURES;
+    constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     uint4* ring = weight + weight_words(p);
-    double* total = reinterpret_cast<double*>(ring + RING_WORDS) + threadIdx.x;  // [2 N][CTA]: registers are short
+    __shared__ __align__(16) float pivots[WARPS][FEATURES];
+    float sum[N] = {}, squares[N] = {};
+    double first[M] = {}, second[M] = {};  // the same of the warp's rows so far
+    int since = 0;                         // rows in sum and squares
+    const auto settle = [&](float (&of)[N], double (&total)[M]) {
+        sum_over_rows<N>(of, lane);
 #pragma unroll
-    for (int j = 0; j < 2 * N; ++j) total[j * CTA] = 0.0;
-    float pivot[N] = {}, sum[N] = {}, squares[N] = {};
-    double rows = 0.0;
-    int since = 0;  // rows in sum and squares
+        for (int i = 0; i < M; ++i) total[i] += of[i];
+#pragma unroll
+        for (int j = 0; j < N; ++j) of[j] = 0.0f;
+    };
     const auto settle_sums = [&] {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-            total[2 * j * CTA] += sum[j];
-            total[(2 * j + 1) * CTA] += squares[j];
-            sum[j] = squares[j] = 0.0f;
-        }
-        rows += since;
+        settle(sum, first);
+        settle(squares, second);
         since = 0;
     };
     Tiles<false> tiles(p, x, share.cta, weight, ring);
-    bool begun = false;
+    long long rows = 0;
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
-        if (!begun)
+        if (rows == 0) {
+            if (lane < 4)
 #pragma unroll
-            for (int j = 0; j < N; ++j) pivot[j] = g[0][j];
-        begun = true;
+                for (int j = 0; j < N; ++j) pivots[warp][feature_of(lane, j)] = g[0][j];
+            __syncwarp();
+        }
+        const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
+        rows += inside;
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; ++i) {
-            if (!whole && row0 + lane / 4 + i * 8 >= tiles.end) break;
-            ++since;
+        for (int j = 0; j < N; j += WORD) {
+            const auto pivot = *reinterpret_cast<const Vector<float, WORD>*>(&pivots[warp][feature_of(lane % 4, j)]);
 #pragma unroll
-            for (int j = 0; j < N; ++j) {
-                const float d = g[i][j] - pivot[j];
-                sum[j] += d;
-                squares[j] = fmaf(d, d, squares[j]);
+            for (int i = 0; i < LANE_ROWS; ++i) {
+                if (!whole && lane / 4 + i * 8 >= inside) break;
+#pragma unroll
+                for (int l = 0; l < WORD; ++l) {
+                    const float d = g[i][j + l] - pivot.at[l];
+                    sum[j + l] += d;
+                    squares[j + l] = fmaf(d, d, squares[j + l]);
+                }
             }
         }
+        since += LANE_ROWS;
         if (since >= GROUP) settle_sums();
     });
     settle_sums();
-    __syncthreads();  // all rings are free
+    __syncthreads();  // the weight is read no more
 
-    double* sums = reinterpret_cast<double*>(shared);                       // [2][WARPS][FEATURES]
-    float* pivots = reinterpret_cast<float*>(sums + 2 * WARPS * FEATURES);  // of the CTA: its first row's
-    if (threadIdx.x < 4)
+    double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
 #pragma unroll
-        for (int j = 0; j < N; ++j) pivots[feature_of(lane, j)] = pivot[j];
-    __syncthreads();
-    double first[N], second[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        first[j] = total[2 * j * CTA];
-        second[j] = total[(2 * j + 1) * CTA];
-        const double d = begun && rows > 0.0 ? static_cast<double>(pivot[j]) - pivots[feature_of(lane % 4, j)] : 0.0;
-        second[j] += d * (2.0 * first[j] + rows * d);
-        first[j] += rows * d;
-    }
-    sum_over_rows<N>(first, lane);
-    sum_over_rows<N>(second, lane);
-#pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-        const int at = warp * FEATURES + feature_of(lane % 4, lane / 4 * (N / 8) + i);
-        sums[at] = first[i];
-        sums[WARPS * FEATURES + at] = second[i];
+    for (int i = 0; i < M; ++i) {
+        const int at = feature_of(lane % 4, lane / 4 * M + i);
+        const double d = rows > 0 ? static_cast<double>(pivots[warp][at]) - pivots[0][at] : 0.0;
+        sums[warp * FEATURES + at] = first[i] + rows * d;
+        sums[(WARPS + warp) * FEATURES + at] = second[i] + d * (2.0 * first[i] + rows * d);
     }
     __syncthreads();
 
@@ -151,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         of_cta += sums[i * FEATURES + at];
         squares_of_cta += sums[(WARPS + i) * FEATURES + at];
     }
-    const Moments pooled(pivots[at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    const Moments pooled(pivots[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
     double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * share.cta * p.ldg + c;
     partials[0] = pooled.mean;
     partials[p.ldg] = pooled.m2;

@@ -1,70 +1,11 @@
 // How the kernels of narrow.cu make g = x wᵀ of rows that are short: tiles of rows by FEATURES features. No kernels.
 //
-// A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs. In both a lane ends with the same elements
-// of g: LANE_ROWS rows, 8 apart, of WORD adjacent features in every 4 WORD. mma gives a lane pairs of features that lie 8
-// apart; which feature is called which is for lay_weight to say. No warp needs another's rows, or waits for it.
-//
-// Limbs are what split_limbs makes of float32 (docs/float32.md), but in registers, and scaled for each row and 32 of k: x is
-// read as it is, and nothing but x. Per part of 32 of k the tensor core takes the small products first, from zero, and the
-// part is added to g in float32. The smallest one, of both second limbs, is taken, too: where a mean is 1e4 deviations, x's
-// first limb is the mean, and its second one the deviation, so that this product has as much of the variance as the weight's
-// second limb has of the weight.
+// A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs, and waits for no other; through limbs four
+// warps make one together (narrow_limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
+// of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features that lie 8 apart; which feature is
+// called which is for lay_weight to say.
 #pragma once
-#include "activation.cuh"
-#include "async_copy.cuh"
-#include "features.cuh"
-
-#ifndef ELEMENT
-#define ELEMENT 0
-#define FEATURES 32
-#define CHUNKS 1
-#endif
-
-enum : int { ELEMENT_BFLOAT16 = 0, ELEMENT_FLOAT16 = 1, ELEMENT_TF32 = 2, ELEMENT_LIMBS = 3, ELEMENT_FLOAT32 = 4 };
-template <int>
-struct OperandOf {
-    using type = float;
-};
-template <>
-struct OperandOf<ELEMENT_BFLOAT16> {
-    using type = __nv_bfloat16;
-};
-template <>
-struct OperandOf<ELEMENT_FLOAT16> {
-    using type = __half;
-};
-using T = OperandOf<ELEMENT>::type;
-constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
-
-constexpr int LANES = 32;
-constexpr int WARPS = FEATURES > 32 || BY_FMA || BY_LIMBS ? 8 : 12;  // whose tiles are larger take more registers
-constexpr int CTA = WARPS * LANES;                                   // threads
-constexpr int WORD = 16 / sizeof(T);                                 // elements of 16 bytes
-constexpr int CHUNK = 4 * WORD;  // elements of a row that its four lanes take at once: 64 bytes
-constexpr int LANE_FEATURES = FEATURES / 4;
-constexpr int LANE_ROWS =
-    BY_FMA && FEATURES == 32 && CHUNKS < 4 ? 8 : 4;      // more make more of what is read of the weight
-constexpr int ROWS = 8 * LANE_ROWS;                      // of a tile
-constexpr int BLOCK = WARPS * ROWS;                      // rows of a CTA at once
-constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;   // of 16 bytes
-constexpr int RING_WORDS = (BY_LIMBS ? 64 : 128) * 64;   // of all warps: the limbs of the weight want room
-constexpr int STAGES = RING_WORDS / WARPS / TILE_WORDS;  // parts of tiles on their way or at hand
-
-// How many times CHUNKS chunks a row has: one but for limbs.
-__device__ inline int parts_of(const Problem& p) {
-    return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
-}
-// 16 bytes each, of FEATURES rows of the weight as lay_weight leaves them.
-__device__ inline int weight_words(const Problem& p) { return parts_of(p) * CHUNKS * FEATURES * 4; }
-
-// Feature j of a lane's LANE_FEATURES, `quarter` being its place among the four of a row.
-__device__ constexpr int feature_of(int quarter, int j) { return CHUNK * (j / WORD) + WORD * quarter + j % WORD; }
-
-__device__ inline unsigned rounded_to_tf32(unsigned v) {
-    unsigned out;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(__uint_as_float(v)));
-    return out;
-}
+#include "narrow_limbs.cuh"
 
 // FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
 // features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.
@@ -96,81 +37,13 @@ __device__ inline void lay_weight(const Problem& p, const T* w, int first, uint4
     }
 }
 
-// The bits of a float32 as two float16 of two numbers that lie below 2^15, what the first one left in the second. Where the
-// first is not finite the second is no NaN.
-__device__ inline void split(float v0, float v1, unsigned& high, unsigned& low) {
-    const __half2 of = __floats2half2_rn(v0, v1);
-    const float2 back = __half22float2(of);
-    const __half2 rest = __hmin2(__floats2half2_rn(v0 - back.x, v1 - back.y), __float2half2_rn(1024.0f));
-    high = *reinterpret_cast<const unsigned*>(&of);
-    low = *reinterpret_cast<const unsigned*>(&rest);
-}
-
-// What numbers are multiplied by, a power of two, so that the largest, of these bits, lies in [2^14, 2^15); and by what their
-// products come back, times 2^-14: g then does not overflow on its way unless it does.
-struct Scale {
-    float there, back;
-    __device__ explicit Scale(unsigned top) {
-        const int e = max(static_cast<int>(top >> 23), 29);  // biased; whoever is smaller still keeps float16's quantum
-        there = __uint_as_float(static_cast<unsigned>(268 - e) << 23);
-        back = __uint_as_float(static_cast<unsigned>(e - 28) << 23);
-    }
-};
-
-// The same as lay_weight of limbs, and for each feature what its sums come back by. For mma 16 bytes of a chunk: both limbs
-// of k = t, 4 + t and of 8 + t, 12 + t.
-__device__ inline void lay_limbs(const Problem& p, const T* w, int first, uint4* weight, float* back) {
-    constexpr int SHARE = CTA / FEATURES;  // threads, neighbours, that share a feature
-    const int feature = threadIdx.x / SHARE, steps = parts_of(p) * CHUNKS * 4, n = static_cast<int>(p.n) - first;
-    const T* row = w + (first + feature) * p.ldw;
-    const auto read = [&](int step) {
-        const int inside = feature < n ? static_cast<int>(max(min(p.k - 4 * step, 4LL), 0LL)) : 0;
-        Vector<T, 4> v = {};
-        if (inside == 4 && p.flags & FLAG_VECTOR_W) return *reinterpret_cast<const Vector<T, 4>*>(row + 4 * step);
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (j < inside) v.at[j] = row[4 * step + j];
-        return v;
-    };
-    unsigned top = 0;
-#pragma unroll 8
-    for (int step = threadIdx.x % SHARE; step < steps; step += SHARE) {
-        const Vector<T, 4> v = read(step);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) top = max(top, __float_as_uint(to_float(v.at[j])) & 0x7FFFFFFFu);
-    }
-#pragma unroll
-    for (int apart = SHARE / 2; apart > 0; apart /= 2) top = max(top, __shfl_xor_sync(~0u, top, apart));
-    const Scale scale(top);
-    if (threadIdx.x % SHARE == 0) back[feature] = scale.back * 0x1p28f;
-    const int place = feature % CHUNK, eight = feature / CHUNK * (WORD / 2) + place % WORD / 2;
-    const int column = place / WORD * 2 + place % 2;
-    __half* laid = reinterpret_cast<__half*>(weight);
-#pragma unroll 4
-    for (int step = threadIdx.x % SHARE; step < steps; step += SHARE) {
-        const Vector<T, 4> v = read(step);
-        const int chunk = step / 4, quarter = step % 4;
-#pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-            unsigned limbs[2];
-            split(to_float(v.at[j]) * scale.there, to_float(v.at[j + 1]) * scale.there, limbs[0], limbs[1]);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                __half* to = laid + ((chunk * (FEATURES / 8) + eight) * LANES + column * 4 + j) * 8 + i * 4 + quarter;
-                to[0] = reinterpret_cast<const __half*>(&limbs[i])[0];
-                to[8] = reinterpret_cast<const __half*>(&limbs[i])[1];
-            }
-        }
-    }
-}
-
 __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #define MMA(what)                                                               \
     asm(what " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
     if constexpr (ELEMENT == ELEMENT_BFLOAT16) MMA("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
-    if constexpr (ELEMENT == ELEMENT_FLOAT16 || BY_LIMBS) MMA("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32");
+    if constexpr (ELEMENT == ELEMENT_FLOAT16) MMA("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32");
     if constexpr (ELEMENT == ELEMENT_TF32) MMA("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32");
 #undef MMA
 }
@@ -187,7 +60,8 @@ __device__ inline void load_matrices(unsigned (&a)[4], const uint4* row) {
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
 // A warp's tiles, one after the other: every WARPS of its CTA's rows, p.stats_rows of them from cta * p.stats_rows on; from the
-// last to the first if BACKWARDS. They come through a ring of the warp's own.
+// last to the first if BACKWARDS. They come through a ring of the warp's own. All warps have as many, some of the last with no
+// rows.
 template <bool BACKWARDS>
 struct Tiles {
     const T* x;
@@ -197,6 +71,7 @@ struct Tiles {
     long long row0;        // its first row
     int part, parts;       // which of those of a tile
     long long begin, end;  // the CTA's rows
+    int tiles;             // of a warp
     long long ldx, step;   // row pitch; rows from tile to tile
     int bytes, lane;       // of a row from this lane's first 16 on
     bool whole;            // no lane has less than 16
@@ -208,13 +83,14 @@ struct Tiles {
           parts(parts_of(p)),
           begin(cta * p.stats_rows),
           end(min(begin + p.stats_rows, p.m)),
+          tiles(static_cast<int>((end - begin + BLOCK - 1) / BLOCK)),
           ldx(p.ldx),
           step(BACKWARDS ? -BLOCK : BLOCK),
           lane(threadIdx.x % LANES),
           whole(p.k == parts * CHUNKS * CHUNK) {
         const int warp = threadIdx.x / LANES, quarter = lane % 4;
         ring = rings + warp * STAGES * TILE_WORDS;
-        row0 = BACKWARDS ? begin + ((end - begin - 1) / ROWS - warp) * ROWS : begin + warp * ROWS;
+        row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK) : 0);
         bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
         from = x + (row0 + lane / 4) * ldx + quarter * WORD;
     }
@@ -250,64 +126,6 @@ struct Tiles {
             part = 0;
         }
         commit_copies();
-    }
-
-    // Adds what 32 of k, part number `at_part`, make of g through limbs.
-    __device__ __forceinline__ void add_limbs(const uint4* rows, int at_part, OfLane& g) const {
-        const int at = place(lane % 8, lane / 16), next = place(lane % 8, lane / 16 + 2);
-        unsigned high[LANE_ROWS / 2][CHUNKS][4], low[LANE_ROWS / 2][CHUNKS][4];
-        float back[LANE_ROWS];
-#pragma unroll
-        for (int i = 0; i < LANE_ROWS / 2; ++i) {
-            unsigned a[2 * CHUNKS][4], top[2] = {0, 0};
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                const uint4* of = rows + (chunk * LANE_ROWS + 2 * i + lane / 8 % 2) * LANES;
-                load_matrices(a[2 * chunk], of + at);
-                load_matrices(a[2 * chunk + 1], of + next);
-            }
-#pragma unroll
-            for (int j = 0; j < 8 * CHUNKS; ++j) top[j % 2] = max(top[j % 2], a[j / 4][j % 4] & 0x7FFFFFFFu);
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                top[j] = max(top[j], __shfl_xor_sync(~0u, top[j], 1));
-                top[j] = max(top[j], __shfl_xor_sync(~0u, top[j], 2));
-                const Scale scale(top[j]);
-                back[2 * i + j] = scale.back;
-#pragma unroll
-                for (int l = 0; l < 2 * CHUNKS; ++l)  // two of this row's four numbers of a chunk
-                    split(__uint_as_float(a[l][j]) * scale.there, __uint_as_float(a[l][j + 2]) * scale.there,
-                          high[i][l / 2][l % 2 * 2 + j], low[i][l / 2][l % 2 * 2 + j]);
-            }
-        }
-        const uint4* w = weight + at_part * CHUNKS * (FEATURES / 8) * LANES + lane;
-        constexpr int AT_ONCE = 2;  // times 8 features: instructions that do not wait for each other
-#pragma unroll
-        for (int eight = 0; eight < FEATURES / 8; eight += AT_ONCE) {
-            uint4 of[AT_ONCE][CHUNKS];
-            float sums[AT_ONCE][LANE_ROWS / 2][4] = {};
-#pragma unroll
-            for (int l = 0; l < AT_ONCE * CHUNKS; ++l)
-                of[l / CHUNKS][l % CHUNKS] = w[(l % CHUNKS * (FEATURES / 8) + eight + l / CHUNKS) * LANES];
-#pragma unroll
-            for (int step = 0; step < 4 * CHUNKS; ++step) {
-                const int chunk = step % CHUNKS;
-                const bool high_x = step >= 2 * CHUNKS, high_w = step / CHUNKS % 2;
-#pragma unroll
-                for (int l = 0; l < AT_ONCE * LANE_ROWS / 2; ++l) {
-                    const int i = l % (LANE_ROWS / 2);
-                    const uint4 word = of[l / (LANE_ROWS / 2)][chunk];
-                    mma(sums[l / (LANE_ROWS / 2)][i], high_x ? high[i][chunk] : low[i][chunk], high_w ? word.x : word.z,
-                        high_w ? word.y : word.w);
-                }
-            }
-#pragma unroll
-            for (int l = 0; l < AT_ONCE * LANE_ROWS * 2; ++l) {
-                const int at = l / (LANE_ROWS * 2), i = l / 4 % (LANE_ROWS / 2), j = l % 4;
-                float& to = g[2 * i + j / 2][2 * (eight + at) + j % 2];
-                to = fmaf(sums[at][i][j], back[2 * i + j / 2], to);
-            }
-        }
     }
 
     // Adds g in IEEE float32.
@@ -375,31 +193,45 @@ struct Tiles {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; ++stage) ask(stage);
         int stage = 0;
+        const auto taken = [&] {  // of a part whose words this lane no longer reads
+            ask(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        };
+        [[maybe_unused]] const Turns turns;
 #pragma unroll 1
-        for (; BACKWARDS ? row >= begin : row < end; row += step) {
+        for (int tile = 0; tile < tiles; ++tile, row += step) {
             OfLane g;
             if constexpr (BY_FMA || BY_LIMBS)
 #pragma unroll
                 for (int i = 0; i < LANE_ROWS; ++i)
 #pragma unroll
                     for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = 0.0f;
+            if constexpr (BY_LIMBS) {
 #pragma unroll 1
-            for (int at_part = 0; at_part < (BY_LIMBS ? parts : 1); ++at_part) {
+                for (int at_part = 0; at_part < parts; ++at_part) {
+                    await_copies<STAGES - 1>();
+                    const LimbsOfX limbs(ring + stage * TILE_WORDS + place(lane / 4, lane % 4));
+                    float sums[2 * LANE_FEATURES];
+                    turns.await();
+                    limbs.begin(sums, weight + at_part * LIMB_WORDS);
+                    turns.pass();
+                    taken();
+                    limbs.end(sums, g);
+                }
+            } else {
                 await_copies<STAGES - 1>();
                 __syncwarp();
                 const uint4* rows = ring + stage * TILE_WORDS;
-                if constexpr (BY_LIMBS)
-                    add_limbs(rows, at_part, g);
-                else if constexpr (BY_FMA)
+                if constexpr (BY_FMA)
                     add_products(rows, g);
                 else
                     multiply(rows, g);
                 __syncwarp();  // all lanes have read
-                ask(stage);
-                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                taken();
             }
             then(g, row, row + ROWS <= end);
         }
+        if constexpr (BY_LIMBS) turns.end();
         await_copies<0>();
     }
 };

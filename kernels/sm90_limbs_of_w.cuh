@@ -18,15 +18,6 @@ __device__ __forceinline__ float scaled(float a, float b) {
     return c;
 }
 
-// high: float16 of two neighbours of k, low: of what that leaves
-__device__ __forceinline__ void split(float first, float second, u32& high, u32& low) {
-    const __half2 both = __floats2half2_rn(first, second);
-    const float2 left = __half22float2(both);
-    const __half2 rest = __floats2half2_rn(first - left.x, second - left.y);
-    high = *reinterpret_cast<const u32*>(&both);
-    low = *reinterpret_cast<const u32*>(&rest);
-}
-
 // The limbs of a thread's two features h (Consumer), in one part, as wgmma_of_registers takes them in two steps of 16; and
 // the fields of the exponents that they were scaled by.
 struct LimbsOfW {

@@ -72,25 +72,3 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], u64 a, u64 b, int accumu
                      : D8(0), D8(8)
                      : "l"(a), "l"(b), "r"(accumulate));
 }
-
-// The same of float16, a being in registers: of its 64 rows by 16 of k a lane has rows lane / 4 and lane / 4 + 8 of its
-// warp's 16. a[0] is of the first of these and k = 2 (lane % 4) and the next, a[1] of the second; a[2] and a[3] of k + 8.
-template <int SIZE>
-__device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const u32 (&a)[4], u64 b, int accumulate) {
-#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
-                 ", 0;\n"                                                                            \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B \
-                 ", p, 1, 1, 0;\n}"                                                                  \
-                 : LIST                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-#define AND ,
-    if constexpr (SIZE == 64)
-        MMA_OF_REGISTERS(128, TO_64, "%64, %65, %66, %67", "%68", "%69", D32(0) AND D32(32));
-    else if constexpr (SIZE == 32)
-        MMA_OF_REGISTERS(64, TO_32, "%32, %33, %34, %35", "%36", "%37", D32(0));
-    else
-        MMA_OF_REGISTERS(32, TO_16, "%16, %17, %18, %19", "%20", "%21", D8(0) AND D8(8));
-#undef AND
-#undef MMA_OF_REGISTERS
-}

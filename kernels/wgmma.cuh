@@ -34,3 +34,37 @@ __device__ __forceinline__ void wgmma_wait() {
     TO_32                                                                                                    \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// Limbs of two neighbours of k that are scaled to lie below 2^15, as wgmma_of_registers takes them: high, float16, and low, of
+// what that leaves. Of Inf low is NaN, and so is what a row with Inf makes, which IEEE arithmetic has as Inf or NaN.
+__device__ __forceinline__ void split(float first, float second, unsigned& high, unsigned& low) {
+    const __half2 both = __floats2half2_rn(first, second);
+    const float2 left = __half22float2(both);
+    const __half2 rest = __floats2half2_rn(first - left.x, second - left.y);
+    high = *reinterpret_cast<const unsigned*>(&both);
+    low = *reinterpret_cast<const unsigned*>(&rest);
+}
+
+// d += a bᵀ of float16, or d = a bᵀ when `accumulate` is 0, a being in registers and b along k: of a's 64 rows by 16 of k a
+// lane has rows lane / 4 and lane / 4 + 8 of its warp's 16. a[0] is of the first of these and k = 2 (lane % 4) and the next,
+// a[1] of the second; a[2] and a[3] of k + 8.
+template <int SIZE>
+__device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const unsigned (&a)[4], unsigned long long b,
+                                                   int accumulate) {
+#define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
+                 ", 0;\n"                                                                            \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NUMBERS "}, {" A "}, " B \
+                 ", p, 1, 1, 0;\n}"                                                                  \
+                 : LIST                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define AND ,
+    if constexpr (SIZE == 64)
+        MMA_OF_REGISTERS(128, TO_64, "%64, %65, %66, %67", "%68", "%69", D32(0) AND D32(32));
+    else if constexpr (SIZE == 32)
+        MMA_OF_REGISTERS(64, TO_32, "%32, %33, %34, %35", "%36", "%37", D32(0));
+    else
+        MMA_OF_REGISTERS(32, TO_16, "%16, %17, %18, %19", "%20", "%21", D8(0) AND D8(8));
+#undef AND
+#undef MMA_OF_REGISTERS
+}

@@ -39,12 +39,12 @@ from gsbn._plan.variants import (
     MODES,
     NARROW_BACKWARD,
     NARROW_CHUNKS,
-    NARROW_FEATURES,
     NARROW_SIZES,
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
+    narrow_features,
     with_activation,
 )
 from gsbn.bench import bounds
@@ -229,8 +229,10 @@ def variants():
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
     for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
-    for element, features in product(NARROW_CHUNKS, NARROW_FEATURES):
-        for chunks, activation in product(NARROW_CHUNKS[element], (None, *ACTIVATIONS)):
+    for element in NARROW_CHUNKS:
+        for features, chunks, activation in product(
+            narrow_features(element), NARROW_CHUNKS[element], (None, *ACTIVATIONS)
+        ):
             end = f" {activation}" if activation else ""
             yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
     for dtype, most in NARROW_BACKWARD.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .copies import word
+from .copies import on_words, word
 from .h200 import H200
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
@@ -113,7 +113,9 @@ def narrow_us(
     rows = (m + round_up(m, at_once)) / 2e6
     product = rows * features * (ceil_div(k * size, 64) * rates.narrow_chunk_us[element] + rates.narrow_row_us)
     product *= 132 / p.device.sms
-    us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element] + max(x + y, product)
+    stores = 0.0 if on_words(p.y, n, size) else m * n * 1e-6 * rates.narrow_off_line_us * 132 / p.device.sms
+    us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element]
+    us += max(x + y, product + stores)
     return us + max(x, product) if training else us
 
 

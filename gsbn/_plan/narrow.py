@@ -13,7 +13,6 @@ from .rates import Rates
 from .variants import (
     NARROW_BACKWARD,
     NARROW_CHUNKS,
-    NARROW_FEATURES,
     NARROW_LIMBS_KB,
     NARROW_SIZES,
     THREADS,
@@ -21,6 +20,7 @@ from .variants import (
     element_for,
     narrow,
     narrow_backward_kernels,
+    narrow_features,
     narrow_teams,
     narrow_threads,
     with_activation,
@@ -55,12 +55,10 @@ def narrow_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> s
     if p.dtype == "float64":
         return "it has no float64"
     element = _element(p, precision)
-    most = 64 * NARROW_CHUNKS[element][-1] // ITEMSIZE[p.dtype]
-    if element == "limbs":
-        most = NARROW_LIMBS_KB * 1024 // (4 * _features(p.n))
+    most = max(_most_inputs(p.dtype, element, features) for features in _sizes(p, element))
     if p.k > most:
         return f"it takes at most {most} input features"
-    if not LEAST_ROWS <= p.m <= INT32_MAX or ceil_div(p.n, NARROW_FEATURES[-1]) > p.device.sms:
+    if not LEAST_ROWS <= p.m <= INT32_MAX or ceil_div(p.n, _features(p, element)) > p.device.sms:
         return f"it takes {LEAST_ROWS} rows or more, and features that all SMs can share"
     if saved and not training:
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
@@ -73,9 +71,24 @@ def _element(p: Matmul, precision: str) -> str:
     return "float32" if element == "limbs" and p.k < LEAST_TERMS else element
 
 
-def _features(n: int) -> int:
-    """Features of a CTA."""
-    return next((most for most in NARROW_FEATURES if n <= most), NARROW_FEATURES[-1])
+def _most_inputs(dtype: str, element: str, features: int) -> int:
+    """The input features up to which a CTA can have so many features."""
+    if element == "limbs":
+        return NARROW_LIMBS_KB * 1024 // (4 * features)
+    return 64 * NARROW_CHUNKS[element][-1] // ITEMSIZE[dtype]
+
+
+def _sizes(p: Matmul, element: str) -> list[int]:
+    """Features that a CTA may have: few only where there are no more, for each CTA of a row makes its operands anew."""
+    few, *more = narrow_features(element)
+    return [few, *more] if p.n <= few else more
+
+
+def _features(p: Matmul, element: str) -> int:
+    """Features of a CTA: no more than there are, else what leaves the fewest places empty."""
+    sizes = [size for size in _sizes(p, element) if p.k <= _most_inputs(p.dtype, element, size)]
+    several = min(sizes, key=lambda size: (round_up(p.n, size), -size))
+    return next((size for size in sizes if p.n <= size), several)
 
 
 def for_narrow(p: Matmul) -> Matmul:
@@ -86,18 +99,21 @@ def for_narrow(p: Matmul) -> Matmul:
 
 def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, rates: Rates = H200) -> Narrow:
     """The two launches for a call, and what they take with the copies that they want."""
-    element, features = _element(p, precision), _features(p.n)
+    element = _element(p, precision)
+    features = _features(p, element)
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    # rows of a warp at once: ROWS of kernels/narrow_tiles.cuh
-    tile = 64 if element == "float32" and features == 32 and chunks < 4 else 32
+    # warps that multiply together, and rows of these: TEAM, and TEAM * ROWS of kernels/narrow_config.cuh
+    team = 4 if element == "limbs" else 1
+    tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
+    at_once = threads // (32 * team) * tile
     blocks = ceil_div(p.n, features)
-    splits = min(p.device.sms // blocks, ceil_div(p.m, threads // 32 * tile))
+    splits = min(p.device.sms // blocks, ceil_div(p.m, at_once))
     rows = round_up(ceil_div(p.m, splits), tile)
     splits = ceil_div(p.m, rows)
     taken = for_narrow(p)
-    at_once = splits * threads // 32 * tile
+    at_once *= splits
     us = narrow_us(taken, element, features * blocks, at_once, training=training, keeps=keeps, rates=rates)
     us += copies_us(taken, rates=rates)
     return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us)

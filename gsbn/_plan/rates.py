@@ -47,6 +47,7 @@ class Rates(NamedTuple):
     narrow_chunk_us: dict[str, float]  # 64 bytes of a million rows by a feature, by operand
     narrow_laying_us: dict[str, float]  # an element of the weight to shared memory, by operand
     narrow_row_us: float  # and a million rows by a feature, however short
+    narrow_off_line_us: float  # and a million elements of y that are stored one by one
     copy_us: float  # a launch that copies rows
     g_rate: tuple[float, float]  # MB/us of g by scale_stats: from L2, from memory
     y_cublas_rate: tuple[float, float]  # MB/us of g and y by normalize: from L2, from memory

@@ -19,7 +19,6 @@ __all__ = [
     "MODES",
     "NARROW_BACKWARD",
     "NARROW_CHUNKS",
-    "NARROW_FEATURES",
     "NARROW_LIMBS_KB",
     "NARROW_SIZES",
     "RING",
@@ -46,6 +45,7 @@ __all__ = [
     "merge_statistics",
     "narrow",
     "narrow_backward_kernels",
+    "narrow_features",
     "narrow_teams",
     "narrow_threads",
     "normalize",
@@ -79,12 +79,11 @@ TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
-NARROW_FEATURES = (32, 64)  # of a CTA of narrow.cu's kernels
-# By operand, how many times 64 bytes of a row of x they take at once, which but for limbs is all of it.
+# By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
+NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
+NARROW_LIMBS_KB = 128  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
 NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
-NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
-NARROW_LIMBS_KB = 96  # of the weight in a CTA
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -133,8 +132,8 @@ def _plain_kernels() -> Iterator[Kernel]:
         for of_kept, constants in itertools.product((None, *sorted(kept_in_training)), ("workspace", "batch")):
             yield normalize(dtype, of_kept, constants)
         yield from (scale_stats(dtype), merge_statistics(dtype))
-    for element, features in itertools.product(NARROW_CHUNKS, NARROW_FEATURES):
-        for chunks in NARROW_CHUNKS[element]:
+    for element in NARROW_CHUNKS:
+        for features, chunks in itertools.product(narrow_features(element), NARROW_CHUNKS[element]):
             yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
     for dtype, most in NARROW_BACKWARD.items():
         for sizes in itertools.product((size for size in NARROW_SIZES if size <= most), repeat=2):
@@ -197,19 +196,24 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
     """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
     NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
     also writes g - m."""
-    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/narrow_tiles.cuh: IEEE arithmetic
+    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/narrow_config.cuh: IEEE arithmetic
     defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
-    limbs, threads = element == "limbs", narrow_threads(element, features)
+    limbs = element == "limbs"
     weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
-    shared = weight + 1024 * (64 if limbs else 128) + threads * features // 4 * 16  # rings, and sums of every lane
+    shared = weight + 1024 * (72 if limbs else 128)  # and rings
     of_x = tuple((name, str(value)) for name, value in defines.items())
     stats = Kernel("narrow_stats", "narrow", of_x, arch="sm_90a", shared=shared)
     return stats, stats._replace(name="narrow_normalize", defines=(*of_x, ("KEEP", "1")) if keeps else of_x)
 
 
+def narrow_features(element: str) -> tuple[int, ...]:
+    """Features that a CTA of narrow.cu's kernels may have."""
+    return (32, 64, 128) if element == "limbs" else (32, 64)
+
+
 def narrow_threads(element: str, features: int) -> int:
-    """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_tiles.cuh."""
-    return 256 if features > 32 or element in ("limbs", "float32") else 384
+    """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_config.cuh."""
+    return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
 
 
 def narrow_backward_kernels(dtype: str, features: int, inputs: int) -> tuple[Kernel, Kernel]:
