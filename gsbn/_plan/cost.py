@@ -113,7 +113,8 @@ def narrow_us(
     rows = (m + round_up(m, at_once)) / 2e6
     product = rows * features * (ceil_div(k * size, 64) * rates.narrow_chunk_us[element] + rates.narrow_row_us)
     product *= 132 / p.device.sms
-    stores = 0.0 if on_words(p.y, n, size) else m * n * 1e-6 * rates.narrow_off_line_us * 132 / p.device.sms
+    one_by_one = n > 64 and not on_words(p.y, n, size)  # of short rows these stores cost the other ways as much
+    stores = m * n * 1e-6 * rates.narrow_off_line_us * 132 / p.device.sms if one_by_one else 0.0
     us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element]
     us += max(x + y, product + stores)
     return us + max(x, product) if training else us
