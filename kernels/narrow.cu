@@ -8,17 +8,17 @@
 //   rows of x are as long as shared memory takes limbs of the weight
 //
 // A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
-// weight out in shared memory, and each warp takes tiles of the rows (Tiles): none waits for another before all are done.
-// In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being its warp's first row, GROUP rows in float32, as
-// the lanes of a feature are then; a warp's groups are pooled in float64, in shared memory, and warps about the CTA's first row
-// (features.cuh).
+// weight out in shared memory, and each warp takes tiles of the rows (Tiles). Warps wait for each other when all are done, and
+// through limbs four take a tile together. In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being its
+// warp's first row: GROUP rows in float32, and then those of all lanes of a feature; what that makes in float64, and warps are
+// pooled about the CTA's first row (features.cuh).
 //
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
 #include "narrow_tiles.cuh"
 
-constexpr int GROUP =
-    BY_LIMBS ? LANE_ROWS : 16;  // rows of a lane that are added in float32: registers of limbs are short
+// rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
+constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
 
 #ifndef KEEP
 #define KEEP 0

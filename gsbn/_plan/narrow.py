@@ -104,7 +104,7 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    # warps that multiply together, and rows of these: TEAM, and TEAM * ROWS of kernels/narrow_config.cuh
+    # warps that take a tile together, and its rows: of kernels/narrow_config.cuh, those of four warps through limbs
     team = 4 if element == "limbs" else 1
     tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
     at_once = threads // (32 * team) * tile
