@@ -17,8 +17,9 @@
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
 #include "narrow_tiles.cuh"
 
-constexpr int GROUP =
-    BY_LIMBS ? LANE_ROWS : 16;  // rows of a lane that are added in float32: registers of limbs are short
+// rows of a lane that are added in float32: registers of limbs are short
+constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
+constexpr int HELPER_REGISTERS = 56, REGISTERS = 200;  // of who makes limbs, and of who multiplies: all that there are
 
 #ifndef KEEP
 #define KEEP 0
@@ -69,6 +70,27 @@ __device__ inline void lay(const Problem& p, const T* w, int first, uint4* weigh
         lay_weight(p, w, first, weight);
 }
 
+// Whether a thread is to have g. The others make limbs for those and are done; where there are none, all are.
+template <bool BACKWARDS>
+__device__ __forceinline__ bool has_g(Tiles<BACKWARDS>& tiles, Exchange* exchange) {
+    if constexpr (BY_LIMBS) {
+        if (threadIdx.x >= WARPS * LANES) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
+            tiles.make_limbs(*exchange);
+            return false;
+        }
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    }
+    return true;
+}
+
+// The exchanges, behind the ring; a warp's own.
+__device__ __forceinline__ Exchange* open_exchange(uint4* ring) {
+    Exchange* all = reinterpret_cast<Exchange*>(ring + RING_WORDS);
+    if (BY_LIMBS && threadIdx.x < WARPS) all[threadIdx.x].open();
+    return all + threadIdx.x / LANES % WARPS;
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     narrow_stats(const __grid_constant__ Problem p, const T* x, const T* w, char* workspace) {
     await_kernel_ahead();
@@ -76,11 +98,14 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
     lay(p, w, share.first, weight, backs);
+    uint4* ring = weight + weight_words(p);
+    Exchange* exchange = open_exchange(ring);
     __syncthreads();
+    Tiles<false> tiles(p, x, share.cta, weight, ring);
+    if (!has_g(tiles, exchange)) return;
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    uint4* ring = weight + weight_words(p);
     __shared__ __align__(16) float pivots[WARPS][FEATURES];
     float sum[N] = {}, squares[N] = {};
     double first[M] = {}, second[M] = {};  // the same of the warp's rows so far
@@ -97,9 +122,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         settle(squares, second);
         since = 0;
     };
-    Tiles<false> tiles(p, x, share.cta, weight, ring);
     long long rows = 0;
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    tiles.for_each(exchange, [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         if (rows == 0) {
             if (lane < 4)
@@ -126,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         since += LANE_ROWS;
         if (since >= GROUP) settle_sums();
     });
-    settle_sums();
+    if (GROUP > LANE_ROWS) settle_sums();
     __syncthreads();  // the weight is read no more
 
     double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
@@ -182,12 +206,15 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             slopes[threadIdx.x] = saved[SAVED_SLOPE * p.n + c];
         }
     }
+    uint4* ring = weight + weight_words(p);
+    Exchange* exchange = open_exchange(ring);
     __syncthreads();
+    Tiles<true> tiles(p, x, share.cta, weight, ring);
+    if (!has_g(tiles, exchange)) return;
 
     constexpr int N = LANE_FEATURES;
     const int lane = threadIdx.x % LANES, quarter = lane % 4;
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    tiles.for_each(exchange, [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
 #pragma unroll
         for (int j = 0; j < N; j += WORD) {
