@@ -20,8 +20,9 @@
 // narrow_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
 #include "narrow_tiles.cuh"
 
-// rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
+// rows of a lane that are added in float32: registers of limbs are short
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
+constexpr int HELPER_REGISTERS = 56, REGISTERS = 200;  // of who makes limbs, and of who multiplies: all that there are
 
 #ifndef KEEP
 #define KEEP 0
@@ -74,6 +75,27 @@ __device__ inline void lay(const P& p, const T* w, int first, uint4* weight, flo
         lay_weight(p, w, first, weight);
 }
 
+// Whether a thread is to have g. The others make limbs for those and are done; where there are none, all are.
+template <bool BACKWARDS>
+__device__ __forceinline__ bool has_g(Tiles<BACKWARDS>& tiles, Handover* handover) {
+    if constexpr (BY_LIMBS) {
+        if (threadIdx.x >= WARPS * LANES) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HELPER_REGISTERS));
+            tiles.make_limbs(*handover);
+            return false;
+        }
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    }
+    return true;
+}
+
+// The exchanges, behind the ring; a warp's own.
+__device__ __forceinline__ Handover* open_handover(uint4* ring) {
+    Handover* all = reinterpret_cast<Handover*>(ring + RING_WORDS);
+    if (BY_LIMBS && threadIdx.x < WARPS) all[threadIdx.x].open();
+    return all + threadIdx.x / LANES % WARPS;
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     narrow_stats(const __grid_constant__ Problem p, const T* x, const T* w, char* workspace) {
     await_kernel_ahead();
@@ -81,11 +103,14 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
     lay(p, w, share.first, weight, backs);
+    uint4* ring = weight + weight_words(p);
+    Handover* handover = open_handover(ring);
     __syncthreads();
+    Tiles<false> tiles(p, x, share.cta, weight, ring);
+    if (!has_g(tiles, handover)) return;
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    uint4* ring = weight + weight_words(p);
     __shared__ __align__(16) float pivots[WARPS][FEATURES];
     float sum[N] = {}, squares[N] = {};
     double first[M] = {}, second[M] = {};  // the same of the warp's rows so far
@@ -102,9 +127,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         settle(squares, second);
         since = 0;
     };
-    Tiles<false> tiles(p, x, share.cta, weight, ring);
     long long rows = 0;
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    tiles.for_each(handover, [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         if (rows == 0) {
             if (lane < 4)
@@ -131,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         since += LANE_ROWS;
         if (since >= GROUP) settle_sums();
     });
-    settle_sums();
+    if (GROUP > LANE_ROWS) settle_sums();
     __syncthreads();  // the weight is read no more
 
     double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
@@ -162,11 +186,12 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 // Stores what becomes of all tiles of g. For WORD features, from one of the CTA's on, `of` gives what takes an element of g and
 // its number among them, and makes of it what y gets and what is kept. Strides as values would cost registers.
 template <typename P, typename Of>
-__device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
-                                            const long long& y_row, const long long& y_col, T* deviations,
-                                            const Of& of) {
+__device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, Handover* handover, int first,
+                                            const float* backs, T* y, const long long& y_row, const long long& y_col,
+                                            T* deviations, const Of& of) {
+    if (!has_g(tiles, handover)) return;
     const int lane = threadIdx.x % LANES, quarter = lane % 4;
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+    tiles.for_each(handover, [&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
 #pragma unroll
         for (int j = 0; j < LANE_FEATURES; j += WORD) {
@@ -227,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             slopes[threadIdx.x] = saved[SAVED_SLOPE * p.n + c];
         }
     }
+    uint4* ring = weight + weight_words(p);
+    Handover* handover = open_handover(ring);
     __syncthreads();
 
     const auto of = [&](int at) {
@@ -246,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             from_float(Activation<T>::of(u), out);
         };
     };
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
-    store_tiles(p, tiles, share.first, backs, y, p.y_row, p.y_col, deviations, of);
+    Tiles<true> tiles(p, x, share.cta, weight, ring);
+    store_tiles(p, tiles, handover, share.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
 #if ELEMENT == 3 && !KEEP  // through limbs; products of other operands go other ways
@@ -265,9 +292,11 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];
     lay(p, w, share.first, weight, backs);
+    uint4* ring = weight + weight_words(p);
+    Handover* handover = open_handover(ring);
     __syncthreads();
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
+    Tiles<true> tiles(p, x, share.cta, weight, ring);
     const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
-    store_tiles(p, tiles, share.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
+    store_tiles(p, tiles, handover, share.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
 }
 #endif

@@ -27,18 +27,18 @@ using T = OperandOf<ELEMENT>::type;
 constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
 
 constexpr int LANES = 32;
-// whose tiles are larger take more registers
-constexpr int WARPS = BY_FMA || FEATURES > (BY_LIMBS ? 64 : 32) ? 8 : 12;
-constexpr int CTA = WARPS * LANES;    // threads
-constexpr int WORD = 16 / sizeof(T);  // elements of 16 bytes
-constexpr int CHUNK = 4 * WORD;       // elements of a row that its four lanes take at once: 64 bytes
+constexpr int WARPS = BY_FMA || BY_LIMBS || FEATURES > 32 ? 8 : 12;  // that have g: larger tiles take more registers
+constexpr int MAKERS = BY_LIMBS ? WARPS : 0;                         // that make limbs, each for one of these
+constexpr int CTA = (WARPS + MAKERS) * LANES;                        // threads
+constexpr int WORD = 16 / sizeof(T);                                 // elements of 16 bytes
+constexpr int CHUNK = 4 * WORD;  // elements of a row that its four lanes take at once: 64 bytes
 constexpr int LANE_FEATURES = FEATURES / 4;
 // of a tile; many reuse what is read of the weight
 constexpr int LANE_ROWS = BY_LIMBS ? 2 : BY_FMA && FEATURES == 32 && CHUNKS < 4 ? 8 : 4;
 constexpr int ROWS = 8 * LANE_ROWS;                      // of a tile, a warp's
 constexpr int BLOCK = WARPS * ROWS;                      // rows of a CTA at once
 constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;   // of 16 bytes
-constexpr int RING_WORDS = (BY_LIMBS ? 72 : 128) * 64;   // of all warps: the limbs of the weight want room
+constexpr int RING_WORDS = (BY_LIMBS ? 48 : 128) * 64;   // of all warps: the limbs of the weight want room
 constexpr int STAGES = RING_WORDS / WARPS / TILE_WORDS;  // parts of tiles on their way or at hand
 
 // How many times CHUNKS chunks a row has: one but for limbs.

@@ -89,26 +89,12 @@ __device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weigh
     fence_async();
 }
 
-// Whose turn it is to multiply: the warpgroups' in a circle, each making limbs while the others multiply. Left to themselves
-// they do the same at the same time.
-struct Turns {
-    static constexpr int TEAMS = CTA / 128;
-    int team;
-    __device__ Turns() : team(threadIdx.x / 128) {
-        if (BY_LIMBS && team == TEAMS - 1) pass();
-    }
-    __device__ void await() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + team) : "memory"); }
-    __device__ void pass() const { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (team + 1) % TEAMS) : "memory"); }
-    __device__ void end() const {
-        if (BY_LIMBS && team == 0) await();
-    }
-};
-
 // The limbs of a lane's two rows of x, of 32 of k.
 struct LimbsOfX {
     unsigned high[CHUNKS][4], low[CHUNKS][4];
     float back[LANE_ROWS];
 
+    LimbsOfX() = default;
     // `at`: the lane's 16 bytes of its first row
     __device__ __forceinline__ explicit LimbsOfX(const uint4* at) {
         float v[LANE_ROWS][CHUNKS][4];
@@ -153,5 +139,62 @@ struct LimbsOfX {
             float& to = g[i / 2 % 2][i / 4 * 2 + i % 2];
             to = fmaf(sums[i], back[i / 2 % 2], to);
         }
+    }
+};
+
+// Where a warp leaves limbs for the one that multiplies by them, lane for lane.
+struct Handover {
+    static constexpr int DEPTH = 2, WORDS = 4 * LANES;
+    uint4 limbs[DEPTH][WORDS];
+    float2 backs[DEPTH][LANES];
+    unsigned long long full[DEPTH], empty[DEPTH];
+
+    __device__ void open() {  // by one thread, before all others meet
+        for (int i = 0; i < DEPTH; ++i)
+            for (unsigned long long* of : {&full[i], &empty[i]})
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(place_of(of)));
+    }
+    __device__ void leave(int number, const LimbsOfX& of) {
+        const int at = number % DEPTH, lane = threadIdx.x % LANES;
+        await(empty[at], (number / DEPTH & 1) ^ 1);
+        uint4* to = limbs[at] + lane;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            to[2 * i * LANES] = *reinterpret_cast<const uint4*>(of.high[i]);
+            to[(2 * i + 1) * LANES] = *reinterpret_cast<const uint4*>(of.low[i]);
+        }
+        backs[at][lane] = make_float2(of.back[0], of.back[1]);
+        pass(full[at]);
+    }
+    __device__ LimbsOfX take(int number) {
+        const int at = number % DEPTH, lane = threadIdx.x % LANES;
+        await(full[at], number / DEPTH & 1);
+        LimbsOfX of;
+        const uint4* from = limbs[at] + lane;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            *reinterpret_cast<uint4*>(of.high[i]) = from[2 * i * LANES];
+            *reinterpret_cast<uint4*>(of.low[i]) = from[(2 * i + 1) * LANES];
+        }
+        const float2 back = backs[at][lane];
+        of.back[0] = back.x;
+        of.back[1] = back.y;
+        pass(empty[at]);
+        return of;
+    }
+
+private:
+    static __device__ unsigned place_of(const void* at) { return static_cast<unsigned>(__cvta_generic_to_shared(at)); }
+    static __device__ void await(const unsigned long long& of, int phase) {
+        asm volatile(
+            "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra "
+            "WAIT;\n}" ::"r"(place_of(&of)),
+            "r"(phase)
+            : "memory");
+    }
+    static __device__ void pass(unsigned long long& of) {  // of all lanes
+        __syncwarp();
+        if (threadIdx.x % LANES == 0)
+            asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(place_of(&of)) : "memory");
     }
 };

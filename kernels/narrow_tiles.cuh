@@ -90,7 +90,7 @@ struct Tiles {
           step(BACKWARDS ? -BLOCK : BLOCK),
           lane(threadIdx.x % LANES),
           whole(p.k == parts * CHUNKS * CHUNK) {
-        const int warp = threadIdx.x / LANES, quarter = lane % 4;
+        const int warp = threadIdx.x / LANES % WARPS, quarter = lane % 4;
         ring = rings + warp * STAGES * TILE_WORDS;
         row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK) : 0);
         bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
@@ -187,19 +187,31 @@ struct Tiles {
             for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
     }
 
-    // then(g, first row, whether all of its rows are there) of every tile. g of limbs is still to be multiplied by what
-    // lay_limbs left for its feature.
-    template <typename Then>
-    __device__ void for_each(const Then& then) {
-        long long row = row0;
+    // The limbs of all parts of all tiles, for the warp that multiplies.
+    __device__ void make_limbs(Handover& handover) {
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; ++stage) ask(stage);
         int stage = 0;
-        const auto taken = [&] {  // of a part whose words this lane no longer reads
+#pragma unroll 1
+        for (int i = 0, all = tiles * parts; i < all; ++i) {
+            await_copies<STAGES - 1>();
+            const LimbsOfX limbs(ring + stage * TILE_WORDS + place(lane / 4, lane % 4));
+            handover.leave(i, limbs);
             ask(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-        };
-        [[maybe_unused]] const Turns turns;
+        }
+        await_copies<0>();
+    }
+
+    // then(g, first row, whether all of its rows are there) of every tile. g of limbs, which another warp leaves in
+    // `handover`, is still to be multiplied by what lay_limbs left for its feature.
+    template <typename Then>
+    __device__ void for_each(Handover* handover, const Then& then) {
+        long long row = row0;
+        int stage = 0, taken = 0;
+        if constexpr (!BY_LIMBS)
+#pragma unroll 1
+            for (int i = 0; i < STAGES; ++i) ask(i);
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile, row += step) {
             OfLane g;
@@ -211,13 +223,9 @@ struct Tiles {
             if constexpr (BY_LIMBS) {
 #pragma unroll 1
                 for (int at_part = 0; at_part < parts; ++at_part) {
-                    await_copies<STAGES - 1>();
-                    const LimbsOfX limbs(ring + stage * TILE_WORDS + place(lane / 4, lane % 4));
+                    const LimbsOfX limbs = handover->take(taken++);
                     float sums[2 * LANE_FEATURES];
-                    turns.await();
                     limbs.begin(sums, weight + at_part * LIMB_WORDS);
-                    turns.pass();
-                    taken();
                     limbs.end(sums, g);
                 }
             } else {
@@ -229,11 +237,11 @@ struct Tiles {
                 else
                     multiply(rows, g);
                 __syncwarp();  // all lanes have read
-                taken();
+                ask(stage);
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
             then(g, row, row + ROWS <= end);
         }
-        if constexpr (BY_LIMBS) turns.end();
-        await_copies<0>();
+        if constexpr (!BY_LIMBS) await_copies<0>();
     }
 };

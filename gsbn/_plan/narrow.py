@@ -114,8 +114,8 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    # warps that take a tile together, and its rows: of kernels/narrow_config.cuh, those of four warps through limbs
-    team = 4 if element == "limbs" else 1
+    # warps that work together, for limbs four that make them for four that multiply, and their rows
+    team = 8 if element == "limbs" else 1
     tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
     at_once = threads // (32 * team) * tile
     blocks = ceil_div(p.n, features)

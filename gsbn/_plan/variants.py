@@ -203,7 +203,7 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
     defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
     limbs = element == "limbs"
     weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
-    shared = weight + 1024 * (72 if limbs else 128)  # and rings
+    shared = weight + 1024 * (48 + 37 if limbs else 128)  # rings, and what is exchanged beside them
     of_x = tuple((name, str(value)) for name, value in defines.items())
     stats = Kernel("narrow_stats", "narrow", of_x, arch="sm_90a", shared=shared)
     return stats, stats._replace(name="narrow_normalize", defines=(*of_x, ("KEEP", "1")) if keeps else of_x)
@@ -221,7 +221,9 @@ def narrow_features(element: str) -> tuple[int, ...]:
 
 def narrow_threads(element: str, features: int) -> int:
     """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_config.cuh."""
-    return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
+    if element == "limbs":
+        return 512
+    return 256 if features > 32 or element == "float32" else 384
 
 
 def narrow_backward_kernels(dtype: str, features: int, inputs: int) -> tuple[Kernel, Kernel]:
