@@ -1,5 +1,5 @@
-// What every use of the tensor core of Hopper has in common: its order, where an operand lies, the text of its operands. No
-// kernels.
+// What every use of the tensor core of Hopper has in common: its order, where an operand lies, the text of its operands; and
+// operands that are registers. No kernels.
 //
 // An operand lies in shared memory swizzled by 128 bytes: blocks on 1024 bytes of rows of 128 bytes, the 16 bytes of number
 // p in row r lying at p ^ r % 8. Along k a row is 128 bytes of k, and a block has all rows of the product; across k

@@ -251,7 +251,8 @@ def variants():
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
-    splits = [(of, tile) for of in ELEMENTS for tile in (TILES_OF_X[3:] if of == "limbs_of_x" else SPLITS_OF_K)]
+    of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
+    splits = [(of, tile) for of in ELEMENTS for tile in (of_x if of == "limbs_of_x" else SPLITS_OF_K)]
     for (element, tile), mode, keeps in product(splits, ("inference", "training"), (False, True)):
         for activation in (None, *ACTIVATIONS) if mode == "training" or not keeps else ():
             end = " keeps" * keeps + (f" {activation}" if activation else "")

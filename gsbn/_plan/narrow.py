@@ -79,7 +79,7 @@ def _most_inputs(dtype: str, element: str, features: int) -> int:
 
 
 def _sizes(p: Matmul, element: str) -> list[int]:
-    """Features that a CTA may have: few only where there are no more, for each CTA of a row makes its operands anew."""
+    """Features that a CTA may have: few only where there are no more, for each CTA makes operands of all its rows."""
     few, *more = narrow_features(element)
     return [few, *more] if p.n <= few else more
 
@@ -104,17 +104,16 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    # warps that take a tile together, and its rows: of kernels/narrow_config.cuh, those of four warps through limbs
+    # through limbs four warps take a tile together; its rows, and those of a CTA: BLOCK of kernels/narrow_config.cuh
     team = 4 if element == "limbs" else 1
     tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
-    at_once = threads // (32 * team) * tile
+    block = threads // (32 * team) * tile
     blocks = ceil_div(p.n, features)
-    splits = min(p.device.sms // blocks, ceil_div(p.m, at_once))
+    splits = min(p.device.sms // blocks, ceil_div(p.m, block))
     rows = round_up(ceil_div(p.m, splits), tile)
     splits = ceil_div(p.m, rows)
     taken = for_narrow(p)
-    at_once *= splits
-    us = narrow_us(taken, element, features * blocks, at_once, training=training, keeps=keeps, rates=rates)
+    us = narrow_us(taken, element, features * blocks, splits * block, training=training, keeps=keeps, rates=rates)
     us += copies_us(taken, rates=rates)
     return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us)
 
