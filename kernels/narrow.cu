@@ -1,9 +1,11 @@
 // narrow: a forward of many rows that are short, without g in memory. narrow_stats makes g from x, and keeps its statistics
 // alone; narrow_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
-// merge_statistics comes between them.
+// merge_statistics comes between them. narrow_product, of limbs alone, writes g itself: the backward's dx = dg w, x being dg, and
+// the weight w's columns in rows. It stands for split_limbs and forward_sm90's GEMM.
 //
 //   x (m, k) of T, row pitch ldx, rows that start on 16 bytes and take CHUNKS * 64 at most      weight (n, k), row pitch ldw
 //   y (m, n) of T, any strides; with KEEP, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
+//   g (m, n) of T, narrow_product's, row pitch ldg
 //   ELEMENT: how T is multiplied (OperandOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
 //   rows of x are as long as shared memory takes limbs of the weight
 //
@@ -15,6 +17,7 @@
 //
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
+// narrow_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
 #include "narrow_tiles.cuh"
 
 // rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
@@ -42,7 +45,8 @@ __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
 struct Share {
     unsigned block, cta;
     int first;
-    __device__ explicit Share(const Problem& p) {
+    template <typename P>
+    __device__ explicit Share(const P& p) {
         const unsigned blocks = static_cast<unsigned>((p.n + FEATURES - 1) / FEATURES);
         block = blockIdx.x % blocks;
         cta = blockIdx.x / blocks;
@@ -59,7 +63,8 @@ __device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* bac
             for (int i = 0; i < LANE_ROWS; ++i) g[i][j] *= backs[feature_of(lane % 4, j)];
 }
 
-__device__ inline void lay(const Problem& p, const T* w, int first, uint4* weight, float* backs) {
+template <typename P>
+__device__ inline void lay(const P& p, const T* w, int first, uint4* weight, float* backs) {
     if constexpr (BY_LIMBS) {
         if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
             lay_limbs<true>(p, w, first, weight, backs);
@@ -154,6 +159,46 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[p.ldg] = pooled.m2;
 }
 
+// Stores what becomes of all tiles of g. For WORD features, from one of the CTA's on, `of` gives what takes an element of g and
+// its number among them, and makes of it what y gets and what is kept. Strides as values would cost registers.
+template <typename P, typename Of>
+__device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
+                                            const long long& y_row, const long long& y_col, T* deviations,
+                                            const Of& of) {
+    const int lane = threadIdx.x % LANES, quarter = lane % 4;
+    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+        bring_back(g, lane, backs);
+#pragma unroll
+        for (int j = 0; j < LANE_FEATURES; j += WORD) {
+            const int at = feature_of(quarter, j), col = first + at;
+            const int inside = static_cast<int>(min(p.n - col, 1LL * WORD));
+            if (inside <= 0) break;
+            const auto make = of(at);
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) {
+                const long long row = row0 + lane / 4 + i * 8;
+                if (!whole && row >= tiles.end) break;
+                Vector<T, WORD> out, kept;
+#pragma unroll
+                for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], kept.at[l]);
+                T* to = y + row * y_row + col * y_col;
+                T* keep = deviations + row * p.ldg + col;
+                if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
+                    *reinterpret_cast<Vector<T, WORD>*>(to) = out;
+                    if constexpr (KEEP) *reinterpret_cast<Vector<T, WORD>*>(keep) = kept;
+                } else {
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l)
+                        if (l < inside) {
+                            to[l * y_col] = out.at[l];
+                            if constexpr (KEEP) keep[l] = kept.at[l];
+                        }
+                }
+            }
+        }
+    });
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     narrow_normalize(const __grid_constant__ Problem p, const T* x, const T* w, T* y, const char* workspace,
                      const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean,
@@ -184,51 +229,45 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     }
     __syncthreads();
 
-    constexpr int N = LANE_FEATURES;
-    const int lane = threadIdx.x % LANES, quarter = lane % 4;
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
-    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
-        bring_back(g, lane, backs);
-#pragma unroll
-        for (int j = 0; j < N; j += WORD) {
-            const int at = feature_of(quarter, j), col = share.first + at;
-            const int inside = static_cast<int>(min(p.n - col, 1LL * WORD));
-            if (inside <= 0) break;
-            const auto of = [&](const float* row) { return *reinterpret_cast<const Vector<float, WORD>*>(row + at); };
-            const Vector<float, WORD> m = of(made[AFFINE_M]), m_low = of(made[AFFINE_M_LOW]), a = of(made[AFFINE_A]);
-            const Vector<float, WORD> offset = of(made[AFFINE_BETA]);
-            Vector<float, WORD> inverse_unit = {}, slope = a;
-            if constexpr (KEEP && in_units<T>) {
-                inverse_unit = of(inverse_units);
-                slope = of(slopes);
-            }
-#pragma unroll
-            for (int i = 0; i < LANE_ROWS; ++i) {
-                const long long row = row0 + lane / 4 + i * 8;
-                if (!whole && row >= tiles.end) break;
-                Vector<T, WORD> out, kept;
-#pragma unroll
-                for (int l = 0; l < WORD; ++l) {
-                    const float d = (g[i][j + l] - m.at[l]) - m_low.at[l];
-                    const float u = fmaf(a.at[l], d, offset.at[l]);
-                    if constexpr (KEEP)
-                        kept.at[l] = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
-                    from_float(Activation<T>::of(u), out.at[l]);
-                }
-                T* to = y + row * p.y_row + col * p.y_col;
-                T* keep = deviations + row * p.ldg + col;
-                if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
-                    *reinterpret_cast<Vector<T, WORD>*>(to) = out;
-                    if constexpr (KEEP) *reinterpret_cast<Vector<T, WORD>*>(keep) = kept;
-                } else {
-#pragma unroll
-                    for (int l = 0; l < WORD; ++l)
-                        if (l < inside) {
-                            to[l * p.y_col] = out.at[l];
-                            if constexpr (KEEP) keep[l] = kept.at[l];
-                        }
-                }
-            }
+    const auto of = [&](int at) {
+        const auto row = [&](const float* from) { return *reinterpret_cast<const Vector<float, WORD>*>(from + at); };
+        const Vector<float, WORD> m = row(made[AFFINE_M]), m_low = row(made[AFFINE_M_LOW]), a = row(made[AFFINE_A]);
+        const Vector<float, WORD> offset = row(made[AFFINE_BETA]);
+        Vector<float, WORD> inverse_unit = {}, slope = a;
+        if constexpr (KEEP && in_units<T>) {
+            inverse_unit = row(inverse_units);
+            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // which nobody else reads
         }
-    });
+        return [=](float g, int l, T& out, T& kept) {
+            const float d = (g - m.at[l]) - m_low.at[l];
+            const float u = fmaf(a.at[l], d, offset.at[l]);
+            if constexpr (KEEP)
+                kept = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
+            from_float(Activation<T>::of(u), out);
+        };
+    };
+    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
+    store_tiles(p, tiles, share.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
+
+#if ELEMENT == 3 && !KEEP  // through limbs; products of other operands go other ways
+struct Product {
+    long long m, n, k;
+    long long ldx, ldw, ldg;  // row pitches in elements
+    long long stats_rows;     // rows of a CTA
+    long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
+};
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    narrow_product(const __grid_constant__ Product p, const T* x, const T* w, T* g) {
+    await_kernel_ahead();  // which may have copied the weight
+    const Share share(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    __shared__ float backs[FEATURES];
+    lay(p, w, share.first, weight, backs);
+    __syncthreads();
+    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
+    const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
+    store_tiles(p, tiles, share.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
+}
+#endif

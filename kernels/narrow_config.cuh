@@ -42,11 +42,15 @@ constexpr int RING_WORDS = (BY_LIMBS ? 72 : 128) * 64;   // of all warps: the li
 constexpr int STAGES = RING_WORDS / WARPS / TILE_WORDS;  // parts of tiles on their way or at hand
 
 // How many times CHUNKS chunks a row has: one but for limbs.
-__device__ inline int parts_of(const Problem& p) {
+template <typename P>
+__device__ inline int parts_of(const P& p) {
     return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
 }
 // 16 bytes each, of FEATURES rows of the weight as lay_weight leaves them.
-__device__ inline int weight_words(const Problem& p) { return parts_of(p) * CHUNKS * FEATURES * 4; }
+template <typename P>
+__device__ inline int weight_words(const P& p) {
+    return parts_of(p) * CHUNKS * FEATURES * 4;
+}
 
 // Feature j of a lane's LANE_FEATURES, `quarter` being its place among the four of a row.
 __device__ constexpr int feature_of(int quarter, int j) { return CHUNK * (j / WORD) + WORD * quarter + j % WORD; }

@@ -29,8 +29,8 @@ constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the wei
 
 // FEATURES rows of the weight as limbs in shared memory, from row `first` on, and for each feature what its sums come back
 // by. Zeros beyond n and k. WORDS: rows can be read by four elements.
-template <bool WORDS>
-__device__ inline void lay_limbs(const Problem& p, const T* w, int first, uint4* weight, float* back) {
+template <bool WORDS, typename P>
+__device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
     constexpr int SHARE = 8;  // threads, neighbours, that share a feature
     constexpr int BATCH = 8;  // reads of a thread that are on their way
     const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = static_cast<int>(p.n) - first;

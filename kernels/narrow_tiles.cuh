@@ -9,7 +9,8 @@
 
 // FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
 // features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.
-__device__ inline void lay_weight(const Problem& p, const T* w, int first, uint4* weight) {
+template <typename P>
+__device__ inline void lay_weight(const P& p, const T* w, int first, uint4* weight) {
     constexpr int PIECES = 4 * CHUNKS;  // of a row, 16 bytes each
     for (int i = threadIdx.x; i < FEATURES * PIECES; i += CTA) {
         const int feature = i / PIECES, piece = i % PIECES, k = piece * WORD;
@@ -76,7 +77,8 @@ struct Tiles {
     int bytes, lane;       // of a row from this lane's first 16 on
     bool whole;            // no lane has less than 16
 
-    __device__ Tiles(const Problem& p, const T* x_, unsigned cta, const uint4* weight_, uint4* rings)
+    template <typename P>
+    __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* rings)
         : x(x_),
           weight(weight_),
           part(0),

@@ -46,6 +46,7 @@ __all__ = [
     "narrow",
     "narrow_backward_kernels",
     "narrow_features",
+    "narrow_product",
     "narrow_teams",
     "narrow_threads",
     "normalize",
@@ -135,6 +136,8 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element in NARROW_CHUNKS:
         for features, chunks in itertools.product(narrow_features(element), NARROW_CHUNKS[element]):
             yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
+            if element == "limbs":
+                yield narrow_product(features, chunks)
     for dtype, most in NARROW_BACKWARD.items():
         for sizes in itertools.product((size for size in NARROW_SIZES if size <= most), repeat=2):
             yield from narrow_backward_kernels(dtype, *sizes)
@@ -204,6 +207,11 @@ def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tup
     of_x = tuple((name, str(value)) for name, value in defines.items())
     stats = Kernel("narrow_stats", "narrow", of_x, arch="sm_90a", shared=shared)
     return stats, stats._replace(name="narrow_normalize", defines=(*of_x, ("KEEP", "1")) if keeps else of_x)
+
+
+def narrow_product(features: int, chunks: int) -> Kernel:
+    """The variant of narrow_product, of limbs, for a CTA like that of narrow_stats."""
+    return narrow("limbs", features, chunks)[0]._replace(name="narrow_product")
 
 
 def narrow_features(element: str) -> tuple[int, ...]:
