@@ -422,9 +422,10 @@ def _multiply(
         cublas = CublasGemm(p, precision, device, wide=product.wide)
         call.multiply(cublas, *operands, call.lend(cublas.workspace))
     else:
-        ldx, ldw = max(p.x.strides), p.w.strides[1]
-        flags = _declared.flags(vector_x=True, vector_w=p.w.aligned and ldw * _plan.ITEMSIZE[p.dtype] % 16 == 0)
-        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": ldx, "ldw": ldw, "ldg": p.n, "flags": flags}
+        size, ldw = _plan.ITEMSIZE[p.dtype], p.w.strides[0 if product.rows else 1]
+        whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
+        fields |= {"stats_rows": product.rows, "flags": _declared.flags(vector_x=True, **whole)}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
         call.launch(product.kernel, product.grid, fields, passed, product.block)
 

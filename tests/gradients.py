@@ -31,13 +31,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from harness import ANY, DTYPES, Kind, place, poisoned_allocations, without_out
+from harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
 from tolerance import FLUSHED, arithmetic, roundoff, scale_of
 
 import gsbn
 from gsbn import Gradients, reference
-from gsbn._backward import backward_within
+from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
+from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 
 NAMES = Gradients._fields
@@ -220,6 +221,33 @@ def gradient_bounds(
         exact = 0.0 if name == "bias" and training else step + 4 * 2.0**-53 * value
         limits[name] = error + roundoff(target) * (value + error) + exact
     return limits
+
+
+# ---- dx alone, through limbs
+
+
+def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -> Any:
+    """dx = dg weight, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
+    rows, features = dg.shape
+    given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
+    given[...] = dg
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x",), None, limits, norm=False)
+    with poisoned_allocations(kind_of("cupy")):
+        found, made = run(library_of(dg), (given, None, weight, None, None), how)
+    place = found.places[0]
+    assert place is not None
+    return made[place]
+
+
+def assert_dx_of_limbs(cupy: Any, got: Any, dg: Any, weight: Any) -> None:
+    """Within the bound of docs/float32.md, element by element, and what is seen is far less."""
+    features = len(weight)
+    a, b = cupy.abs(dg.astype("f8")), cupy.abs(weight.astype("f8"))
+    cut, added = 3 * min(features, 32) * 2.0**-23, -(-features // 32) * 2.0**-24
+    of_row = features * 2.0**-38 * a.max(axis=1)[:, None] * b.max(axis=0)
+    error = cupy.abs(got - dg.astype("f8") @ weight.astype("f8"))
+    assert bool((error <= (2.0**-21 + cut + added) * (a @ b) + of_row).all())
+    assert float((error / (a @ b)).max()) <= 16 * 2.0**-24
 
 
 # ---- PyTorch's gradients, and the contract's rule

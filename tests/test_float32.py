@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gradients import assert_dx_of_limbs, dx_of
 from harness import (
     CPU_KINDS,
     DTYPES,
@@ -16,7 +17,6 @@ from harness import (
     forward,
     kind_of,
     place,
-    poisoned_allocations,
     without_out,
 )
 from strategies import Case
@@ -24,9 +24,8 @@ from tolerance import assert_outcome_within, bounds, norm_error
 
 import gsbn
 from gsbn import _kernels, reference
-from gsbn._backward import How, backward_within, run
+from gsbn._backward import backward_within
 from gsbn._forward import forward_within
-from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 from gsbn._plan.variants import TILES_OF_X
 
@@ -147,19 +146,6 @@ def hopper() -> Any:
     if device.capability != (9, 0) or not device.sm90a:
         pytest.skip("needs a GPU of compute capability 9.0 and NVRTC 12.9")
     return cupy
-
-
-def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -> Any:
-    """dx = dg weight, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
-    rows, features = dg.shape
-    given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
-    given[...] = dg
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x",), None, limits, norm=False)
-    with poisoned_allocations(kind_of("cupy")):
-        found, made = run(library_of(dg), (given, None, weight, None, None), how)
-    place = found.places[0]
-    assert place is not None
-    return made[place]
 
 
 @pytest.fixture(params=["limbs", "limbs_of_x", "across"])
@@ -397,12 +383,7 @@ def test_dx_of_few_rows_by_every_tile(
     within = Limits(sm90=tile[: 2 + (tile[2] > 1)], limbs_of_x=True)
     got = dx_of(cupy, dg, weight, within)
     assert_same_bits(got.get(), dx_of(cupy, dg, weight, within).get())
-    a, b = cupy.abs(dg.astype("f8")), cupy.abs(weight.astype("f8"))
-    cut, added = 3 * min(features, 32) * 2.0**-23, -(-features // 32) * 2.0**-24
-    of_row = features * 2.0**-38 * a.max(axis=1)[:, None] * b.max(axis=0)
-    error = cupy.abs(got - dg.astype("f8") @ weight.astype("f8"))
-    assert bool((error <= (2.0**-21 + cut + added) * (a @ b) + of_row).all())
-    assert float((error / (a @ b)).max()) <= 16 * U
+    assert_dx_of_limbs(cupy, got, dg, weight)
 
 
 @pytest.mark.gpu

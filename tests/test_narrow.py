@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from accuracy import FAMILIES, assert_as_accurate_as_torch
-from gradients import before_relu, draw_dy, gradient_bounds, step, truth_of
+from gradients import assert_dx_of_limbs, before_relu, draw_dy, dx_of, gradient_bounds, step, truth_of
 from harness import DTYPES, LAYOUTS, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds
@@ -86,7 +86,7 @@ def test_options(sms: int | None, momentum: float | None) -> None:
             assert_right(case, "highest", sms=sms)
 
 
-OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once
+OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once; or dx by narrow_product
     *((2049, 8, 40), (2500, 32, 32), (3001, 64, 24), (9000, 24, 64), (70001, 33, 63), (40000, 64, 64)),
     *((3000, 24, 100), (70001, 128, 56), (5000, 96, 128), (40000, 128, 128), (3000, 200, 80)),
 ]
@@ -125,6 +125,56 @@ def test_backward_of_what_is_needed(needs: tuple[str, ...], sms: int | None) -> 
         for name in needs:
             if name != "x" or "weight" in needs:
                 assert_same_bits(part[name], whole[name])
+
+
+@pytest.mark.parametrize("span", [0, 16])
+@pytest.mark.parametrize("layout", ["C", "F", "padded"])
+@pytest.mark.parametrize(
+    "shape",  # rows of dg, columns of dx, features, which the products of dx are summed over
+    [
+        *((2048, 128, 128), (2049, 36, 64), (3001, 33, 65), (70001, 96, 200), (5000, 130, 100), (2500, 500, 256)),
+        *((20001, 32, 1024), (9000, 7, 999), (4000, 64, 512), (9001, 61, 510), (140000, 128, 72), (2100, 1, 64)),
+    ],
+)
+def test_dx_by_one_launch(shape: tuple[int, int, int], layout: str, span: int) -> None:
+    """Of a weight that is copied, or lies along what dx sums over; beyond the features of a row of dg there are NaN."""
+    rows, columns, features = shape
+    rng = cupy.random.default_rng(span)
+
+    def matrix(*size: int) -> Any:
+        return cupy.ldexp(rng.uniform(-2, 2, size), rng.integers(-span, 1, size).astype("i4")).astype("f4")
+
+    dg, weight = matrix(rows, features), matrix(features, columns + (layout == "padded"))[:, :columns]
+    weight = cupy.asfortranarray(weight) if layout == "F" else weight
+    got, again = (dx_of(cupy, dg, weight, NARROW, "auto") for _ in range(2))
+    assert_same_bits(got.get(), again.get())
+    assert_dx_of_limbs(cupy, got, dg, weight)
+
+
+def test_powers_of_two_change_no_digit_of_dx() -> None:
+    """Rows of dg and columns of the weight that differ by 2**±60."""
+    rng = cupy.random.default_rng(0)
+    dg, weight = rng.standard_normal((2100, 130)).astype("f4"), rng.standard_normal((130, 72)).astype("f4")
+    p, q = (rng.integers(-60, 61, size).astype("i4") for size in ((2100, 1), (1, 72)))
+    plain = dx_of(cupy, dg, weight, NARROW, "auto").astype("f8")
+    got = dx_of(cupy, cupy.ldexp(dg, p), cupy.ldexp(weight, q), NARROW, "auto")
+    want = cupy.ldexp(plain, p + q)
+    normal = (cupy.abs(want) >= 2.0**-126) & (cupy.abs(want) < 2.0**127)
+    assert bool((got == want)[normal].all())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sms", [None, 7])
+def test_dx_is_the_same_beside_other_gradients(sms: int | None, training: bool) -> None:
+    """And right, wherever what it is made of lies."""
+    arrays = Case((9001, 96, 136), "float32", training).arrays()
+    dy = draw_dy(arrays)
+    run = partial(step, kind_of("cupy"), arrays, dy, limits=NARROW, training=training, sms=sms)
+    assert_same_bits(run(needs=("x",))[1]["x"], run()[1]["x"])
+    truth = truth_of(arrays, dy, training=training)
+    limit = gradient_bounds(arrays, dy, truth, training=training)["x"]
+    for layout in LAYOUTS:
+        assert_within(run({"dy": layout, "weight": layout})[1]["x"], truth.x, limit, "x")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

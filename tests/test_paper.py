@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import paper
 import pytest
 
 import gsbn
 from gsbn import _declared, _group, _plan, _sm90, _tma
-from gsbn._backward import backward_within
+from gsbn._backward import How, backward_within, run
+from gsbn._plan.variants import narrow_product
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -147,6 +149,38 @@ def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, 
     dg, workspace = split[0], kind.made[-1]
     assert split[1] == dg and dg >> 32 == tiles[3] >> 32 == workspace.pointer >> 32
     assert workspace.shape[0] < 4 * (B * O + O * I) + (8 << 20)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("shape", [(100000, 128, 128), (70001, 97, 201)])
+def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across: bool, in_place: bool) -> None:
+    """Of dg as it is, which dw has yet to read, and of the weight's columns in rows, which are a copy or lie so."""
+    B, I, O = shape
+    pitch = -(-O // 4) * 4
+    x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
+    if across:
+        weight = paper.Array((O, I), "float32", (4, 4 * pitch))
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+        log.clear()
+        kind.made.clear()
+        how = How(*saved[4:8], *saved[9:], ("x", "weight"), None, _plan.Limits(), in_place=in_place)
+        prepared, made = run(kind, (dy, *saved[:4]), how)
+    copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
+    names = [*copies, "backward_sums", "backward_dg", "narrow_product", "cuBLAS"]
+    assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-2:]] == names[-2:]
+    kernel, launch = narrow_product(128, 2), log[-2]
+    passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
+    dg, *_ = log[-1].words[4:]  # as cuBLAS takes it
+    copy = next((launch.words[1] for launch in log if launch.name == "copy_matrix"), weight.pointer)
+    assert passed == {"x": dg, "w": copy, "g": made[prepared.places[0]].pointer}
+    assert (dg == saved.deviations.pointer) == in_place
+    record = np.frombuffer(bytes.fromhex(launch.records[0]), _declared.record_dtype(kernel))[0]
+    ldw = pitch if across else _plan.in_rows(O, 4).strides[0]
+    assert [int(record[name]) for name in ("m", "n", "k", "ldx", "ldw", "ldg")] == [B, I, O, pitch, ldw, I]
+    assert record["flags"] & 6 == 2 + 4 * (I % 4 == 0)
+    assert launch.grid == -(-B // int(record["stats_rows"])) <= paper.HOPPER.sms
 
 
 class Alone:

@@ -31,6 +31,7 @@ from gsbn._plan import (
     Matrix,
     OneLaunch,
     Plan,
+    Product,
     Splits,
     backward_plan,
     maxima_grid,
@@ -42,7 +43,7 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.forward import STATS_GROUP
-from gsbn._plan.gemm import CUBLAS_SMS, MAX_TERMS, candidates
+from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.problem import threads_along
 from gsbn._plan.variants import CONSTANTS, ELEMENTS, MODES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
 
@@ -283,6 +284,20 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
         assert split.pitch == at.strides[1 if across else 0]
 
 
+def assert_narrow_product_fits(p: Matmul, product: Product) -> None:
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
+    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
+    assert product.kernel.shared <= 227 << 10
+    features = int(dict(product.kernel.defines)["FEATURES"])
+    assert 4 * features * -(-p.k // 32) * 32 <= 128 << 10  # limbs of the weight in shared memory
+    blocks = -(-p.n // features)
+    assert product.grid % blocks == 0 and product.grid <= p.device.sms
+    assert (product.grid // blocks - 1) * product.rows < p.m <= product.grid // blocks * product.rows
+    for at in (p.x, p.w):
+        assert at.aligned and at.strides[1] == 1 and at.strides[0] >= p.k and at.strides[0] % 4 == 0
+    assert p.y == Matrix((p.n, 1), True)
+
+
 def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     assert p.dtype in ("float16", "bfloat16") and p.device.capability == (9, 0)
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
@@ -363,11 +378,12 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
     precision=st.sampled_from(["highest", "high"]),
     of_x=st.sampled_from([None, True, False]),
+    by_narrow=st.sampled_from([None, True, False]),
 )
 def test_a_backward_fits(
-    p: Matmul, training: bool, needs: set[str], gemm: str, precision: str, of_x: bool | None
+    p: Matmul, training: bool, needs: set[str], gemm: str, precision: str, of_x: bool | None, by_narrow: bool | None
 ) -> None:
-    p = p._replace(limits=Limits(limbs_of_x=of_x))
+    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -446,6 +462,9 @@ def test_a_backward_fits(
         assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
         if product.kernel is not None:
             assert product.kernel in set(_kernels.all_kernels()) and 1 <= product.grid <= largest
+            if product.rows:
+                assert_narrow_product_fits(q, product)
+                continue
             assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
         else:
             for matrix, rows in ((q.x, q.m), (q.w, q.n)):
@@ -597,6 +616,57 @@ def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int
     assert backward_plan(p, training=False, needs=FIELDS).narrow is None
     assert (backward_plan(p, training=True, needs=FIELDS, in_place=True).narrow is not None) == narrow
     assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").narrow is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "auto", "can"),
+    [
+        ((802816, 128, 128), True, True),
+        ((131071, 96, 200), True, True),
+        ((70001, 97, 201), True, True),  # rows of dg have a pitch of their own
+        ((65536, 256, 512), True, True),
+        ((8192, 256, 256), False, True),  # forward_sm90 makes limbs of the weight in registers, which are few
+        ((5000, 96, 96), False, True),  # cuBLAS in IEEE arithmetic
+        ((2048, 500, 64), False, True),
+        ((50000, 64, 1024), False, False),  # the weight's limbs find no room
+        ((50000, 32, 1024), True, True),
+        ((100000, 128, 63), False, False),  # too few terms
+        ((2047, 128, 128), False, False),
+    ],
+)
+def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
+    shape: tuple[int, int, int], auto: bool, can: bool
+) -> None:
+    """Of float32 at "highest" alone; whatever else is wanted, and where dg lies. No limbs of dg are made for it."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")
+
+    def by_narrow(p: Matmul = p, **options: Any) -> bool:
+        options = {"training": True, "needs": ("x", "weight", "gamma"), **options}
+        decided = backward_plan(p, **options)
+        assert decided.x is not None
+        assert decided.weight is None or decided.weight.rows == 0
+        if found := decided.x.rows > 0:
+            assert_narrow_product_fits(decided.x.p, decided.x)
+            assert all(split.along is None for split in decided.limbs.of) and not decided.weight_first
+        return found
+
+    asked, refused = (p._replace(limits=Limits(narrow=of)) for of in (True, False))
+    for options in ({}, {"needs": ("x",)}, {"in_place": True}, {"training": False}, {"norm": False}):
+        at = p._replace(y=Matrix((-(-O // 4) * 4, 1), True)) if "norm" in options else p
+        assert by_narrow(at, **options) == auto
+        assert by_narrow(at._replace(limits=asked.limits), **options) == can
+    assert by_narrow(gemm="tiled") == can
+    assert not by_narrow(refused) and not by_narrow(refused, gemm="tiled")
+    for options in ({"gemm": "cublas"}, {"gemm": "sm90"}, {"precision": "high"}):
+        assert not by_narrow(asked, **options)
+    for other in ("float64", "bfloat16"):
+        assert not by_narrow(asked._replace(dtype=other), needs=("x",))
+    assert not by_narrow(asked._replace(device=Device((8, 0), 108)))
+    if can:  # a weight of columns on 16 bytes lies as it is wanted
+        across = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
+        copied = backward_plan(asked, training=True, needs=("x",)).x
+        assert across is not None and copied is not None and (across.p.w.own, copied.p.w.own) == (False, True)
 
 
 def test_sm90_takes_operands_where_the_copy_engine_can() -> None:

@@ -152,7 +152,16 @@ def limbs_of_dg(block_m, cluster, split):
 
 def narrow_backward(dtype, features, inputs, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
-    shape = 2055, inputs - 8, features - 8
+    short_rows_backward((2055, inputs - 8, features - 8), dtype, activation)
+
+
+def narrow_product(features):
+    """dx = dg w, limbs of dg being made in registers; its columns fill no CTA's features. And dw beside it."""
+    short_rows_backward((2055, features - 3, 200), "float32")
+
+
+def short_rows_backward(shape, dtype, activation=None):
+    """Training, the backward by the kernels for many short rows."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
     y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
@@ -240,6 +249,8 @@ def variants():
         for choice in product((dtype,), sizes, sizes, (None, *ACTIVATIONS)):
             end = f" {choice[3]}" if choice[3] else ""
             yield "narrow backward {} {}x{}".format(*choice) + end, narrow_backward, choice
+    for features in narrow_features("limbs"):
+        yield f"narrow product {features}", narrow_product, (features,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))

@@ -21,7 +21,7 @@ from .gemm import (
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .narrow import NarrowBackward, narrow_backward
+from .narrow import Narrow, NarrowBackward, for_narrow, narrow_backward, product_by_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -65,6 +65,7 @@ class Product(NamedTuple):
     block: int
     one: OneLaunch | None = None
     wide: bool = False  # c is float32, of 16-bit operands
+    rows: int = 0  # of a CTA of narrow_product but the last; 0 for any other kernel
 
     @property
     def of_limbs(self) -> bool:
@@ -251,6 +252,10 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
         return Product(q, path, *kernel, one, wide)
 
     of_limbs = on_rows if 1 in p.w.strides else on_rows._replace(w=across)
+    narrow = _narrow(p, of_limbs, precision, gemm, obstacle)
+    if narrow is not None:
+        kernel = (narrow.product, narrow.grid, narrow.threads)
+        return product("tiled", for_narrow(p), kernel)._replace(rows=narrow.rows)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
     ours = on_rows if lies_across(p) else on_rows._replace(w=across)
@@ -298,14 +303,31 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
     return lay_out(wanted, start), weight_first
 
 
+def _narrow(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> Narrow | None:
+    """The launch of narrow_product, which makes limbs itself: asked for, as in the forward, or the fastest.
+
+    `taken` is the same as forward_sm90 would take it.
+    """
+    limits = p.limits
+    found = product_by_narrow(p, precision) if gemm in ("auto", "tiled") and limits.narrow is not False else None
+    if found is None or gemm == "tiled" or limits.narrow:
+        return found
+    others = [_limbs_us(taken)] + [ieee_us(p)] * (obstacle is None)
+    return found if found.us < min(others) else None
+
+
+def _limbs_us(p: Matmul) -> float:
+    """What a product of limbs by forward_sm90 takes."""
+    return cheapest_tile(p, "gemm", "limbs").us + copies_us(p)
+
+
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
     """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
     if not takes_limbs(p.dtype, precision, p.device) or max(p.m, p.n, p.k) > INT32_MAX // 2:
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    ours = cheapest_tile(taken, "gemm", "limbs").us + copies_us(taken)
-    return p.k >= LEAST_TERMS and ours < ieee_us(p)
+    return p.k >= LEAST_TERMS and _limbs_us(taken) < ieee_us(p)
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:

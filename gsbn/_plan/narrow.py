@@ -21,19 +21,28 @@ from .variants import (
     narrow,
     narrow_backward_kernels,
     narrow_features,
+    narrow_product,
     narrow_teams,
     narrow_threads,
     with_activation,
 )
 
-__all__ = ["Narrow", "NarrowBackward", "for_narrow", "narrow_backward", "narrow_forward", "narrow_obstacle"]
+__all__ = [
+    "Narrow",
+    "NarrowBackward",
+    "for_narrow",
+    "narrow_backward",
+    "narrow_forward",
+    "narrow_obstacle",
+    "product_by_narrow",
+]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
 LEAST_WIDE_ROWS = 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
 
 
 class Narrow(NamedTuple):
-    """The two launches."""
+    """The two launches; or the one, where g alone is wanted."""
 
     stats: Kernel
     normalize: Kernel
@@ -42,6 +51,7 @@ class Narrow(NamedTuple):
     blocks: int  # of features
     threads: int  # of a CTA
     us: float
+    product: Kernel | None  # which is there for limbs
 
     @property
     def grid(self) -> int:
@@ -115,7 +125,16 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     taken = for_narrow(p)
     us = narrow_us(taken, element, features * blocks, splits * block, training=training, keeps=keeps, rates=rates)
     us += copies_us(taken, rates=rates)
-    return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us)
+    product = narrow_product(features, chunks) if element == "limbs" else None
+    return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us, product)
+
+
+def product_by_narrow(p: Matmul, precision: str) -> Narrow | None:
+    """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_narrow`."""
+    if narrow_obstacle(p, precision, True, False) is not None or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
+        return None
+    found = narrow_forward(p, precision, training=False, keeps=False)
+    return None if found.product is None else found
 
 
 class NarrowBackward(NamedTuple):
