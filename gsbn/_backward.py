@@ -297,8 +297,6 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "ldx": x_at.strides[0],
         "ldw": w_at.strides[0],
         "narrow_rows": plan.narrow.rows if plan.narrow else 0,
-        "narrow_ctas": plan.narrow.ctas if plan.narrow else 0,
-        "to_weight": 8 + _declared.kind_code("float32" if how.wide else dy.dtype),
         "dy_row": plan.dy.strides[0],
         "dy_col": plan.dy.strides[1],
         "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
@@ -365,8 +363,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}
         passed |= {"partials": partials, "dx": of["x"], **to_vectors}
         call.launch(plan.narrow.kernel, plan.narrow.ctas, fields, passed, plan.narrow.block)
-        passed = {"partials": partials, "to_weight": of["weight"]}
-        call.launch(plan.narrow.weight_kernel, plan.narrow.weight_grid, fields, passed)
+        _add_parts(call, plan.narrow.parts, partials, of["weight"], (n, k), "float32" if how.wide else dy.dtype)
     elif m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
         reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
@@ -418,6 +415,14 @@ def _multiply(
         limbs.multiply(p, product.one, "dg", b, operands[-1])
     elif product.one is not None:
         call.multiply(Sm90Gemm(p, product.one, device), *operands)
+    elif product.tall is not None:
+        tall = product.tall
+        fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
+        fields |= {"flags": _declared.flags(vector_x=tall.whole_words)}
+        of_dg, of_x, c = operands
+        parts = call.lend(tall.parts.nbytes)
+        call.launch(tall.kernel, tall.ctas, fields, {"a": of_dg, "b": of_x, "parts": parts}, _plan.TALL_THREADS)
+        _add_parts(call, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
         cublas = CublasGemm(p, precision, device, wide=product.wide)
         call.multiply(cublas, *operands, call.lend(cublas.workspace))
@@ -428,6 +433,13 @@ def _multiply(
         fields |= {"stats_rows": product.rows, "flags": _declared.flags(vector_x=True, **whole)}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
         call.launch(product.kernel, product.grid, fields, passed, product.block)
+
+
+def _add_parts(call: Call, parts: _plan.Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
+    """The step that adds up the parts of a matrix."""
+    fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
+    fields |= {"share": parts.share, "to_c": 8 + _declared.kind_code(dtype)}
+    call.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to})
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,16 @@ __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) 
 #endif
 }
 
+// 4 bytes, or zero where `inside` is 0.
+__device__ inline void copy_async(float* to, const float* from, int inside = 4) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(inside) : "memory");
+#else
+    *to = inside == 4 ? *from : 0.0f;
+#endif
+}
+
 // The copies that were asked for since the last call are a group.
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -22,8 +22,6 @@ struct Problem {
     long long m, n, k;               // B, O, I
     long long ldx, ldw;              // row pitches of x and of the weight, in elements
     long long narrow_rows;           // rows of a CTA of narrow_backward
-    long long narrow_ctas;           // and its CTAs
-    long long to_weight;             // code of dw, see fetch
     long long dy_row, dy_col;        // strides of dy, in elements
     long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
     long long along;                 // threads along a row of dy

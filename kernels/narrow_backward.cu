@@ -1,5 +1,5 @@
 // narrow_backward: of many rows that are short, dg, dx = dg w and dw = dgᵀ x from one reading of dy, d and x; dg is never
-// written. It takes the place of backward_dg and of two products. narrow_weight adds up what its CTAs made of dw.
+// written. It takes the place of backward_dg and of two products. add_parts adds up what its CTAs made of dw.
 //
 //   dy (m, n) of T, row pitch dy_row      d (m, n) of T, row pitch ldd      x (m, k), row pitch ldx: rows on 16 bytes
 //   weight (n, k), row pitch ldw, n <= FEATURES, k <= INPUTS      dx (m, k), contiguous, or null      dw (n, k), contiguous
@@ -120,24 +120,4 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         }
         to[i] = sum;
     }
-}
-
-// dw of the sums of all CTAs, in float64 and in their order; eight threads share an element.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    narrow_weight(const __grid_constant__ Problem p, const float* partials, void* to_weight) {
-    await_kernel_ahead();
-    constexpr int SHARE = 8, AT_ONCE = THREADS / SHARE;
-    __shared__ double sums[THREADS];
-    for_each_item(FEATURES * INPUTS / AT_ONCE, [&](unsigned item) {
-        const int i = item * AT_ONCE + threadIdx.x % AT_ONCE, part = threadIdx.x / AT_ONCE;
-        double sum = 0.0;
-#pragma unroll 8
-        for (long long j = part; j < p.narrow_ctas; j += SHARE) sum += partials[j * FEATURES * INPUTS + i];
-        sums[threadIdx.x] = sum;
-        __syncthreads();
-        const int f = i / INPUTS, k = i % INPUTS;
-        if (part > 0 || f >= p.n || k >= p.k) return;
-        for (int j = 1; j < SHARE; ++j) sum += sums[threadIdx.x + j * AT_ONCE];
-        store_vector(to_weight, p.to_weight, f * p.k + k, sum);
-    });
 }

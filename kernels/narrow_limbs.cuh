@@ -11,19 +11,9 @@
 // row having a feature's first limbs of 32 of k, then its second ones. wgmma gives a lane pairs of features that lie 8 apart:
 // which feature is called which, and which of the 16 of k, is for lay_limbs to say.
 #pragma once
+#include "limbs.cuh"
 #include "narrow_config.cuh"
 #include "wgmma.cuh"
-
-// What numbers are multiplied by, a power of two, so that the largest magnitude lies in [2^14, 2^15); and by what their
-// products come back, times 2^-14: g then does not overflow on its way unless it does.
-struct Scale {
-    float there, back;
-    __device__ explicit Scale(float top) {
-        const int e = max(__float_as_int(top) >> 23, 29);  // biased; whoever is smaller still keeps float16's quantum
-        there = __uint_as_float(static_cast<unsigned>(268 - e) << 23);
-        back = __uint_as_float(static_cast<unsigned>(e - 28) << 23);
-    }
-};
 
 constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the weight
 

@@ -49,14 +49,6 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 #undef MMA
 }
 
-// mma's a of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows lie where the lanes say.
-__device__ inline void load_matrices(unsigned (&a)[4], const uint4* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
-
 // What a lane has of a tile: element [i][j] is of row lane / 4 + 8 i and feature feature_of(lane % 4, j).
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 

@@ -4,6 +4,7 @@
 // Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
 // makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
 #pragma once
+#include "limbs.cuh"
 #include "sm90_formats.cuh"
 #include "sm90_wgmma.cuh"
 

@@ -1,12 +1,11 @@
-// The PTX instructions that forward_sm90 needs, a function each: barriers, TMA, counters in shared memory.
+// The PTX instructions that forward_sm90 alone needs, a function each: clusters, TMA, counters in shared memory.
 #pragma once
 #include "sm90_config.cuh"
+#include "warp_roles.cuh"
 
 struct alignas(64) TensorMap {
     char bytes[128];
 };
-
-__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // volatile: read anew in every role, rather than kept in a register across them
 __device__ __forceinline__ int lane_id() {
@@ -52,33 +51,12 @@ __device__ __forceinline__ void warpgroup_sync(int half) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 }
 
-__device__ __forceinline__ void mbar_init(u64* bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count));
-}
-
-__device__ __forceinline__ void mbar_expect(u64* bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void mbar_arrive(u64* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem(bar)) : "memory");
-}
-
 // relaxed: it says that wgmmas have read a stage, and orders no ordinary access; a release would cost a fence a step
 __device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
         "r"(cta)
-        : "memory");
-}
-
-__device__ __forceinline__ void mbar_wait(u64* bar, int phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nWAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
-        "r"(phase)
         : "memory");
 }
 
@@ -146,15 +124,6 @@ __device__ __forceinline__ void send(void* to, float a, float b, u64* bar, int c
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%1, %2}, [there];\n}" ::"r"(smem(to)),
         "f"(a), "f"(b), "r"(smem(bar)), "r"(cta)
         : "memory");
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes

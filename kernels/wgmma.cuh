@@ -35,14 +35,12 @@ __device__ __forceinline__ void wgmma_wait() {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// Limbs of two neighbours of k that are scaled to lie below 2^15, as wgmma_of_registers takes them: high, float16, and low, of
-// what that leaves. Of Inf low is NaN, and so is what a row with Inf makes, which IEEE arithmetic has as Inf or NaN.
-__device__ __forceinline__ void split(float first, float second, unsigned& high, unsigned& low) {
-    const __half2 both = __floats2half2_rn(first, second);
-    const float2 left = __half22float2(both);
-    const __half2 rest = __floats2half2_rn(first - left.x, second - left.y);
-    high = *reinterpret_cast<const unsigned*>(&both);
-    low = *reinterpret_cast<const unsigned*>(&rest);
+// What mma and wgmma_of_registers take of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows lie where the lanes say.
+__device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
 }
 
 // d += a bᵀ of float16, or d = a bᵀ when `accumulate` is 0, a being in registers and b along k: of a's 64 rows by 16 of k a

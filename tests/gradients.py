@@ -30,9 +30,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from accuracy import SEEDS, family
 from harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
-from tolerance import FLUSHED, arithmetic, roundoff, scale_of
+from tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of
 
 import gsbn
 from gsbn import Gradients, reference
@@ -41,6 +43,7 @@ from gsbn._forward import forward_within
 from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 
+FAMILIES = ("standard", "mean 1e2", "tiny variance", "tiny and zero scale")  # of the rule for gradients
 NAMES = Gradients._fields
 VECTORS = NAMES[2:]
 
@@ -239,13 +242,26 @@ def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -
     return made[place]
 
 
-def assert_dx_of_limbs(cupy: Any, got: Any, dg: Any, weight: Any) -> None:
-    """Within the bound of docs/float32.md, element by element, and what is seen is far less."""
-    features = len(weight)
-    a, b = cupy.abs(dg.astype("f8")), cupy.abs(weight.astype("f8"))
-    cut, added = 3 * min(features, 32) * 2.0**-23, -(-features // 32) * 2.0**-24
-    of_row = features * 2.0**-38 * a.max(axis=1)[:, None] * b.max(axis=0)
-    error = cupy.abs(got - dg.astype("f8") @ weight.astype("f8"))
+def dw_of(cupy: Any, dg: Any, x: Any, limits: Limits, gemm: str = "auto") -> Any:
+    """dw = dgᵀ x, likewise."""
+    rows, features = dg.shape
+    given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
+    given[...] = dg
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("weight",), None, limits, norm=False)
+    with poisoned_allocations(kind_of("cupy")):
+        found, made = run(library_of(dg), (given, x, None, None, None), how)
+    place = found.places[1]
+    assert place is not None
+    return made[place]
+
+
+def assert_made_of_limbs(cupy: Any, got: Any, left: Any, right: Any) -> None:
+    """left right within the bound of docs/float32.md, element by element, and what is seen is far less."""
+    terms = len(right)
+    a, b = cupy.abs(left.astype("f8")), cupy.abs(right.astype("f8"))
+    cut, added = 3 * min(terms, 32) * 2.0**-23, -(-terms // 32) * 2.0**-24
+    of_row = terms * 2.0**-38 * a.max(axis=1)[:, None] * b.max(axis=0)
+    error = cupy.abs(got - left.astype("f8") @ right.astype("f8"))
     assert bool((error <= (2.0**-21 + cut + added) * (a @ b) + of_row).all())
     assert float((error / (a @ b)).max()) <= 16 * 2.0**-24
 
@@ -277,3 +293,30 @@ def torch_gradients(
 
 def wide_of(dtype: str) -> np.dtype:
     return DTYPES["float64" if dtype == "float64" else "float32"]
+
+
+def assert_as_accurate_as_autograd(
+    name: str, shape: tuple[int, int, int], dtype: str, *, training: bool, **options: Any
+) -> None:
+    """The contract's rule for every gradient: 1.05 times torch's error and a quarter of eps, over five seeds."""
+    kind = kind_of("torch-cuda")
+    truths, theirs, ours = [], [], []
+    for seed in SEEDS:
+        arrays = family(name, seed, shape, dtype)
+        if not training:  # statistics as training would have left them
+            z = (arrays["x"].astype(float) @ arrays["weight"].astype(float).T + arrays["bias"]) * arrays["scale"]
+            arrays["running_mean"] = reference.round_to(z.mean(0), arrays["running_mean"].dtype)
+            arrays["running_var"] = reference.round_to(z.var(0), arrays["running_var"].dtype)
+        dy = draw_dy(arrays, seed)
+        truths.append(truth_of(arrays, dy, training=training))
+        theirs.append(torch_gradients(kind, arrays, dy, training=training))
+        ours.append(backward(kind, arrays, dy, training=training, **options))
+    for field in NAMES:
+        if field == "bias" and training:
+            assert not any(o["bias"].any() for o in ours)
+            continue
+        truth = np.stack([getattr(t, field) for t in truths])
+        mine, its = np.stack([o[field] for o in ours]), np.stack([t[field] for t in theirs])
+        eps = float(ml_dtypes.finfo(mine.dtype).eps)
+        error, its_error = norm_error(mine, truth), norm_error(its, truth)
+        assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"

@@ -10,7 +10,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from accuracy import SEEDS, family
-from gradients import NAMES, backward, before_relu, draw_dy, gradient_bounds, step, torch_gradients, truth_of
+from gradients import (
+    FAMILIES,
+    NAMES,
+    assert_as_accurate_as_autograd,
+    backward,
+    before_relu,
+    draw_dy,
+    gradient_bounds,
+    step,
+    torch_gradients,
+    truth_of,
+)
 from harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of, without_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,36 +192,12 @@ def test_few_rows_are_as_accurate_as_autograd(rows: int, features: int, dtype: s
         assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"
 
 
-FAMILIES = ("standard", "mean 1e2", "tiny variance", "tiny and zero scale")
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_is_as_accurate_as_autograd(name: str, dtype: str, training: bool) -> None:
-    """The contract's rule for every gradient: 1.05 times torch's error and a quarter of eps, over five seeds."""
-    kind = kind_of("torch-cuda")
     shape = (256, 128, 64) if dtype == "float64" else (1024, 1024, 512)
-    truths, theirs, ours = [], [], []
-    for seed in SEEDS:
-        arrays = family(name, seed, shape, dtype)
-        if not training:  # statistics as training would have left them
-            z = (arrays["x"].astype(float) @ arrays["weight"].astype(float).T + arrays["bias"]) * arrays["scale"]
-            arrays["running_mean"] = reference.round_to(z.mean(0), arrays["running_mean"].dtype)
-            arrays["running_var"] = reference.round_to(z.var(0), arrays["running_var"].dtype)
-        dy = draw_dy(arrays, seed)
-        truths.append(truth_of(arrays, dy, training=training))
-        theirs.append(torch_gradients(kind, arrays, dy, training=training))
-        ours.append(backward(kind, arrays, dy, training=training))
-    for field in NAMES:
-        if field == "bias" and training:
-            assert not any(o["bias"].any() for o in ours)
-            continue
-        truth = np.stack([getattr(t, field) for t in truths])
-        mine, its = np.stack([o[field] for o in ours]), np.stack([t[field] for t in theirs])
-        eps = float(ml_dtypes.finfo(mine.dtype).eps)
-        error, its_error = norm_error(mine, truth), norm_error(its, truth)
-        assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"
+    assert_as_accurate_as_autograd(name, shape, dtype, training=training)
 
 
 def test_the_gradient_of_the_scale_is_a_hundred_times_closer() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import assert_dx_of_limbs, dx_of
+from gradients import assert_made_of_limbs, dx_of
 from harness import (
     CPU_KINDS,
     DTYPES,
@@ -383,7 +383,7 @@ def test_dx_of_few_rows_by_every_tile(
     within = Limits(sm90=tile[: 2 + (tile[2] > 1)], limbs_of_x=True)
     got = dx_of(cupy, dg, weight, within)
     assert_same_bits(got.get(), dx_of(cupy, dg, weight, within).get())
-    assert_dx_of_limbs(cupy, got, dg, weight)
+    assert_made_of_limbs(cupy, got, dg, weight)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from accuracy import FAMILIES, assert_as_accurate_as_torch
-from gradients import assert_dx_of_limbs, before_relu, draw_dy, dx_of, gradient_bounds, step, truth_of
+from gradients import assert_made_of_limbs, before_relu, draw_dy, dx_of, gradient_bounds, step, truth_of
 from harness import DTYPES, LAYOUTS, assert_same_bits, forward, kind_of, without_out
 from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds
@@ -148,7 +148,7 @@ def test_dx_by_one_launch(shape: tuple[int, int, int], layout: str, span: int) -
     weight = cupy.asfortranarray(weight) if layout == "F" else weight
     got, again = (dx_of(cupy, dg, weight, NARROW, "auto") for _ in range(2))
     assert_same_bits(got.get(), again.get())
-    assert_dx_of_limbs(cupy, got, dg, weight)
+    assert_made_of_limbs(cupy, got, dg, weight)
 
 
 def test_powers_of_two_change_no_digit_of_dx() -> None:

@@ -12,7 +12,7 @@ import pytest
 import gsbn
 from gsbn import _declared, _group, _plan, _sm90, _tma
 from gsbn._backward import How, backward_within, run
-from gsbn._plan.variants import narrow_product
+from gsbn._plan.variants import narrow_product, tall_product
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -135,7 +135,7 @@ def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) 
 
 @pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])
 def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, ...]) -> None:
-    """Of many rows cuBLAS makes dw, of dg itself, and comes first: no more scratch than dg and the weight's limbs."""
+    """Of many rows dw is made of dg itself, and comes first: the scratch is dg, parts of dw and the weight's limbs."""
     B, I, O = 65536, 128, 1024
     x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with paper.gpu(paper.HOPPER) as (kind, log):
@@ -143,12 +143,13 @@ def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, 
         log.clear()
         kind.made.clear()
         gsbn.backward(dy, saved, needs=needs)
-    names = ["backward_sums", "backward_dg", "cuBLAS", "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
-    assert [launch.name for launch in log] == [name for name in names if name != "cuBLAS" or "weight" in needs]
+    of_dw = ["tall_product", "add_parts"] if "weight" in needs else []
+    names = ["backward_sums", "backward_dg", *of_dw, "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
+    assert [launch.name for launch in log] == names
     split, tiles = (next(launch.words for launch in log if launch.name == of) for of in ("split_limbs", "split_tiles"))
     dg, workspace = split[0], kind.made[-1]
     assert split[1] == dg and dg >> 32 == tiles[3] >> 32 == workspace.pointer >> 32
-    assert workspace.shape[0] < 4 * (B * O + O * I) + (8 << 20)
+    assert workspace.shape[0] < 4 * (B * O + O * I) + (12 << 20)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -168,11 +169,12 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
         how = How(*saved[4:8], *saved[9:], ("x", "weight"), None, _plan.Limits(), in_place=in_place)
         prepared, made = run(kind, (dy, *saved[:4]), how)
     copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
-    names = [*copies, "backward_sums", "backward_dg", "narrow_product", "cuBLAS"]
-    assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-2:]] == names[-2:]
-    kernel, launch = narrow_product(128, 2), log[-2]
+    names = [*copies, "backward_sums", "backward_dg", "narrow_product", "tall_product", "add_parts"]
+    assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-3:]] == names[-3:]
+    kernel, launch, of_dw = narrow_product(128, 2), log[-3], log[-2]
     passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
-    dg, *_ = log[-1].words[4:]  # as cuBLAS takes it
+    dg, of_x, parts = of_dw.words
+    assert (of_x, log[-1].words) == (x.pointer, (parts, made[prepared.places[1]].pointer))
     copy = next((launch.words[1] for launch in log if launch.name == "copy_matrix"), weight.pointer)
     assert passed == {"x": dg, "w": copy, "g": made[prepared.places[0]].pointer}
     assert (dg == saved.deviations.pointer) == in_place
@@ -181,6 +183,10 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
     assert [int(record[name]) for name in ("m", "n", "k", "ldx", "ldw", "ldg")] == [B, I, O, pitch, ldw, I]
     assert record["flags"] & 6 == 2 + 4 * (I % 4 == 0)
     assert launch.grid == -(-B // int(record["stats_rows"])) <= paper.HOPPER.sms
+    record = np.frombuffer(bytes.fromhex(of_dw.records[0]), _declared.record_dtype(tall_product()))[0]
+    assert [int(record[name]) for name in ("m", "n", "k", "lda", "ldb")] == [B, O, I, pitch, I]
+    blocks, parts = -(-O // 128) * -(-I // 128), -(-B // int(record["rows"]))
+    assert (record["flags"], of_dw.grid) == (I % 4 == 0, blocks * parts)
 
 
 class Alone:

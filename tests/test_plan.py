@@ -44,7 +44,9 @@ from gsbn._plan import (
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.forward import STATS_GROUP
 from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
+from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
+from gsbn._plan.tall import Tall
 from gsbn._plan.variants import CONSTANTS, ELEMENTS, MODES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -284,6 +286,27 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
         assert split.pitch == at.strides[1 if across else 0]
 
 
+def assert_parts_fit(parts: Parts, n: int, k: int, gpu: Device) -> None:
+    assert parts.pitch >= k and parts.pitch % 4 == 0 and parts.size >= n * parts.pitch
+    assert parts.share in (1, 2, 4, 8) and parts.share <= parts.number
+    assert 1 <= parts.grid <= largest_grid(gpu)
+
+
+def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
+    """c (m, n) of operands (k, m) and (k, n)."""
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.tall is not False
+    assert {tall.kernel, tall.parts.kernel} <= set(_kernels.all_kernels()) and tall.kernel.shared <= 227 << 10
+    blocks = -(-p.m // 128) * -(-p.n // 128)
+    assert tall.ctas == blocks * tall.parts.number <= p.device.sms
+    assert tall.rows % 32 == 0 and (tall.parts.number - 1) * tall.rows < p.k <= tall.parts.number * tall.rows
+    assert tall.parts.size == blocks * 128 * 128
+    assert_parts_fit(tall.parts, p.m, p.n, p.device)
+    for at in (p.x, p.w):
+        assert at.strides[0] == 1
+        assert not tall.whole_words or (at.aligned and at.strides[1] % 4 == 0)
+    assert p.y == Matrix((p.n, 1), True)
+
+
 def assert_narrow_product_fits(p: Matmul, product: Product) -> None:
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
     assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
@@ -379,11 +402,19 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     precision=st.sampled_from(["highest", "high"]),
     of_x=st.sampled_from([None, True, False]),
     by_narrow=st.sampled_from([None, True, False]),
+    by_tall=st.sampled_from([None, True, False]),
 )
 def test_a_backward_fits(
-    p: Matmul, training: bool, needs: set[str], gemm: str, precision: str, of_x: bool | None, by_narrow: bool | None
+    p: Matmul,
+    training: bool,
+    needs: set[str],
+    gemm: str,
+    precision: str,
+    of_x: bool | None,
+    by_narrow: bool | None,
+    by_tall: bool | None,
 ) -> None:
-    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow))
+    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow, tall=by_tall))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -404,8 +435,9 @@ def test_a_backward_fits(
         assert (narrow.ctas - 1) * narrow.rows < p.m <= narrow.ctas * narrow.rows and narrow.ctas <= p.device.sms
         sizes = dict(narrow.kernel.defines)
         assert int(sizes["FEATURES"]) >= p.n and int(sizes["INPUTS"]) >= p.k
-        assert decided.dg_at + narrow.partials <= decided.workspace
-        assert {narrow.kernel, narrow.weight_kernel} <= set(_kernels.all_kernels())
+        assert decided.dg_at + narrow.parts.nbytes <= decided.workspace
+        assert {narrow.kernel, narrow.parts.kernel} <= set(_kernels.all_kernels())
+        assert_parts_fit(narrow.parts, p.n, p.k, p.device)
     alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
     assert decided.sums != alone
     if not needs & {"scale", "gamma"}:
@@ -459,7 +491,11 @@ def test_a_backward_fits(
             assert product.gemm == "sm90"
             assert_sm90_product_fits(q, product.one)
             continue
-        assert product.gemm == ("tiled" if product.kernel is not None else "cublas")
+        assert product.gemm == ("tiled" if product.kernel is not None or product.tall is not None else "cublas")
+        if product.tall is not None:
+            assert product is decided.weight and gemm in ("auto", "tiled")
+            assert_tall_product_fits(q, product.tall)
+            continue
         if product.kernel is not None:
             assert product.kernel in set(_kernels.all_kernels()) and 1 <= product.grid <= largest
             if product.rows:
@@ -470,6 +506,41 @@ def test_a_backward_fits(
             for matrix, rows in ((q.x, q.m), (q.w, q.n)):
                 row, column = matrix.strides
                 assert (column == 1 and row >= q.k) or (row == 1 and column >= rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "auto"),
+    [
+        ((802816, 128, 128), True),
+        ((65536, 256, 512), True),
+        ((380000, 768, 512), True),
+        ((131071, 97, 201), True),
+        ((3000, 64, 128), False),  # cuBLAS has done it before two launches begin
+        ((16384, 4096, 4096), False),  # more blocks than SMs
+    ],
+)
+def test_dw_of_many_rows_makes_limbs_on_the_way(shape: tuple[int, int, int], auto: bool) -> None:
+    """Of float32 at "highest" alone, of rows that are adjacent elements; no limbs of x are made for it."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")._replace(limits=Limits(narrow=False))
+    can = -(-I // 128) * -(-O // 128) <= 132
+
+    def by_tall(p: Matmul = p, **options: Any) -> bool:
+        decided = backward_plan(p, **{"training": True, "needs": ("weight", "gamma"), **options})
+        assert decided.weight is not None
+        if found := decided.weight.tall is not None:
+            assert_tall_product_fits(decided.weight.p, decided.weight.tall)
+            assert not decided.weight.of_limbs and not decided.limbs.of
+        return found
+
+    asked, refused = (p._replace(limits=p.limits._replace(tall=of)) for of in (True, False))
+    assert by_tall() == by_tall(training=False) == auto and not by_tall(refused)
+    assert by_tall(asked) == by_tall(gemm="tiled") == can
+    for options in ({"gemm": "cublas"}, {"gemm": "sm90"}, {"precision": "high"}):
+        assert not by_tall(asked, **options)
+    assert not by_tall(asked._replace(dtype="float64")) and not by_tall(asked._replace(dtype="bfloat16"))
+    assert not by_tall(asked._replace(device=Device((8, 0), 108)))
+    assert not by_tall(asked._replace(x=Matrix((1, B), True)))
 
 
 def test_a_share_of_the_gpu() -> None:

@@ -12,8 +12,9 @@ Two of the tools report what is right, as tools/sanitizer_limits.py shows on ker
 initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
     looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
     this launch. --clear gives the variants that need Hopper memory that is zero.
-racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them. What it
-    reports of forward_sm90 is `constants` (inference), which such counters guard.
+racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them, nor that
+    one lane's arrival at a barrier is its warp's. What it reports of forward_sm90 is `constants` (inference), which such
+    counters guard; of tall_product, what makers leave for those who multiply.
 """
 
 import sys
@@ -152,23 +153,28 @@ def limbs_of_dg(block_m, cluster, split):
 
 def narrow_backward(dtype, features, inputs, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
-    short_rows_backward((2055, inputs - 8, features - 8), dtype, activation)
+    many_rows_backward(limits(narrow=True), (2055, inputs - 8, features - 8), dtype, activation)
 
 
 def narrow_product(features):
     """dx = dg w, limbs of dg being made in registers; its columns fill no CTA's features. And dw beside it."""
-    short_rows_backward((2055, features - 3, 200), "float32")
+    many_rows_backward(limits(narrow=True), (2055, features - 3, 200), "float32")
 
 
-def short_rows_backward(shape, dtype, activation=None):
-    """Training, the backward by the kernels for many short rows."""
+def tall(inputs):
+    """dw = dgᵀ x of two blocks by two; the last rows fill no chunk, columns no block."""
+    many_rows_backward(limits(narrow=False, tall=True), (2055, inputs, 200), "float32")
+
+
+def many_rows_backward(within, shape, dtype, activation=None):
+    """Training, the backward by the kernels for many rows."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
     y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
     taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
     before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)
     want = reference.backward(before, **taken, training=True)
-    got = backward_within(limits(narrow=True), cp.asarray(dy), saved)
+    got = backward_within(within, cp.asarray(dy), saved)
     for name in ("x", "weight", "gamma", "beta"):
         agree(getattr(got, name), getattr(want, name))
 
@@ -251,6 +257,8 @@ def variants():
             yield "narrow backward {} {}x{}".format(*choice) + end, narrow_backward, choice
     for features in narrow_features("limbs"):
         yield f"narrow product {features}", narrow_product, (features,)
+    for inputs in (160, 131):  # rows on 16 bytes and off them; the second block is narrow
+        yield f"tall {inputs}", tall, (inputs,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
@@ -284,7 +292,7 @@ def main():
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
-        of_hopper = name.startswith(("sm90", "narrow")) or "limbs" in name
+        of_hopper = name.startswith(("sm90", "narrow", "tall")) or "limbs" in name
         if words <= set(name.split()) and (hopper or not of_hopper):
             NAME = name
             with cp.cuda.using_allocator(cleared if CLEAR and of_hopper else None):

@@ -2,6 +2,8 @@
 
 compute-sanitizer --tool racecheck python tools/sanitizer_limits.py counter     reports a hazard
 compute-sanitizer --tool racecheck python tools/sanitizer_limits.py barrier     reports none
+compute-sanitizer --tool racecheck python tools/sanitizer_limits.py elected     reports a hazard
+compute-sanitizer --tool racecheck python tools/sanitizer_limits.py arrivals    reports none
 compute-sanitizer --tool initcheck python tools/sanitizer_limits.py copy        reports uninitialised memory
 compute-sanitizer --tool initcheck python tools/sanitizer_limits.py store       reports none
 
@@ -9,6 +11,9 @@ counter: warp 0 writes 32 words and counts up with release semantics, after __sy
 before lane 0's addition. Warp 1 looks at the counter with acquire semantics until it has seen that, and reads the
 words: by PTX's memory model the addition synchronises with the look, and the writes happen before the reads. This is
 forward_sm90's count_up and look, alone. With `barrier` the warps meet in __syncthreads instead.
+
+elected: the same by an mbarrier that expects one arrival, that of lane 0 after __syncwarp, as tall_product has it. With
+`arrivals` it expects 32, and every lane arrives for itself.
 
 copy: the copy engine stores a tile of 8 rows of 128 bytes to memory, through a tensor map, as forward_sm90 stores y;
 the host reads it. With `store` the threads write it themselves. (A Hopper GPU is needed.)
@@ -50,6 +55,31 @@ extern "C" __global__ void hand_over(int* out) {
 }
 """
 
+ARRIVE = r"""
+extern "C" __global__ void arrive(int* out) {
+    __shared__ int words[32];
+    __shared__ unsigned long long barrier;
+    const int lane = threadIdx.x % 32;
+    const unsigned at = (unsigned)__cvta_generic_to_shared(&barrier);
+#ifndef OTHER
+    const int arrivals = 1;
+#else
+    const int arrivals = 32;
+#endif
+    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals));
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        words[lane] = lane * lane;
+        __syncwarp();
+        if (lane < arrivals) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+    } else {
+        asm volatile("{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+                     "@!done bra WAIT;\n}" ::"r"(at) : "memory");
+        out[lane] = words[31 - lane];
+    }
+}
+"""
+
 STORE = r"""
 struct alignas(64) TensorMap { char bytes[128]; };
 extern "C" __global__ void store(const __grid_constant__ TensorMap map, float* out) {
@@ -72,10 +102,11 @@ extern "C" __global__ void store(const __grid_constant__ TensorMap map, float* o
 
 def main(what):
     cp.cuda.set_allocator(None)
-    options = ("-DOTHER",) if what in ("barrier", "store") else ()
-    if what in ("counter", "barrier"):
+    options = ("-DOTHER",) if what in ("barrier", "arrivals", "store") else ()
+    if what not in ("copy", "store"):
         out = cp.zeros(32, cp.int32)
-        cp.RawKernel(HAND_OVER, "hand_over", options)((1,), (64,), (out,))
+        code, name = (HAND_OVER, "hand_over") if what in ("counter", "barrier") else (ARRIVE, "arrive")
+        cp.RawKernel(code, name, options)((1,), (64,), (out,))
         wrong = (out.get()[::-1] != np.arange(32) ** 2).sum()
     else:
         out = cp.empty((8, 32), cp.float32)

@@ -9,12 +9,14 @@ from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
 from .gemm import Limbs, OneLaunch, limbs, one_launch, takes_limbs
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
+from .parts import Parts
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .variants import (
     COLUMN,
     NARROW_BACKWARD,
     SM90_BLOCK_N,
     SM90_THREADS,
+    TALL_THREADS,
     THREADS,
     Kernel,
     copy_matrix,
@@ -40,6 +42,7 @@ __all__ = [
     "SAVED_ROWS",
     "SM90_BLOCK_N",
     "SM90_THREADS",
+    "TALL_THREADS",
     "THREADS",
     "BackwardPlan",
     "Device",
@@ -51,6 +54,7 @@ __all__ = [
     "Matrix",
     "OneLaunch",
     "Operand",
+    "Parts",
     "Place",
     "Plan",
     "Product",

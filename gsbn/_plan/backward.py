@@ -21,7 +21,7 @@ from .gemm import (
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .narrow import Narrow, NarrowBackward, for_narrow, narrow_backward, product_by_narrow
+from .narrow import NarrowBackward, for_narrow, narrow_backward, product_by_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -34,6 +34,7 @@ from .problem import (
     split_rows,
     threads_along,
 )
+from .tall import Tall, tall
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
@@ -66,6 +67,7 @@ class Product(NamedTuple):
     one: OneLaunch | None = None
     wide: bool = False  # c is float32, of 16-bit operands
     rows: int = 0  # of a CTA of narrow_product but the last; 0 for any other kernel
+    tall: Tall | None = None  # the launches of many rows, for dw
 
     @property
     def of_limbs(self) -> bool:
@@ -192,7 +194,7 @@ def backward_plan(
     totals_at = round_up(splits * 2 * n * 8, 256)  # after the sums of each split
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     of_dg = m * pitch * size if dg and linear and not in_place else 0
-    across_at = round_up(dg_at + (of_dg if narrow is None else narrow.partials), 256)
+    across_at = round_up(dg_at + (of_dg if narrow is None else narrow.parts.nbytes), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
@@ -252,8 +254,17 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
         return Product(q, path, *kernel, one, wide)
 
     of_limbs = on_rows if 1 in p.w.strides else on_rows._replace(w=across)
-    narrow = _narrow(p, of_limbs, precision, gemm, obstacle)
-    if narrow is not None:
+    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
+
+    def wins(us: float) -> bool:
+        others = [_limbs_us(of_limbs)] + [ieee_us(p)] * (obstacle is None)
+        return us < min(others)
+
+    of_rows = tall(p, precision) if name == "dw" and own else None
+    if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
+        return product("tiled", p)._replace(tall=of_rows)
+    narrow = product_by_narrow(p, precision) if own and p.limits.narrow is not False else None
+    if narrow is not None and (asked or p.limits.narrow or wins(narrow.us)):
         kernel = (narrow.product, narrow.grid, narrow.threads)
         return product("tiled", for_narrow(p), kernel)._replace(rows=narrow.rows)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
@@ -301,19 +312,6 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
         x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
         wanted.append(x._replace(late=late))
     return lay_out(wanted, start), weight_first
-
-
-def _narrow(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> Narrow | None:
-    """The launch of narrow_product, which makes limbs itself: asked for, as in the forward, or the fastest.
-
-    `taken` is the same as forward_sm90 would take it.
-    """
-    limits = p.limits
-    found = product_by_narrow(p, precision) if gemm in ("auto", "tiled") and limits.narrow is not False else None
-    if found is None or gemm == "tiled" or limits.narrow:
-        return found
-    others = [_limbs_us(taken)] + [ieee_us(p)] * (obstacle is None)
-    return found if found.us < min(others) else None
 
 
 def _limbs_us(p: Matmul) -> float:

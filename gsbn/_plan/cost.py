@@ -18,6 +18,7 @@ __all__ = [
     "product_us",
     "recompute_us",
     "split_us",
+    "tall_us",
 ]
 
 
@@ -118,6 +119,12 @@ def narrow_us(
     us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element]
     us += max(x + y, product + stores)
     return us + max(x, product) if training else us
+
+
+def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = H200) -> float:
+    """A product over many rows by tall_product: the chunks of a CTA, or all bytes; and what its parts take."""
+    us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.narrow_rate)
+    return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:

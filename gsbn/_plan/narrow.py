@@ -8,6 +8,7 @@ from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
 from .gemm import LEAST_TERMS
 from .h200 import H200
+from .parts import Parts, parts_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
 from .variants import (
@@ -15,11 +16,10 @@ from .variants import (
     NARROW_CHUNKS,
     NARROW_LIMBS_KB,
     NARROW_SIZES,
-    THREADS,
     Kernel,
     element_for,
     narrow,
-    narrow_backward_kernels,
+    narrow_backward_kernel,
     narrow_features,
     narrow_product,
     narrow_teams,
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
-LEAST_WIDE_ROWS = 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
+LEAST_WIDE_ROWS = 4 * 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
 
 
 class Narrow(NamedTuple):
@@ -144,9 +144,7 @@ class NarrowBackward(NamedTuple):
     ctas: int
     rows: int  # of each but the last
     block: int
-    weight_kernel: Kernel
-    weight_grid: int
-    partials: int  # bytes
+    parts: Parts  # of dw
 
 
 def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:
@@ -163,13 +161,10 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     teams, threads, tile = narrow_teams(dtype, features, inputs)
     rows = round_up(ceil_div(m, device.sms), tile)
     ctas = ceil_div(m, rows)
-    kernel, weight_kernel = narrow_backward_kernels(dtype, features, inputs)
     return NarrowBackward(
-        kernel=with_activation(kernel, activation),
+        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs), activation),
         ctas=ctas,
         rows=rows,
         block=teams * threads,
-        weight_kernel=weight_kernel,
-        weight_grid=device.grid(8 * features * inputs // THREADS),
-        partials=4 * ctas * features * inputs,
+        parts=parts_of(ctas, features, inputs, device),
     )

@@ -116,6 +116,7 @@ class Limits(NamedTuple):
     limbs_of_x: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     narrow: bool | None = None  # whether the kernels of narrow.cu may serve; True: wherever they can
+    tall: bool | None = None  # whether tall_product may make dw; True: wherever it can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs
 

@@ -48,6 +48,9 @@ class Rates(NamedTuple):
     narrow_laying_us: dict[str, float]  # an element of the weight to shared memory, by operand
     narrow_row_us: float  # and a million rows by a feature, however short
     narrow_off_line_us: float  # and a million elements of y that are stored one by one
+    tall_call_us: float  # of a product over many rows, of its two launches
+    tall_chunk_us: dict[bool, float]  # 32 rows there; the True ones being read by 16 bytes
+    parts_rate: float  # MB/us of what its CTAs make
     copy_us: float  # a launch that copies rows
     g_rate: tuple[float, float]  # MB/us of g by scale_stats: from L2, from memory
     y_cublas_rate: tuple[float, float]  # MB/us of g and y by normalize: from L2, from memory

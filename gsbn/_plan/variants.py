@@ -26,11 +26,14 @@ __all__ = [
     "SM90_THREADS",
     "SPLITS_OF_K",
     "SPLIT_WIDTHS",
+    "TALL_SIDE",
+    "TALL_THREADS",
     "THREADS",
     "TILES",
     "TILES_OF_ROWS",
     "TILES_OF_X",
     "Kernel",
+    "add_parts",
     "backward_kernels",
     "by_limbs",
     "copy_matrix",
@@ -44,7 +47,7 @@ __all__ = [
     "largest_block",
     "merge_statistics",
     "narrow",
-    "narrow_backward_kernels",
+    "narrow_backward_kernel",
     "narrow_features",
     "narrow_product",
     "narrow_teams",
@@ -54,6 +57,7 @@ __all__ = [
     "split_limbs",
     "split_rows_at_once",
     "stages",
+    "tall_product",
     "tile_kernels",
     "with_activation",
 ]
@@ -84,6 +88,7 @@ SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements o
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 128  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
+TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
 NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
@@ -140,7 +145,8 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield narrow_product(features, chunks)
     for dtype, most in NARROW_BACKWARD.items():
         for sizes in itertools.product((size for size in NARROW_SIZES if size <= most), repeat=2):
-            yield from narrow_backward_kernels(dtype, *sizes)
+            yield narrow_backward_kernel(dtype, *sizes)
+    yield from (tall_product(), add_parts())
     yield from map(copy_matrix, (2, 4, 8))
     yield copy_rows()
     yield fill_sm(0)
@@ -224,15 +230,14 @@ def narrow_threads(element: str, features: int) -> int:
     return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
 
 
-def narrow_backward_kernels(dtype: str, features: int, inputs: int) -> tuple[Kernel, Kernel]:
-    """The variants of narrow_backward and narrow_weight for so many features and input features, of NARROW_SIZES."""
+def narrow_backward_kernel(dtype: str, features: int, inputs: int) -> Kernel:
+    """The variant of narrow_backward for so many features and input features, of NARROW_SIZES."""
     t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     row = 4 * inputs if dtype == "float32" else max(128, 2 * inputs)  # bytes of the weight, as it is multiplied by
     shared = 192 * 1024 + features * row  # after the rings
-    backward = Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
-    return backward, backward._replace(name="narrow_weight", shared=0)
+    return Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
 
 
 def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
@@ -240,6 +245,17 @@ def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]
     if dtype == "float32":
         return (16 if features * inputs == 1024 else 8), 32, 16
     return (4 if max(features, inputs) <= 64 else 2), 128, 64
+
+
+def tall_product() -> Kernel:
+    """What makes the parts of a float32 product over many rows."""
+    shared = 198 * 1024
+    return Kernel("tall_product", "tall_product", (("SHARED", str(shared)),), arch="sm_90a", shared=shared)
+
+
+def add_parts() -> Kernel:
+    """What adds up the parts of a matrix."""
+    return Kernel("add_parts", "add_parts", ())
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:

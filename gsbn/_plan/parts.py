@@ -1,0 +1,34 @@
+"""A matrix that comes as parts, each the sums over some rows of a batch, and what adds them up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .problem import Device, ceil_div
+from .variants import THREADS, Kernel, add_parts
+
+__all__ = ["Parts", "parts_of"]
+
+SHARE = 8  # threads that share an element's parts at most
+
+
+class Parts(NamedTuple):
+    """The launch that adds up `number` float32 matrices; sizes in elements."""
+
+    kernel: Kernel
+    grid: int
+    number: int
+    size: int  # of each
+    pitch: int  # of its rows
+    share: int  # threads to an element
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.number * self.size
+
+
+def parts_of(number: int, rows: int, pitch: int, device: Device) -> Parts:
+    """So many parts of so many rows each."""
+    share = min(SHARE, 1 << (number.bit_length() - 1))
+    grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
+    return Parts(add_parts(), grid, number, rows * pitch, pitch, share)

@@ -1,0 +1,247 @@
+// tall_product: the parts of c = aᵀ b that some rows each add, of float32 matrices of many rows, through limbs that are made
+// on the way: the backward's dw = dgᵀ x. add_parts adds the parts up.
+//
+//   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
+//   parts (CTAs of a block of c, n, k), n and k rounded up to 128
+//
+// A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time. Half of its threads are
+// makers, a column of a or b each. They copy rows to a ring in shared memory, 16 bytes at a time where rows start on them;
+// then a maker reads 32 of its column, scales them by a power of two, so that float16 holds all so far, and leaves their
+// limbs side by side, as wgmma wants what it sums over. Two warpgroups multiply 64 columns of a each by all of b: three of
+// the four products of limbs, the small ones first, from zero. What they make of 32 rows is added in float32
+// (docs/float32.md), in units of the scales. Where a maker had to lower its scale they bring their sums down first.
+//
+// Moves a once for each 128 columns of b and b once for each 128 of a, through L2 where there are several, and 64 KB a CTA:
+// at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
+#include "async_copy.cuh"
+#include "common.cuh"
+#include "limbs.cuh"
+#include "warp_roles.cuh"
+#include "wgmma.cuh"
+
+struct Problem {
+    long long m, n, k;
+    long long lda, ldb;
+    long long rows;   // of a CTA
+    long long flags;  // FLAG_VECTOR_X: rows of a and b start on 16 bytes
+};
+
+#ifndef SHARED
+#define SHARED 198 * 1024  // bytes of shared memory
+#endif
+
+constexpr int SIDE = 128;          // columns of a, and of b, of a CTA
+constexpr int COLUMNS = 2 * SIDE;  // a maker each
+constexpr int CHUNK = 32;          // rows at a time
+constexpr int LANES = 32;
+constexpr int MULTIPLIERS = 256;  // threads
+constexpr int THREADS_HERE = MULTIPLIERS + COLUMNS;
+constexpr int WORDS = 8;          // of 16 bytes, of a column: the first limbs of a chunk, then the second
+constexpr int STAGES = 3;         // chunks of limbs
+constexpr int RING = 3;           // chunks on their way or at hand
+constexpr float MOST = 65504.0f;  // of float16
+constexpr int MAKER_REGISTERS = 88, MULTIPLIER_REGISTERS = 168;
+
+struct Shared {
+    uint4 limbs[STAGES][COLUMNS * WORDS];
+    float ring[RING][CHUNK][COLUMNS];
+    float lower[STAGES][COLUMNS];                      // by what a column is scaled less than in the chunk before
+    alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any of a warp's is
+    float back[COLUMNS];                               // what sums come back by in the end
+    unsigned long long full[STAGES], empty[STAGES];
+};
+
+static_assert(sizeof(Shared) <= SHARED, "what a launch is given");
+
+// By a warp whose lanes have all written, or read.
+__device__ __forceinline__ void arrive(unsigned long long* barrier) {
+    __syncwarp();
+    if (threadIdx.x % LANES == 0) mbar_arrive(barrier);
+}
+
+// A CTA's rows of its columns of a and b.
+struct Rows {
+    const float *a, *b;
+    long long lda, ldb;
+    int of_a, of_b;  // columns that there are
+    int rows, chunks;
+
+    // Asks for a chunk, of which each maker brings a part: zeros in place of rows that are not there. Columns that are not
+    // there stay as they are, since nobody looks at what becomes of them.
+    template <bool WHOLE_WORDS>
+    __device__ __forceinline__ void ask(Shared& sh, int chunk) const {
+        constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ALONG = COLUMNS / WIDTH, STEP = COLUMNS / ALONG;
+        const int maker = threadIdx.x - MULTIPLIERS, column = maker % ALONG * WIDTH, row = maker / ALONG;
+        const bool from_a = column < SIDE;
+        const int bytes = 4 * min(from_a ? of_a - column : of_b - (column - SIDE), WIDTH);
+        if (chunk < chunks && bytes > 0) {
+            const long long pitch = from_a ? lda : ldb;
+            const float* from = (from_a ? a + column : b + (column - SIDE)) + (chunk * CHUNK + row) * pitch;
+            const int left = rows - chunk * CHUNK;
+            float* to = &sh.ring[chunk % RING][row][column];
+            const auto copy = [&](int i, const float* at, int inside) {
+                if constexpr (WHOLE_WORDS)
+                    copy_async(reinterpret_cast<uint4*>(to + i * COLUMNS), at, inside);
+                else
+                    copy_async(to + i * COLUMNS, at, inside);
+            };
+            if (left >= CHUNK) {
+#pragma unroll
+                for (int i = 0; i < CHUNK; i += STEP, from += STEP * pitch) copy(i, from, bytes);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < CHUNK; i += STEP, from += STEP * pitch)
+                    copy(i, row + i < left ? from : a, row + i < left ? bytes : 0);
+            }
+        }
+        commit_copies();
+    }
+};
+
+__device__ __forceinline__ void makers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(COLUMNS) : "memory"); }
+
+template <bool WHOLE_WORDS>
+__device__ __forceinline__ void make_limbs(Shared& sh, const Rows& rows) {
+    const int column = threadIdx.x - MULTIPLIERS;
+    const bool of_a = column < SIDE;
+    const bool there = column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // some column of the warp is
+    for (int i = 0; i < RING - 1; ++i) rows.ask<WHOLE_WORDS>(sh, i);
+    Scale scale(0.0f);
+    int stage = 0, phase = 1;
+#pragma unroll 1
+    for (int chunk = 0; chunk < rows.chunks; ++chunk) {
+        await_copies<RING - 2>();
+        makers_meet();  // what all have asked for is there, and the chunk before has been read by all
+        rows.ask<WHOLE_WORDS>(sh, chunk + RING - 1);
+        const float* from = &sh.ring[chunk % RING][0][column];
+        float v[CHUNK], top = 0.0f;
+        if (there) {
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) v[i] = from[i * COLUMNS];
+#pragma unroll
+            for (int i = 0; i < CHUNK; ++i) top = fmaxf(top, fabsf(v[i]));
+        }
+        mbar_wait(&sh.empty[stage], phase);
+        bool lowered = false;
+        if (there) {
+            const bool lowers = chunk == 0 || top * scale.there >= MOST;
+            const float before = scale.there;
+            if (lowers) scale = Scale(top);
+            sh.lower[stage][column] = lowers ? scale.there / before : 1.0f;
+            uint4* limbs = sh.limbs[stage] + column * WORDS;
+#pragma unroll
+            for (int word = 0; word < WORDS / 2; ++word) {
+                unsigned high[4], low[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    split(v[8 * word + 2 * i] * scale.there, v[8 * word + 2 * i + 1] * scale.there, high[i], low[i]);
+                limbs[word ^ column % 8] = make_uint4(high[0], high[1], high[2], high[3]);
+                limbs[(word + WORDS / 2) ^ column % 8] = make_uint4(low[0], low[1], low[2], low[3]);
+            }
+            fence_async();
+            if (chunk + 1 == rows.chunks) sh.back[column] = of_a ? scale.back : scale.back * 0x1p28f;
+            lowered = __any_sync(~0u, lowers);
+        }
+        if (column % LANES == 0) sh.lowered[stage][column / LANES] = lowered;
+        arrive(&sh.full[stage]);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    await_copies<0>();
+}
+
+// Multiplies what a lane has of c by a factor for each of its rows and one for each column.
+template <int N>
+__device__ __forceinline__ void bring(const float* factors, float (&c)[SIDE / 2]) {
+    const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES * 16 + lane / 4;
+    const float of_row[2] = {factors[row], factors[row + 8]};
+#pragma unroll
+    for (int j = 0; j < N / 2; j += 4) {
+        const float2 of_column = *reinterpret_cast<const float2*>(factors + SIDE + 2 * j + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            c[j + 2 * i] = c[j + 2 * i] * of_row[i] * of_column.x;
+            c[j + 2 * i + 1] = c[j + 2 * i + 1] * of_row[i] * of_column.y;
+        }
+    }
+}
+
+// A warpgroup's 64 rows of c, by the first N columns of its block.
+template <int N>
+__device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE / 2]) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;  // a warp has 16 rows of c
+    int stage = 0, phase = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        mbar_wait(&sh.full[stage], phase);
+        const uint4* a = sh.limbs[stage] + (warp * 16 + lane % 16) * WORDS;
+        unsigned of_a[2][2][4];  // first and second limbs, of 16 rows each
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_matrices(of_a[i / 2][i % 2], a + ((2 * i + lane / 16) ^ lane % 8));
+        const unsigned long long b = operand_descriptor(smem(sh.limbs[stage] + SIDE * WORDS), 0);
+        float sums[N / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 6; ++i)  // second limbs by first ones, first by second, first by first
+            wgmma_of_registers(sums, of_a[i < 2][i % 2], b + 2 * (i % 2) + (i / 2 == 1 ? WORDS / 2 : 0), i);
+        wgmma_commit();
+        if (chunk > 0 && *reinterpret_cast<const unsigned long long*>(sh.lowered[stage]) != 0)
+            bring<N>(sh.lower[stage], c);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) c[i] += sums[i];
+        arrive(&sh.empty[stage]);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    bring<N>(sh.back, c);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
+    tall_product(const __grid_constant__ Problem p, const float* a, const float* b, float* parts) {
+    extern __shared__ __align__(1024) char raw[];
+    Shared& sh = *reinterpret_cast<Shared*>(raw);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            mbar_init(&sh.full[i], COLUMNS / LANES);
+            mbar_init(&sh.empty[i], MULTIPLIERS / LANES);
+        }
+    }
+    __syncthreads();
+    await_kernel_ahead();
+
+    const unsigned wide = static_cast<unsigned>((p.k + SIDE - 1) / SIDE);  // blocks of c
+    const unsigned blocks = static_cast<unsigned>((p.n + SIDE - 1) / SIDE) * wide;
+    const long long n0 = blockIdx.x % blocks / wide * SIDE, k0 = blockIdx.x % blocks % wide * SIDE;
+    const long long part = blockIdx.x / blocks, first = part * p.rows;
+    const int of_b = static_cast<int>(min(p.k - k0, 1LL * SIDE));
+    const int rows = static_cast<int>(min(p.rows, p.m - first)), chunks = (rows + CHUNK - 1) / CHUNK;
+    if (threadIdx.x >= MULTIPLIERS) {
+        give_registers<MAKER_REGISTERS>();
+        const Rows all = {a + first * p.lda + n0,
+                          b + first * p.ldb + k0,
+                          p.lda,
+                          p.ldb,
+                          static_cast<int>(min(p.n - n0, 1LL * SIDE)),
+                          of_b,
+                          rows,
+                          chunks};
+        if (p.flags & FLAG_VECTOR_X)
+            make_limbs<true>(sh, all);
+        else
+            make_limbs<false>(sh, all);
+        return;
+    }
+    take_registers<MULTIPLIER_REGISTERS>();
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    float c[SIDE / 2] = {};
+    if (of_b > SIDE / 2)
+        multiply<SIDE>(sh, chunks, c);
+    else
+        multiply<SIDE / 2>(sh, chunks, c);
+    const long long pitch = wide * SIDE;
+    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < SIDE / 2; j += 4)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            *reinterpret_cast<float2*>(to + 8 * i * pitch + 2 * j) = make_float2(c[j + 2 * i], c[j + 2 * i + 1]);
+}
