@@ -61,6 +61,10 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
 	$(run) -m gsbn bench --preset many --dtype float32 --dtype bfloat16 --publish . --publish-as many $(ARGS)
 	$(run) -m gsbn bench --preset few --dtype float32 --dtype bfloat16 --publish . --publish-as few $(ARGS)
+	$(run) -m gsbn bench --preset many --direction step --dtype float32 --dtype bfloat16 --publish . \
+		--publish-as many_step $(ARGS)
+	$(run) -m gsbn bench --preset few --direction step --dtype float32 --dtype bfloat16 --publish . \
+		--publish-as few_step $(ARGS)
 	$(run) -m gsbn bench --preset models --publish . --publish-as models $(ARGS)
 
 ranks: $(ready_test)
