@@ -12,9 +12,9 @@ Two of the tools report what is right, as tools/sanitizer_limits.py shows on ker
 initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
     looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
     this launch. --clear gives the variants that need Hopper memory that is zero.
-racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them, nor that
-    one lane's arrival at a barrier is its warp's. What it reports of forward_sm90 is `constants` (inference), which such
-    counters guard; of tall_product, what makers leave for those who multiply.
+racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them, nor
+    that one lane's arrival at a barrier is its warp's. What it reports of forward_sm90 is `constants` (inference),
+    which such counters guard; of tall_product, what makers leave for those who multiply.
 """
 
 import sys
