@@ -1,10 +1,11 @@
-// add_parts: a matrix of its parts, in float64 and in their order: what tall_product, or narrow_backward, made of some rows each.
+// add_parts: a matrix of its parts, added in float64 and in their order: of what CTAs of tall_product, or of narrow_backward,
+// made of some rows each.
 //
 //   parts (number, size): float32, of each n rows of `pitch` elements, a multiple of 4, whose first k are taken
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
-// A thread takes four neighbours of some parts: where there are few elements, and many parts, `share` threads of a CTA share them.
-// Moves the parts and c once.
+// A thread takes four neighbours of some parts: `share` threads of a CTA share four neighbours of all. Moves the parts and c
+// once.
 #include "common.cuh"
 
 struct Problem {

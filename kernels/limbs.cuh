@@ -13,7 +13,8 @@ struct Scale {
     }
 };
 
-// Limbs of two neighbours of k that are scaled to lie below 2^15: high, float16, and low, of what that leaves. Of Inf low is NaN, and so is what a row with Inf makes, which IEEE arithmetic has as Inf or NaN.
+// Limbs of two neighbours of k that are scaled into float16's range: high, float16, and low, of what that leaves. Of Inf low is
+// NaN, and so is what a row with Inf makes, which IEEE arithmetic has as Inf or NaN.
 __device__ __forceinline__ void split(float first, float second, unsigned& high, unsigned& low) {
     const __half2 both = __floats2half2_rn(first, second);
     const float2 left = __half22float2(both);

@@ -35,7 +35,8 @@ __device__ __forceinline__ void wgmma_wait() {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// What mma and wgmma_of_registers take of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows lie where the lanes say.
+// What mma and wgmma_of_registers take of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows
+// lie where the lanes say.
 __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
