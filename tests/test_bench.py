@@ -470,11 +470,26 @@ def test_a_cpu_has_no_device_time_and_no_graph() -> None:
 
 def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(MARKED)
-    with pytest.raises(ValueError, match=r"README.md: expected a file with the lines <!-- results:kernelbench -->"):
-        publish.publish(report_of_a_gpu(), tmp_path)
-    with pytest.raises(ValueError, match=r"results.md: expected a file with the lines"):
-        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    for name in ("kernelbench", "rows"):
+        with pytest.raises(ValueError, match=rf"results.md: expected a file with the lines <!-- results:{name} -->"):
+            publish.publish(report_of_a_gpu(), tmp_path, name)
     assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == MARKED
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text(MARKED)
+    (tmp_path / "README.md").write_text(MARKED.replace("<!-- /results:rows -->", ""))
+    with pytest.raises(ValueError, match=r"README.md: expected a file with the lines"):
+        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    assert (tmp_path / "docs" / "results.md").read_text() == MARKED
+
+
+def test_a_table_may_be_of_the_docs_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text(MARKED)
+    (tmp_path / "README.md").write_text("nothing\n")
+    publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    assert (tmp_path / "README.md").read_text() == "nothing\n"
+    assert "old" not in (tmp_path / "docs" / "results.md").read_text()
 
 
 @pytest.mark.parametrize("preset", ["kernelbench", "sweep"])

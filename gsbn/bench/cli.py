@@ -227,8 +227,7 @@ def bench_command(
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
     if publish:
         try:
-            for page in ("README.md", "docs/results.md"):
-                paper.split(publish / page, publish_as)
+            paper.pages(publish, publish_as)
         except ValueError as error:
             _fail(str(error))
     settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)

@@ -39,9 +39,20 @@ def split(file: Path, name: str) -> tuple[str, str]:
     return text[: text.find(begin) + len(begin)], text[text.find(end) :]
 
 
+def pages(root: Path, name: str) -> list[Path]:
+    """The pages of a checkout that have a table of this name: ``docs/results.md``, and the README if it has one, too;
+    ValueError if a marker is missing."""
+    results, readme = root / "docs" / "results.md", root / "README.md"
+    has_one = readme.is_file() and f"results:{name} -->" in readme.read_text(encoding="utf-8")
+    found = [results, readme] if has_one else [results]
+    for page in found:
+        split(page, name)
+    return found
+
+
 def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
-    """Write the report's table between the markers of this name in ``root/README.md``, with all of its columns into
-    ``root/docs/results.md``, and the figures and a picture into ``root/docs/results``; gives the files."""
+    """Write the report's table between the markers of this name in ``root/README.md`` if it has them, with all of its
+    columns in ``root/docs/results.md``, and the figures and a picture into ``root/docs/results``; gives the files."""
     full = (
         f"{markdown(report)}\n\n![Speed beside the peers, and the roofline](results/{name}.png)\n\n"
         f"With intervals: [{name}.json](results/{name}.json)."
@@ -50,18 +61,18 @@ def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]
 
 
 def write(root: Path, name: str, saved: str, draw: Callable[[Path], None], brief: str, full: str) -> list[Path]:
-    """The brief text between the markers of this name in the README and the full one in the docs, JSON and picture."""
-    docs = root / "docs"
-    pages = [root / "README.md", docs / "results.md"]
-    sides = [split(page, name) for page in pages]
-    folder = docs / "results"
+    """The brief text between the markers of this name in the README, if it has them, and the full one in the docs; JSON
+    and picture."""
+    found = pages(root, name)
+    folder = root / "docs" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     figures, picture = folder / f"{name}.json", folder / f"{name}.png"
     figures.write_text(saved, encoding="utf-8")
     draw(picture)
-    for page, (head, tail), table in zip(pages, sides, (brief, full), strict=True):
+    for page, table in zip(found, (full, brief), strict=False):
+        head, tail = split(page, name)
         page.write_text(f"{head}\n{table}\n{tail}", encoding="utf-8")
-    return [*pages, figures, picture]
+    return [*found, figures, picture]
 
 
 def changed_since(results: Path) -> list[str]:
