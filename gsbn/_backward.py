@@ -337,9 +337,10 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
     zeros = call.at(plan.limbs.maxima) if plan.limbs.maxima_bytes else ABSENT
     if plan.fused:
-        ranks = ABSENT if exchange is None else "ranks"
-        passed = {**reads, "dg": dg, **to_vectors, "zeros": zeros, "ranks": ranks}
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, passed)
+        passed = {**reads, "dg": dg, **to_vectors, "zeros": zeros}
+        if plan.sums_kernel.name == "backward_fused":
+            passed["ranks"] = ABSENT if exchange is None else "ranks"
+        call.launch(plan.sums_kernel, plan.sums_grid, fields, passed, plan.sums_block)
     elif plan.sums and m:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0), "zeros": zeros})
     elif "bias" in made:  # in training, and nothing but zeros is wanted

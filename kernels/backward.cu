@@ -129,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (p.splits > 0)
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, double S, double E) {
-                             store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta,
-                                           &stored[0][0], COLUMNS, column);
+                             store_feature(p, Factors{saved, p.n, c}, c, S, E, item < blocks, to_bias, to_scale,
+                                           to_gamma, to_beta, &stored[0][0], COLUMNS, column);
                          });
         if (dg == nullptr) return;
         __syncthreads();
@@ -205,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
             }
             const long long c = col0 + threadIdx.x;
             if (TRAINING && ranks != nullptr) {
-                store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+                store_gradients(p, Factors{saved, p.n, c}, c, S, E, to_bias, to_scale, to_gamma, to_beta);
                 const Exchange exchange(ranks, nullptr, 0, p.signature);
                 const double unit = saved[SAVED_UNIT * p.n + c];
                 post_sums(exchange, p, c, unit, S, E);
                 merge_totals(exchange, p, c, unit, S, E);
             }
-            store_feature(p, saved, c, S, E, ranks == nullptr, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                          NARROW_COLUMNS, threadIdx.x);
+            store_feature(p, Factors{saved, p.n, c}, c, S, E, ranks == nullptr, to_bias, to_scale, to_gamma, to_beta,
+                          &stored[0][0], NARROW_COLUMNS, threadIdx.x);
         }
         if (dg == nullptr) return;
         __syncthreads();
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Places<THREADS, VEC> at_once(p.along);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
         const auto post = [&](long long c, int, double S, double E) {
-            store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+            store_gradients(p, Factors{saved, p.n, c}, c, S, E, to_bias, to_scale, to_gamma, to_beta);
             const double unit = saved[SAVED_UNIT * p.n + c];
             if (posted == nullptr) {
                 post_sums(exchange, p, c, unit, S, E);

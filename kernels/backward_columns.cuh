@@ -139,10 +139,17 @@ __device__ inline void merge_splits(const Problem& p, const char* workspace, int
     if (part == 0 && c < p.n) then(c, column, S, E);
 }
 
-// The gradients of size O, of feature c.
-__device__ inline void store_gradients(const Problem& p, const double* saved, long long c, double S, double E,
-                                       void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
-    const auto of = [&](int row) { return saved[row * p.n + c]; };
+// What the forward left of feature c, a row (SAVED_) each.
+struct Factors {
+    const double* saved;
+    long long n, c;
+    __device__ double operator()(int row) const { return saved[row * n + c]; }
+};
+
+// The gradients of size O, of feature c, whose rows of SAVED_ `of` gives.
+template <typename Of>
+__device__ inline void store_gradients(const Problem& p, const Of& of, long long c, double S, double E, void* to_bias,
+                                       void* to_scale, void* to_gamma, void* to_beta) {
     store_vector(to_bias, p.to_bias, c, TRAINING ? 0.0 : of(SAVED_A) * S);
     store_vector(to_scale, p.to_scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
     store_vector(to_gamma, p.to_gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
@@ -151,13 +158,13 @@ __device__ inline void store_gradients(const Problem& p, const double* saved, lo
 
 // Of feature c, everything of size O: its gradients, if `gradients`, and in training the coefficients of dg, rows of
 // `pitch`, at `at`.
-__device__ inline void store_feature(const Problem& p, const double* saved, long long c, double S, double E,
-                                     bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
-                                     G* coefficients, long long pitch, long long at) {
-    if (gradients) store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+template <typename Of>
+__device__ inline void store_feature(const Problem& p, const Of& of, long long c, double S, double E, bool gradients,
+                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
+                                     long long pitch, long long at) {
+    if (gradients) store_gradients(p, of, c, S, E, to_bias, to_scale, to_gamma, to_beta);
     if (!TRAINING) return;
 
-    const auto of = [&](int row) { return saved[row * p.n + c]; };
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
     const G mean_high = static_cast<G>(mean);

@@ -17,6 +17,9 @@ using G = G_TYPE;
 #ifndef ACROSS
 #define ACROSS false
 #endif
+#ifndef COLUMNS_OF_THREAD
+#define COLUMNS_OF_THREAD 16 / sizeof(T)
+#endif
 
 struct Problem {
     long long m, n, k;               // B, O, I
@@ -35,7 +38,7 @@ struct Problem {
 
 constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put through something
 
-constexpr int VEC = 16 / sizeof(T);
+constexpr int VEC = COLUMNS_OF_THREAD;
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
 constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);              // of 16 bytes: VEC columns of a row of dy and of d
@@ -119,9 +122,9 @@ struct Rows {
 };
 
 // Zeros in place of a memset: of the maxima that take_maxima will raise. By the first launch, every thread of it.
-__device__ inline void clear(unsigned* zeros, long long words) {
+__device__ inline void clear(unsigned* zeros, long long words, int threads = THREADS) {
 #pragma unroll 1
-    for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)
+    for (long long i = 1LL * blockIdx.x * threads + threadIdx.x; i < words; i += 1LL * gridDim.x * threads)
         zeros[i] = 0;
 }
 

@@ -19,6 +19,9 @@
 #ifndef G_TYPE
 #define G_TYPE float
 #endif
+#ifndef COLUMNS_OF_THREAD
+#define COLUMNS_OF_THREAD 16 / sizeof(G)
+#endif
 using G = G_TYPE;
 
 struct Problem {
@@ -38,7 +41,7 @@ struct Problem {
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
 };
 
-constexpr int VEC = 16 / sizeof(G);
+constexpr int VEC = COLUMNS_OF_THREAD;
 constexpr int THREADS = 256;
 constexpr int PIVOT = sizeof(G) == 8 ? 16 : 1;
 

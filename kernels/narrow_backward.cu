@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
     double* scratch = reinterpret_cast<double*>(narrow_shared + RINGS - TILE);  // the last stage of the last team
     merge_splits(p, workspace, static_cast<int>(p.along) * VEC, 0, scratch, [&](long long c, int, double S, double E) {
-        store_feature(p, saved, c, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta, &stored[0][0], FEATURES,
-                      c);
+        store_feature(p, Factors{saved, p.n, c}, c, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta,
+                      &stored[0][0], FEATURES, c);
     });
     if constexpr (!BY_FMA) fence_async();
     __syncthreads();

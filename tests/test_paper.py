@@ -189,6 +189,22 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
     assert (record["flags"], of_dw.grid) == (I % 4 == 0, blocks * parts)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "few"), [(2, True), (16, True), (17, False)])
+def test_a_thread_has_all_of_a_few_rows(rows: int, few: bool, dtype: str) -> None:
+    """In one launch after the GEMM, and one before those of the backward."""
+    x, weight, dy = (paper.Array(of, dtype) for of in ((rows, 4096), (11008, 4096), (rows, 11008)))
+    with paper.gpu(paper.HOPPER) as (_, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True, gemm="cublas")
+        assert [launch.name for launch in log] == ["cuBLAS", "normalize_few" if few else "normalize"]
+        of_few = log[-1]
+        log.clear()
+        gsbn.backward(dy, saved, needs=("gamma", "beta", "x"))
+    assert (log[0].name == "backward_few") == few and "backward_dg" not in [launch.name for launch in log if few]
+    if few:
+        assert of_few.grid == log[0].grid == -(-11008 // 128)
+
+
 class Alone:
     """A communicator that nobody calls."""
 

@@ -47,7 +47,17 @@ from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import CONSTANTS, ELEMENTS, MODES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
+from gsbn._plan.variants import (
+    CONSTANTS,
+    ELEMENTS,
+    FEW_COLUMNS,
+    FEW_THREADS,
+    MODES,
+    SPLITS_OF_K,
+    THREADS,
+    TILES_OF_X,
+    split_rows_at_once,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -84,7 +94,10 @@ def largest_grid(device: Device) -> int:
 
 
 def constants_of(decided: Plan) -> str:
-    """Where normalize has those of a feature from."""
+    """Where normalize, or normalize_few, has those of a feature from."""
+    if decided.few:
+        assert decided.normalize_kernel.name == "normalize_few" and decided.stats_kernel is None
+        return "batch"
     number = int(dict(decided.normalize_kernel.defines)["CONSTANTS"])
     found = next(name for name, value in CONSTANTS.items() if value == number)
     assert (decided.stats_kernel is None) == (found != "workspace")
@@ -120,6 +133,10 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     if constants_of(decided) == "batch":  # a CTA has all rows of its columns, a thread a whole number of them in a warp
         assert decided.normalize_rows == p.m <= STATS_GROUP * THREADS // decided.along
         assert decided.along in (2, 4, 8, 16, 32)
+        assert decided.few == (p.m <= FEW_ROWS)
+    if decided.few:
+        assert decided.block == FEW_THREADS
+        assert p.device.limited or decided.normalize_grid * FEW_COLUMNS >= p.n
 
     # the workspace: aligned, in order, and large enough
     g_size = max(ITEMSIZE[p.dtype], 4)
@@ -450,9 +467,12 @@ def test_a_backward_fits(
     assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
     if decided.fused:
         assert decided.sums and not decided.across
-        assert p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
-        assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
-        assert decided.sums_grid * 16 * decided.along >= p.n * size or p.device.limited
+        few = p.m <= FEW_ROWS
+        assert (decided.splits, decided.sums_kernel.name) == (0, "backward_few" if few else "backward_fused")
+        assert decided.sums_block == (FEW_THREADS if few else THREADS)
+        assert few or (p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms)
+        columns = FEW_COLUMNS if few else 16 * decided.along // size
+        assert decided.sums_grid * columns >= p.n or p.device.limited
     elif decided.sums:
         assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
         assert decided.splits * 2 * p.n * 8 <= decided.dg_at

@@ -153,21 +153,27 @@ def limbs_of_dg(block_m, cluster, split):
 
 def narrow_backward(dtype, features, inputs, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
-    many_rows_backward(limits(narrow=True), (2055, inputs - 8, features - 8), dtype, activation)
+    whole_backward(limits(narrow=True), (2055, inputs - 8, features - 8), dtype, activation)
 
 
 def narrow_product(features):
     """dx = dg w, limbs of dg being made in registers; its columns fill no CTA's features. And dw beside it."""
-    many_rows_backward(limits(narrow=True), (2055, features - 3, 200), "float32")
+    whole_backward(limits(narrow=True), (2055, features - 3, 200), "float32")
 
 
 def tall(inputs):
     """dw = dgᵀ x of two blocks by two; the last rows fill no chunk, columns no block."""
-    many_rows_backward(limits(narrow=False, tall=True), (2055, inputs, 200), "float32")
+    whole_backward(limits(narrow=False, tall=True), (2055, inputs, 200), "float32")
 
 
-def many_rows_backward(within, shape, dtype, activation=None):
-    """Training, the backward by the kernels for many rows."""
+def few_rows(dtype, activation):
+    """The kernels of which a thread has all rows of its columns; the last thread has one column."""
+    for rows in (13, 16):
+        whole_backward(limits(), (rows, 40, 333), dtype, activation)
+
+
+def whole_backward(within, shape, dtype, activation=None):
+    """Training, and all gradients."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
     y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
@@ -242,6 +248,8 @@ def variants():
                 end = f" {activation}" if activation else ""
                 yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
+    for choice in product(_plan.C_TYPE, (None, *ACTIVATIONS)):
+        yield f"few {choice[0]}" + (f" {choice[1]}" if choice[1] else ""), few_rows, choice
     for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
     for element in NARROW_CHUNKS:

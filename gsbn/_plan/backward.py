@@ -23,6 +23,7 @@ from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .narrow import NarrowBackward, for_narrow, narrow_backward, product_by_narrow
 from .problem import (
+    FEW_ROWS,
     INT32_MAX,
     ITEMSIZE,
     SPLITS,
@@ -38,6 +39,8 @@ from .tall import Tall, tall
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
+    FEW_COLUMNS,
+    FEW_THREADS,
     RING,
     SM90_BLOCK_N,
     SPLIT_WIDTHS,
@@ -112,6 +115,7 @@ class BackwardPlan(NamedTuple):
     dw_at: int
     workspace: int
     sums_kernel: Kernel
+    sums_block: int  # its threads
     dg_kernel: Kernel
     total_kernel: Kernel
     merge_kernel: Kernel | None
@@ -175,15 +179,17 @@ def backward_plan(
     shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
     splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks), step)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
-    # `needs` leaves out: the bits of the rest are the same.
-    fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
+    # All rows of some columns by one CTA, or one thread: nobody else's sums are needed. Unlike `across`, it does not
+    # depend on what `needs` leaves out: the bits of the rest are the same.
+    all_rows = sums and (dtype != "float32" or precision == "highest")
+    few = all_rows and m <= FEW_ROWS and ranks is None and limits.fused is not False
     resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
     kept = kept_dtype(dtype, m, training=training)
     # 64 bytes of a row, or 128 where only then all CTAs are there at once; not in float64, of few rows of 16 bits
     fused_along = 4 if ceil_div(n, 64 // size) <= resident or kept == "float64" != dtype else 8
     columns = ceil_div(n, fused_along * 16 // size)  # CTAs
-    fused = fused and (columns <= resident if limits.fused is None else limits.fused)  # several waves lose up to 5 us
+    wins = columns <= resident if limits.fused is None else limits.fused  # several waves lose up to 5 us
+    fused = few or (all_rows and m <= FUSED_ROWS and ranks != "between" and wins)
     if fused or not sums:
         splits = 0
     if "weight" not in needs or fused or kept != dtype:
@@ -200,7 +206,9 @@ def backward_plan(
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
-    sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
+    sums_kernel, dg_kernel, few_kernel, fused_kernel, total_kernel, *merge = (
+        with_activation(kernel, activation) for kernel in kernels
+    )
     return BackwardPlan(
         narrow=narrow,
         sums=sums,
@@ -217,7 +225,7 @@ def backward_plan(
         along=fused_along if fused else along,
         pitch=pitch,
         across=across,
-        sums_grid=device.grid(columns if fused else blocks * splits),
+        sums_grid=device.grid(ceil_div(n, FEW_COLUMNS) if few else columns if fused else blocks * splits),
         sums_rows=sums_rows,
         splits=splits,
         dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
@@ -231,7 +239,8 @@ def backward_plan(
         dx_at=dx_at,
         dw_at=dw_at,
         workspace=dw_at + (0 if dw is None else dw.copied_bytes),
-        sums_kernel=fused_kernel if fused else sums_kernel,
+        sums_kernel=few_kernel if few else fused_kernel if fused else sums_kernel,
+        sums_block=FEW_THREADS if few else THREADS,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
         merge_kernel=merge[0] if merge else None,

@@ -22,6 +22,7 @@ from .gemm import (
 from .limbs import Splits, lay_out, split_of
 from .narrow import for_narrow, narrow_forward, narrow_obstacle
 from .problem import (
+    FEW_ROWS,
     INT32_MAX,
     ITEMSIZE,
     SPLITS,
@@ -35,12 +36,15 @@ from .problem import (
     threads_along,
 )
 from .variants import (
+    FEW_COLUMNS,
+    FEW_THREADS,
     THREADS,
     Kernel,
     by_limbs,
     element_for,
     merge_statistics,
     normalize,
+    normalize_few,
     scale_stats,
     with_activation,
 )
@@ -87,6 +91,7 @@ class Plan(NamedTuple):
     gemm_block: int
     block: int  # threads of a CTA of stats_kernel and of normalize_kernel
     narrow: bool  # stats_kernel and normalize_kernel make g of x, each for itself
+    few: bool  # normalize_kernel is normalize_few
     stats_kernel: Kernel | None  # None where normalize_kernel makes the constants itself
     merge_kernel: Kernel
     normalize_kernel: Kernel
@@ -158,7 +163,9 @@ def plan(
     row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
     if one_pass:
         splits, row_blocks, normalize_rows = 1, 1, m
-    stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
+    few = one_pass and m <= FEW_ROWS  # and a thread has all rows of its columns
+    stats_grid = device.grid(blocks * splits)
+    normalize_grid = device.grid(ceil_div(n, FEW_COLUMNS) if few else blocks * row_blocks)
     if narrow is not None:
         splits, stats_rows, stats_grid, normalize_grid = narrow.splits, narrow.rows, narrow.grid, narrow.grid
     merge_columns, merge_grid = _merge(n, splits, device)
@@ -169,7 +176,10 @@ def plan(
     workspace = g + (0 if narrow or y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
 
     stats_kernel, block = scale_stats(dtype) if constants == "workspace" else None, THREADS
-    normalize_kernel = normalize(dtype, keep.dtype if keep is not None and training else None, constants)
+    kept_in_training = keep.dtype if keep is not None and training else None
+    normalize_kernel = normalize(dtype, kept_in_training, constants)
+    if few:
+        normalize_kernel, block = normalize_few(dtype, kept_in_training), FEW_THREADS
     if narrow is not None:
         stats_kernel, normalize_kernel, block = narrow.stats if training else None, narrow.normalize, narrow.threads
 
@@ -207,6 +217,7 @@ def plan(
         ldg=ldg,
         along=along,
         narrow=narrow is not None,
+        few=few,
         block=block,
         stats_grid=stats_grid,
         stats_rows=stats_rows,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
 from .._typing import Activation
-from .problem import C_TYPE
+from .problem import C_TYPE, FEW_ROWS, kept_dtype
 
 __all__ = [
     "BLOCKS_M",
@@ -16,6 +16,8 @@ __all__ = [
     "COLUMN",
     "CONSTANTS",
     "ELEMENTS",
+    "FEW_COLUMNS",
+    "FEW_THREADS",
     "MODES",
     "NARROW_BACKWARD",
     "NARROW_CHUNKS",
@@ -53,6 +55,7 @@ __all__ = [
     "narrow_teams",
     "narrow_threads",
     "normalize",
+    "normalize_few",
     "scale_stats",
     "split_limbs",
     "split_rows_at_once",
@@ -63,6 +66,7 @@ __all__ = [
 ]
 
 THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize and fold; of forward_sm90
+FEW_THREADS, FEW_COLUMNS = 64, 128  # of a CTA of normalize_few or backward_few, and the columns that it has
 CONSTANTS = {"workspace": 0, "running": 1, "batch": 2}  # normalize's, where those of a feature come from
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 # forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_of_x" the weight's limbs are made in registers.
@@ -113,8 +117,8 @@ def every_kernel() -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "narrow_normalize", "narrow_backward")
-            or kernel.file == "backward"
+            kernel.name in ("normalize", "normalize_few", "narrow_normalize", "narrow_backward")
+            or kernel.file in ("backward", "backward_few")
             or dict(kernel.defines).get("MODE") in modes
         ):
             yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
@@ -137,6 +141,7 @@ def _plain_kernels() -> Iterator[Kernel]:
         yield normalize(dtype, constants="running")
         for of_kept, constants in itertools.product((None, *sorted(kept_in_training)), ("workspace", "batch")):
             yield normalize(dtype, of_kept, constants)
+        yield from (normalize_few(dtype), normalize_few(dtype, kept_dtype(dtype, FEW_ROWS, training=True)))
         yield from (scale_stats(dtype), merge_statistics(dtype))
     for element in NARROW_CHUNKS:
         for features, chunks in itertools.product(narrow_features(element), NARROW_CHUNKS[element]):
@@ -199,6 +204,14 @@ def normalize(dtype: str, kept: str | None = None, constants: str = "workspace")
     g_type, made = "double" if dtype == "float64" else "float", str(CONSTANTS[constants])
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("CONSTANTS", made))
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+
+
+def normalize_few(dtype: str, kept: str | None = None) -> Kernel:
+    """The variant of normalize_few for a y of this dtype, and for keeping g - m in another, or in the same."""
+    g_type = "double" if dtype == "float64" else "float"
+    defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]))
+    of_kept = () if kept is None else (("D_TYPE", C_TYPE[kept]),)
+    return Kernel("normalize_few", "normalize_few", defines + of_kept)
 
 
 def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
@@ -286,8 +299,8 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
 
 
 def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
-    """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
-    dtype and what was kept."""
+    """The variants of backward_sums, _dg, _few and _fused, of sum_features and, in training, of merge_sums, for a dy of
+    this dtype and what was kept."""
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
@@ -296,7 +309,7 @@ def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = Fa
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
-    return sums, dg, *others
+    return sums, dg, Kernel("backward_few", "backward_few", defines), *others
 
 
 def split_limbs(k: int) -> Kernel:
