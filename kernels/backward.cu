@@ -126,6 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
         Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
                   dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);
+        const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
+        if (p.splits > 0 && threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
         if (p.splits > 0)
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, double S, double E) {
@@ -178,6 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
 
         const long long count = count_rows(p.m, at_once.row, at_once.rows);
         Rows rows(p, dy, d, at_once.row, at_once.rows, count, col, inside, ring);
+        const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
+        if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};

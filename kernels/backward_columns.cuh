@@ -143,7 +143,13 @@ __device__ inline void merge_splits(const Problem& p, const char* workspace, int
 struct Factors {
     const double* saved;
     long long n, c;
+    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients want
     __device__ double operator()(int row) const { return saved[row * n + c]; }
+    // Brings them into L1, so that who has sums does not wait for memory again; in registers there is no room for them.
+    __device__ void ask() const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + i * n + c));
+    }
 };
 
 // The gradients of size O, of feature c, whose rows of SAVED_ `of` gives.

@@ -13,13 +13,12 @@ constexpr int THREADS_HERE = 64;  // few, so that they spread over the SMs
 
 // The rows of SAVED_ that a column wants, on their way.
 struct Held {
-    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;
-    double at[ROWS];
+    double at[Factors::ROWS];
 
     Held() = default;
     __device__ explicit Held(const Factors& of) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) at[i] = of(i);
+        for (int i = 0; i < Factors::ROWS; ++i) at[i] = of(i);
     }
     __device__ double operator()(int row) const { return at[row]; }
 };
