@@ -1,1 +1,0 @@
-cd /tmp/nw; PYTHONPATH=. ./.venv-kernels/bin/python /tmp/dump.py "$@" /tmp/ns.cubin >/dev/null; printf '\0\0\0\0\0\0\0\0' >> /tmp/ns.cubin; /tmp/vd/lib/python3.11/site-packages/nvidia/cu13/bin/nvdisasm -c /tmp/ns.cubin 2>/dev/null > /tmp/ns.sass
