@@ -95,9 +95,10 @@ def backward(
 
     Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
     did. Beside the result it allocates dg, in x's dtype (for TF32 its transpose as well), O(O) scratch, what cuBLAS
-    wants (32 MiB at most), and copies of operands and results that the kernels cannot take as they lie, or would take
-    much longer for. dg passes through x's dtype as in PyTorch: beyond 65504 a float16 gradient overflows. S and D are
-    float32 sums of 16 rows, merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is
+    or the parts of dweight want (32 MiB at most), limbs of float32 operands in about as many bytes as these have, and
+    copies of operands and results that the kernels cannot take as they lie, or would take much longer for. dg passes
+    through x's dtype as in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows,
+    merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is
     float64. On the CPU arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one
     block at a time, each gradient rounded once.
     """
