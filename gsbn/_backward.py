@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, overload
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._copies import Move, copied, move
-from ._cublas import CublasGemm
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
 from ._limbs import Limbs
+from ._products import add_parts, multiply_by
 from ._ranks import Exchange, exchange_of, letters, posts_at, signature
 from ._saved import Saved
-from ._sm90 import Sm90Gemm
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
 
@@ -364,7 +363,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}
         passed |= {"partials": partials, "dx": of["x"], **to_vectors}
         call.launch(plan.narrow.kernel, plan.narrow.ctas, fields, passed, plan.narrow.block)
-        _add_parts(call, plan.narrow.parts, partials, of["weight"], (n, k), "float32" if how.wide else dy.dtype)
+        add_parts(call, plan.narrow.parts, partials, of["weight"], (n, k), "float32" if how.wide else dy.dtype)
     elif m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
         reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
@@ -381,7 +380,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
             if p.y.own:
                 at = call.at(elsewhere)
                 results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
-            _multiply(call, product, (*operands, at), limbs, name, how.precision, device)
+            multiply_by(call, product, (*operands, at), limbs, name, how.precision, device)
 
         def multiply_weight(*, first: bool) -> None:
             if plan.weight is not None and plan.weight_first == first:
@@ -399,48 +398,6 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
     log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
     return _Backward(call, places)
-
-
-def _multiply(
-    call: Call,
-    product: _plan.Product,
-    operands: tuple[str, str, str],
-    limbs: Limbs,
-    b: str,
-    precision: str,
-    device: int,
-) -> None:
-    """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
-    p = product.p
-    if product.one is not None and product.of_limbs:
-        limbs.multiply(p, product.one, "dg", b, operands[-1])
-    elif product.one is not None:
-        call.multiply(Sm90Gemm(p, product.one, device), *operands)
-    elif product.tall is not None:
-        tall = product.tall
-        fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
-        fields |= {"flags": _declared.flags(vector_x=tall.whole_words)}
-        of_dg, of_x, c = operands
-        parts = call.lend(tall.parts.nbytes)
-        call.launch(tall.kernel, tall.ctas, fields, {"a": of_dg, "b": of_x, "parts": parts}, _plan.TALL_THREADS)
-        _add_parts(call, tall.parts, parts, c, (p.m, p.n), p.dtype)
-    elif product.kernel is None:
-        cublas = CublasGemm(p, precision, device, wide=product.wide)
-        call.multiply(cublas, *operands, call.lend(cublas.workspace))
-    else:
-        size, ldw = _plan.ITEMSIZE[p.dtype], p.w.strides[0 if product.rows else 1]
-        whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
-        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
-        fields |= {"stats_rows": product.rows, "flags": _declared.flags(vector_x=True, **whole)}
-        passed = dict(zip(("x", "w", "g"), operands, strict=True))
-        call.launch(product.kernel, product.grid, fields, passed, product.block)
-
-
-def _add_parts(call: Call, parts: _plan.Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
-    """The step that adds up the parts of a matrix."""
-    fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
-    fields |= {"share": parts.share, "to_c": 8 + _declared.kind_code(dtype)}
-    call.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to})
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

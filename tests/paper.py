@@ -26,7 +26,19 @@ if __package__:  # as tests.paper
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gsbn
-from gsbn import _backward, _call, _declared, _device, _forward, _forward_call, _interop, _kernels, _plan, _tma
+from gsbn import (
+    _backward,
+    _call,
+    _declared,
+    _device,
+    _forward,
+    _forward_call,
+    _interop,
+    _kernels,
+    _plan,
+    _products,
+    _tma,
+)
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)
@@ -144,7 +156,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
             stack.enter_context(mock.patch.object(module, "cuda", return_value=found))
         for module in (_forward, _backward):
             stack.enter_context(mock.patch.object(module, "_calls", {}))
-        for module in (_forward_call, _backward):
+        for module in (_forward_call, _products):
             stack.enter_context(mock.patch.object(module, "CublasGemm", Cublas))
         stack.enter_context(mock.patch.object(_tma, "tensor_maps", tensor_maps))
         stack.enter_context(mock.patch.object(_kernels, "gpu", return_value=device))

@@ -33,6 +33,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._capture", "gsbn._cublas", "gsbn._kernels", "gsbn._ranks", "gsbn._saved"},
     {"gsbn._call", "gsbn._sm90"},
     {"gsbn._copies", "gsbn._limbs"},
+    {"gsbn._products"},
     {"gsbn._fold", "gsbn._forward_call", "gsbn._prepare", "gsbn._warm_up"},
     {"gsbn._forward"},
     {"gsbn._backward"},

@@ -1,0 +1,53 @@
+"""The two products of the backward: from what the planner decided to the steps of a call."""
+
+from __future__ import annotations
+
+from . import _declared, _plan
+from ._call import Call
+from ._cublas import CublasGemm
+from ._limbs import Limbs
+from ._sm90 import Sm90Gemm
+
+__all__ = ["add_parts", "multiply_by"]
+
+
+def multiply_by(
+    call: Call,
+    product: _plan.Product,
+    operands: tuple[str, str, str],
+    limbs: Limbs,
+    b: str,
+    precision: str,
+    device: int,
+) -> None:
+    """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
+    p = product.p
+    if product.one is not None and product.of_limbs:
+        limbs.multiply(p, product.one, "dg", b, operands[-1])
+    elif product.one is not None:
+        call.multiply(Sm90Gemm(p, product.one, device), *operands)
+    elif product.tall is not None:
+        tall = product.tall
+        fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
+        fields |= {"flags": _declared.flags(vector_x=tall.whole_words)}
+        of_dg, of_x, c = operands
+        parts = call.lend(tall.parts.nbytes)
+        call.launch(tall.kernel, tall.ctas, fields, {"a": of_dg, "b": of_x, "parts": parts}, _plan.TALL_THREADS)
+        add_parts(call, tall.parts, parts, c, (p.m, p.n), p.dtype)
+    elif product.kernel is None:
+        cublas = CublasGemm(p, precision, device, wide=product.wide)
+        call.multiply(cublas, *operands, call.lend(cublas.workspace))
+    else:
+        size, ldw = _plan.ITEMSIZE[p.dtype], p.w.strides[0 if product.rows else 1]
+        whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
+        fields |= {"stats_rows": product.rows, "flags": _declared.flags(vector_x=True, **whole)}
+        passed = dict(zip(("x", "w", "g"), operands, strict=True))
+        call.launch(product.kernel, product.grid, fields, passed, product.block)
+
+
+def add_parts(call: Call, parts: _plan.Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
+    """The step that adds up the parts of a matrix."""
+    fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
+    fields |= {"share": parts.share, "to_c": 8 + _declared.kind_code(dtype)}
+    call.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to})
