@@ -97,9 +97,9 @@ def backward(
     or the parts of dweight want (32 MiB at most), limbs of float32 operands in about as many bytes as these have, and
     copies of operands and results that the kernels cannot take as they lie, or would take much longer for. dg passes
     through x's dtype as in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows,
-    merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is
-    float64. On the CPU arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one
-    block at a time, each gradient rounded once.
+    merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU
+    arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each
+    gradient rounded once.
     """
     return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
 

@@ -38,7 +38,8 @@ def multiply_by(
         cublas = CublasGemm(p, precision, device, wide=product.wide)
         call.multiply(cublas, *operands, call.lend(cublas.workspace))
     else:
-        size, ldw = _plan.ITEMSIZE[p.dtype], p.w.strides[0 if product.rows else 1]
+        along = 0 if product.rows else 1  # narrow_product has b along what is summed over, gemm_tiled across
+        size, ldw = _plan.ITEMSIZE[p.dtype], p.w.strides[along]
         whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
         fields |= {"stats_rows": product.rows, "flags": _declared.flags(vector_x=True, **whole)}

@@ -226,31 +226,28 @@ def gradient_bounds(
     return limits
 
 
-# ---- dx alone, through limbs
+# ---- a product alone, through limbs
 
 
 def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -> Any:
-    """dx = dg weight, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
-    rows, features = dg.shape
-    given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
-    given[...] = dg
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x",), None, limits, norm=False)
-    with poisoned_allocations(kind_of("cupy")):
-        found, made = run(library_of(dg), (given, None, weight, None, None), how)
-    place = found.places[0]
-    assert place is not None
-    return made[place]
+    """dx = dg weight."""
+    return _product_of(cupy, "x", dg, None, weight, limits, gemm)
 
 
 def dw_of(cupy: Any, dg: Any, x: Any, limits: Limits, gemm: str = "auto") -> Any:
-    """dw = dgᵀ x, likewise."""
+    """dw = dgᵀ x."""
+    return _product_of(cupy, "weight", dg, x, None, limits, gemm)
+
+
+def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limits, gemm: str) -> Any:
+    """The gradient of this name, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
     rows, features = dg.shape
     given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
     given[...] = dg
-    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("weight",), None, limits, norm=False)
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, (name,), None, limits, norm=False)
     with poisoned_allocations(kind_of("cupy")):
-        found, made = run(library_of(dg), (given, x, None, None, None), how)
-    place = found.places[1]
+        found, made = run(library_of(dg), (given, x, weight, None, None), how)
+    place = found.places[NAMES.index(name)]
     assert place is not None
     return made[place]
 

@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gradients import assert_made_of_limbs, dx_of
-from harness import (
-    CPU_KINDS,
-    DTYPES,
-    GPU_KINDS,
-    Producer,
-    assert_same_bits,
-    forward,
-    kind_of,
-    place,
-    without_out,
-)
+from harness import CPU_KINDS, DTYPES, GPU_KINDS, Producer, assert_same_bits, forward, kind_of, place, without_out
 from strategies import Case
 from tolerance import assert_outcome_within, bounds, norm_error
 

@@ -1,4 +1,4 @@
-"""dw of many rows in float32: the launch that makes limbs of dg and x on the way, and what it takes."""
+"""dw in float32 where dg and x are tall, of many rows: the launch that makes their limbs, and what it takes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .variants import TALL_SIDE, Kernel, tall_product
 
 __all__ = ["Tall", "tall"]
 
-CHUNK = 32  # rows that a CTA takes at a time
-LEAST_ROWS = 2048  # of dg and x: with fewer the parts are as many bytes as they are
+CHUNK = 32  # rows that a CTA takes at a time: CHUNK of kernels/tall_product.cu
+LEAST_ROWS = 2048  # with fewer, dg and x are no more bytes than the parts of their product
 
 
 class Tall(NamedTuple):

@@ -88,8 +88,8 @@ SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements o
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 128  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
-TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
 NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
+TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),

@@ -69,7 +69,7 @@ def write(root: Path, name: str, saved: str, draw: Callable[[Path], None], brief
     figures, picture = folder / f"{name}.json", folder / f"{name}.png"
     figures.write_text(saved, encoding="utf-8")
     draw(picture)
-    for page, table in zip(found, (full, brief), strict=False):
+    for page, table in zip(found, (full, brief), strict=False):  # the README comes second, or not at all
         head, tail = split(page, name)
         page.write_text(f"{head}\n{table}\n{tail}", encoding="utf-8")
     return [*found, figures, picture]
