@@ -232,7 +232,8 @@ def prepare_call(
             call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
             count = count if group is None else ABSENT  # it has counted
         if m:
-            passed = {**of_g, "y": y, "workspace": workspace, **own, "num_batches_tracked": count}
+            passed = {**of_g, "y": y} | ({} if plan.one_pass else {"workspace": workspace})
+            passed |= {**own, "num_batches_tracked": count}
             passed |= {"deviations": deviations, "saved": vectors}
             call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed, plan.block)
 

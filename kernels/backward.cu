@@ -27,33 +27,11 @@
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
 // of all ranks (ranks.cuh), which are then the sums of one split.
 //
-// backward_fused is all of that where rows are few: an item is all rows of 32, 64 or 128 bytes of columns (`along`), so that
-// their sums need nobody else's, or other ranks' alone, and reads them once more from L2. No workspace.
-//
 // Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
-// 403 MB. backward_fused moves dy, d and dg once, and dy and d once more from L2.
+// 403 MB.
 #include "backward_columns.cuh"
-#include "ranks.cuh"
 
 constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
-
-// S and D of feature c of this rank; with the first one goes the header.
-__device__ inline void post_sums(const Exchange& exchange, const Problem& p, long long c, double unit, double S,
-                                 double E) {
-    if (c == 0) exchange.post_header(static_cast<double>(p.m));
-    exchange.post_feature(c, S, unit * E);
-}
-
-// S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
-// the rows of all.
-__device__ inline void merge_totals(const Exchange& exchange, const Problem& p, long long c, double unit, double& S,
-                                    double& E) {
-    double rows, D;
-    exchange.sums(c, rows, S, D);
-    const double own = static_cast<double>(p.m) / rows;
-    S *= own;
-    E = D / unit * own;
-}
 
 // S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -71,15 +49,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
         const long long block = item / splits, split = item % splits;
         const long long col = block * at_once.columns + at_once.column;
-        const long long begin = split * p.sums_rows, height = min(p.sums_rows, p.m - begin);
+        const long long begin = split * p.sums_rows;
+        const int height = static_cast<int>(min(p.sums_rows, p.m - begin));
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        Rows rows(p, dy, d, begin + at_once.row, at_once.rows, count_rows(height, at_once.row, at_once.rows), col,
-                  inside, memory.ring);
+        const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
+        const Walk<STAGES, Rows> rows(count,
+                                      Rows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.ring));
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
-        add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
+        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
         __syncthreads();  // all rows were read: the ring is free
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
@@ -118,36 +98,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
     const unsigned blocks = at_once.blocks(p.n);
-    const long long row_blocks = dg == nullptr ? 1 : (p.m + p.dg_rows - 1) / p.dg_rows;
+    const unsigned rows_of_item =
+        static_cast<unsigned>(p.dg_rows);  // a division of 64 bits is some hundred instructions
+    const unsigned row_blocks = dg == nullptr ? 1 : (static_cast<unsigned>(p.m) + rows_of_item - 1) / rows_of_item;
     for_each_item(blocks * row_blocks, [&](unsigned item) {
         const long long col0 = static_cast<long long>(item % blocks) * at_once.columns, col = col0 + at_once.column;
-        const long long end = p.m - item / blocks * p.dg_rows, height = min(p.dg_rows, end);
+        const long long end = p.m - item / blocks * p.dg_rows;
+        const int height = static_cast<int>(min(p.dg_rows, end));
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        Rows rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows,
-                  dg == nullptr ? 0 : count_rows(height, at_once.row, at_once.rows), col, inside, ring);
+        const int count = inside > 0 && dg != nullptr ? count_every(height, at_once.row, at_once.rows) : 0;
+        const Walk<STAGES, Rows> rows(count, Rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row,
+                                                  -at_once.rows, col, inside, ring));
+        const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
+        if (p.splits > 0 && threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
         if (p.splits > 0)
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, double S, double E) {
-                             store_feature(p, saved, c, S, E, item < blocks, to_bias, to_scale, to_gamma, to_beta,
-                                           &stored[0][0], COLUMNS, column);
+                             store_feature(p, Factors{saved, p.n, c}, S, E, item < blocks, to_bias, to_scale, to_gamma,
+                                           to_beta, &stored[0][0], COLUMNS, column);
                          });
         if (dg == nullptr) return;
         __syncthreads();
 
-        const Coefficients of(p, saved, &stored[0][0], COLUMNS, at_once.column, col, inside);
-        T* to = dg + (end - 1 - at_once.row) * p.lddg + col;
+        const BeforeY before(p, saved, col, inside);
+        const Coefficients of(before, &stored[0][0], COLUMNS, at_once.column, p, saved, col, inside);
+        T* const first_dg = dg + (end - 1 - at_once.row) * p.lddg + col;
+        const auto write = [&](int i, const Row& row) {
+            const Vector<T, VEC> out = of.dg(row);
+            store_dg(first_dg - i * at_once.rows * p.lddg, out, inside);
+            return out;
+        };
         if constexpr (ACROSS) {
             const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
             const auto turned = [&](int column, int row) -> T& {
                 return tile[(column % VEC * LANES + column / VEC) * (TILE + 1) + row];
             };
-            const auto turn = [&](const Vector<T, VEC>& out, int i) {
+            int begin = 0;  // the tile's first row of this thread
+            for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE, begin += STAGES) {
+                rows.down(begin, min(begin + STAGES, count), [&](int i, const Row& row) {
+                    const Vector<T, VEC> out = write(i, row);
 #pragma unroll
-                for (int j = 0; j < VEC; ++j) turned(at_once.column + j, TILE - 1 - (i * WARPS + warp)) = out.at[j];
-            };
-            for (long long row0 = end - TILE; row0 > end - height - TILE; row0 -= TILE) {
-                write_rows(of, rows, to, -WARPS * p.lddg, turn);
+                    for (int j = 0; j < VEC; ++j)
+                        turned(at_once.column + j, TILE - 1 - (i % STAGES * WARPS + warp)) = out.at[j];
+                });
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
                     for (int r = lane; r < TILE; r += LANES)
@@ -155,75 +149,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 __syncthreads();
             }
         } else {
-            while (rows.left > 0) write_rows(of, rows, to, -at_once.rows * p.lddg, [](const Vector<T, VEC>&, int) {});
+            rows.down<true>(0, count, write);
         }
     });
-}
-
-// backward_sums and backward_dg of a few columns, NARROW_COLUMNS at most, and all rows; dg may be null where nobody wants it.
-extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
-    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
-                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
-    await_kernel_ahead(ranks != nullptr);
-    clear(zeros, p.words);
-    __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
-    __shared__ double sums[2][WARPS][NARROW_COLUMNS];
-    __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][NARROW_COLUMNS];
-
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const Places<THREADS, VEC> at_once(p.along);
-    for_each_item(at_once.blocks(p.n), [&](unsigned item) {
-        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
-
-        const long long count = count_rows(p.m, at_once.row, at_once.rows);
-        Rows rows(p, dy, d, at_once.row, at_once.rows, count, col, inside, ring);
-        G centre[VEC] = {};
-        load_centre(p, saved, col, inside, centre);
-        double sum[VEC] = {}, dot[VEC] = {};
-        add_rows(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        Rows again(p, dy, TRAINING || ACTIVE ? d : nullptr, at_once.row, at_once.rows, dg == nullptr ? 0 : count, col,
-                   inside, ring);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            for (int bit = static_cast<int>(p.along); bit < LANES; bit *= 2) {
-                sum[j] += __shfl_xor_sync(0xFFFFFFFF, sum[j], bit);
-                dot[j] += __shfl_xor_sync(0xFFFFFFFF, dot[j], bit);
-            }
-            if (lane < p.along) {
-                sums[0][warp][at_once.column + j] = sum[j];
-                sums[1][warp][at_once.column + j] = dot[j];
-            }
-        }
-        __syncthreads();
-        if (threadIdx.x < at_once.columns && col0 + threadIdx.x < p.n) {
-            double S = 0.0, E = 0.0;
-#pragma unroll
-            for (int i = 0; i < WARPS; ++i) {
-                S += sums[0][i][threadIdx.x];
-                E += sums[1][i][threadIdx.x];
-            }
-            const long long c = col0 + threadIdx.x;
-            if (TRAINING && ranks != nullptr) {
-                store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
-                const Exchange exchange(ranks, nullptr, 0, p.signature);
-                const double unit = saved[SAVED_UNIT * p.n + c];
-                post_sums(exchange, p, c, unit, S, E);
-                merge_totals(exchange, p, c, unit, S, E);
-            }
-            store_feature(p, saved, c, S, E, ranks == nullptr, to_bias, to_scale, to_gamma, to_beta, &stored[0][0],
-                          NARROW_COLUMNS, threadIdx.x);
-        }
-        if (dg == nullptr) return;
-        __syncthreads();
-
-        const Coefficients of(p, saved, &stored[0][0], NARROW_COLUMNS, at_once.column, col, inside);
-        T* to = dg + at_once.row * p.lddg + col;
-        while (again.left > 0) write_rows(of, again, to, at_once.rows * p.lddg, [](const Vector<T, VEC>&, int) {});
-    });
-    if (ranks == nullptr) return;
-    __syncthreads();
-    if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);
 }
 
 // What a rank's sums become, in training; a thread has one column. First, unless `gathered` is given, the splits are merged,
@@ -244,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Places<THREADS, VEC> at_once(p.along);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
         const auto post = [&](long long c, int, double S, double E) {
-            store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
+            store_gradients(p, Factors{saved, p.n, c}, S, E, to_bias, to_scale, to_gamma, to_beta);
             const double unit = saved[SAVED_UNIT * p.n + c];
             if (posted == nullptr) {
                 post_sums(exchange, p, c, unit, S, E);

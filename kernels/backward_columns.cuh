@@ -1,6 +1,7 @@
 // What a thread of backward.cu makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
 #pragma once
 #include "backward_rows.cuh"
+#include "ranks.cuh"
 
 constexpr int GROUP = 16;
 
@@ -58,26 +59,21 @@ struct BeforeY {
     }
 };
 
-// All rows are added to sum[j] and dot[j], j < VEC.
-__device__ inline void add_rows(Rows& rows, const G* centre, const BeforeY& before, double (&sum)[VEC],
-                                double (&dot)[VEC]) {
-    while (rows.left > 0) {
-        Sum sum_of[VEC], dot_of[VEC];
+// All rows are added to sum[j] and dot[j], j < VEC. LONG: see Walk.
+template <bool LONG>
+__device__ __forceinline__ void add_rows(const Walk<STAGES, Rows>& rows, const G (&centre)[VEC], const BeforeY& before,
+                                         double (&sum)[VEC], double (&dot)[VEC]) {
 #pragma unroll 1
-        for (int first = 0; first < GROUP && rows.left > 0; first += STAGES) {
+    for (int first = 0; first < rows.count; first += GROUP) {
+        Sum sum_of[VEC], dot_of[VEC];
+        rows.template down<LONG>(first, min(first + GROUP, rows.count), [&](int, const Row& row) {
 #pragma unroll
-            for (int i = 0; i < STAGES; ++i) {
-                Vector<T, VEC> dy_at;
-                Vector<D, VEC> d_at;
-                rows.take(i, dy_at, d_at);
-#pragma unroll
-                for (int j = 0; j < VEC; ++j) {
-                    const G d_of = to_float(d_at.at[j]), u = before.gradient(j, to_float(dy_at.at[j]), d_of);
-                    sum_of[j].add(u);
-                    dot_of[j].add_product(u, TRAINING ? d_of : d_of - centre[j]);
-                }
+            for (int j = 0; j < VEC; ++j) {
+                const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+                sum_of[j].add(u);
+                dot_of[j].add_product(u, TRAINING ? d : d - centre[j]);
             }
-        }
+        });
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             sum[j] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
@@ -102,20 +98,21 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
 template <typename Then>
 __device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
-    constexpr int AT_ONCE = 16;  // splits whose sums are on their way
-    const int parts = scratch == nullptr ? 1 : THREADS / columns, column = threadIdx.x % columns,
-              part = threadIdx.x / columns;
-    const long long c = col0 + column;
+    constexpr int AT_ONCE = 8;  // splits whose sums are on their way
+    const int parts = scratch == nullptr ? 1 : THREADS >> (31 - __clz(columns));
+    const int column = static_cast<int>(threadIdx.x) & (columns - 1),
+              part = static_cast<int>(threadIdx.x) >> (31 - __clz(columns));
+    const long long c = col0 + column, step = parts * 2 * p.n;
     double S = 0.0, E = 0.0;
     if (part < parts && c < p.n) {
-        const double* partials = reinterpret_cast<const double*>(workspace) + c;
-        for (long long first = part; first < p.splits; first += AT_ONCE * parts) {
+        const double* at = reinterpret_cast<const double*>(workspace) + part * 2 * p.n + c;
+#pragma unroll 1
+        for (int left = count_every(static_cast<int>(p.splits), part, parts); left > 0; left -= AT_ONCE) {
             double S_of[AT_ONCE], E_of[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const long long split = first + i * parts;
-                S_of[i] = split < p.splits ? partials[split * 2 * p.n] : 0.0;
-                E_of[i] = split < p.splits ? partials[(split * 2 + 1) * p.n] : 0.0;
+            for (int i = 0; i < AT_ONCE; ++i, at += step) {
+                S_of[i] = i < left ? at[0] : 0.0;
+                E_of[i] = i < left ? at[p.n] : 0.0;
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
@@ -131,6 +128,7 @@ __device__ inline void merge_splits(const Problem& p, const char* workspace, int
         }
         __syncthreads();
         if (part == 0)
+#pragma unroll 4
             for (int i = column + columns; i < THREADS; i += columns) {
                 S += scratch[i];
                 E += scratch[THREADS + i];
@@ -139,25 +137,56 @@ __device__ inline void merge_splits(const Problem& p, const char* workspace, int
     if (part == 0 && c < p.n) then(c, column, S, E);
 }
 
-// The gradients of size O, of feature c.
-__device__ inline void store_gradients(const Problem& p, const double* saved, long long c, double S, double E,
-                                       void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
-    const auto of = [&](int row) { return saved[row * p.n + c]; };
-    store_vector(to_bias, p.to_bias, c, TRAINING ? 0.0 : of(SAVED_A) * S);
-    store_vector(to_scale, p.to_scale, c, of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E)));
-    store_vector(to_gamma, p.to_gamma, c, of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S)));
-    store_vector(to_beta, p.to_beta, c, S);
+// What the forward left of feature c, a row (SAVED_) each.
+struct Factors {
+    const double* saved;
+    long long n, c;
+    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients want
+
+    __device__ double operator()(int row) const { return saved[row * n + c]; }
+    // Brings every `step`-th of them into L1, so that who has sums does not wait for memory again.
+    __device__ void ask(int first = 0, int step = 1) const {
+#pragma unroll 1
+        for (int row = first; row < ROWS; row += step)
+            asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
+    }
+};
+
+constexpr int GRADIENTS = 4;  // of size O
+
+// Of these the one with this number, of feature c. One place for all: instructions that are executed once are to be few.
+__device__ __forceinline__ void store_gradient(int number, const Problem& p, const Factors& of, double S, double E,
+                                               void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    double value = S;
+    void* to = to_beta;
+    long long code = p.to_beta;
+    if (number == 0) {
+        value = TRAINING ? 0.0 : of(SAVED_A) * S;
+        to = to_bias;
+        code = p.to_bias;
+    } else if (number == 1) {
+        value = of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E));
+        to = to_scale;
+        code = p.to_scale;
+    } else if (number == 2) {
+        value = of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S));
+        to = to_gamma;
+        code = p.to_gamma;
+    }
+    store_vector(to, code, of.c, value);
 }
 
-// Of feature c, everything of size O: its gradients, if `gradients`, and in training the coefficients of dg, rows of
-// `pitch`, at `at`.
-__device__ inline void store_feature(const Problem& p, const double* saved, long long c, double S, double E,
-                                     bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
-                                     G* coefficients, long long pitch, long long at) {
-    if (gradients) store_gradients(p, saved, c, S, E, to_bias, to_scale, to_gamma, to_beta);
-    if (!TRAINING) return;
+__device__ inline void store_gradients(const Problem& p, const Factors& of, double S, double E, void* to_bias,
+                                       void* to_scale, void* to_gamma, void* to_beta) {
+#pragma unroll 1
+    for (int number = 0; number < GRADIENTS; ++number)
+        store_gradient(number, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+}
 
-    const auto of = [&](int row) { return saved[row * p.n + c]; };
+// In training, the coefficients of dg of a feature, rows of `pitch`, at `at`.
+__device__ inline void store_coefficients(const Problem& p, const Factors& of, double S, double E, G* coefficients,
+                                          long long pitch, long long at) {
+    if (!TRAINING) return;
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
     const G mean_high = static_cast<G>(mean);
@@ -167,24 +196,52 @@ __device__ inline void store_feature(const Problem& p, const double* saved, long
     coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
 }
 
-// dg of the VEC columns from col on: in training of what store_feature left at `coefficients`, of which col is `at`.
+// Of feature c, everything of size O: its gradients, if `gradients`, and the coefficients.
+__device__ inline void store_feature(const Problem& p, const Factors& of, double S, double E, bool gradients,
+                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
+                                     long long pitch, long long at) {
+    if (gradients) store_gradients(p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+    store_coefficients(p, of, S, E, coefficients, pitch, at);
+}
+
+// S and D of feature c of this rank; with the first one goes the header.
+__device__ inline void post_sums(const Exchange& exchange, const Problem& p, long long c, double unit, double S,
+                                 double E) {
+    if (c == 0) exchange.post_header(static_cast<double>(p.m));
+    exchange.post_feature(c, S, unit * E);
+}
+
+// S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
+// the rows of all.
+__device__ inline void merge_totals(const Exchange& exchange, const Problem& p, long long c, double unit, double& S,
+                                    double& E) {
+    double rows, D;
+    exchange.sums(c, rows, S, D);
+    const double own = static_cast<double>(p.m) / rows;
+    S *= own;
+    E = D / unit * own;
+}
+
+// dg of the VEC columns from col on: in training of what store_coefficients left at `coefficients`, in shared memory, of which
+// col is `at`.
 struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
     BeforeY before;
 
     // in training
-    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at, int inside)
+    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at)
         : before(before_) {
-        a = load<G, VEC>(coefficients + DG_A * pitch + at, inside);
-        mean = load<G, VEC>(coefficients + DG_MEAN * pitch + at, inside);
-        mean_low = load<G, VEC>(coefficients + DG_MEAN_LOW * pitch + at, inside);
-        rate = load<G, VEC>(coefficients + DG_RATE * pitch + at, inside);
+        const auto row = [&](int i) { return *reinterpret_cast<const Vector<G, VEC>*>(coefficients + i * pitch + at); };
+        a = row(DG_A);
+        mean = row(DG_MEAN);
+        mean_low = row(DG_MEAN_LOW);
+        rate = row(DG_RATE);
     }
-    __device__ Coefficients(const Problem& p, const double* saved, const G* coefficients, long long pitch, long long at,
-                            long long col, int inside)
-        : before(p, saved, col, inside) {
+    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at,
+                            const Problem& p, const double* saved, long long col, int inside)
+        : before(before_) {
         if (TRAINING) {
-            *this = Coefficients(before, coefficients, pitch, at, inside);
+            *this = Coefficients(before_, coefficients, pitch, at);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
@@ -192,34 +249,25 @@ struct Coefficients {
         }
     }
 
-    __device__ Vector<T, VEC> dg(const Vector<T, VEC>& dy, const Vector<D, VEC>& d) const {
+    __device__ Vector<T, VEC> dg(const Row& row) const {
         Vector<T, VEC> out;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const G d_of = to_float(d.at[j]), u = before.gradient(j, to_float(dy.at[j]), d_of);
-            const G centred = TRAINING ? fma(-rate.at[j], d_of, (u - mean.at[j]) - mean_low.at[j]) : u;
+            const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+            const G centred = TRAINING ? fma(-rate.at[j], d, (u - mean.at[j]) - mean_low.at[j]) : u;
             from_float(a.at[j] * centred, out.at[j]);
         }
         return out;
     }
 };
 
-// dg of the next STAGES rows, to `to` and every `step` elements on, which moves with them. `then` gets each.
-template <typename Then>
-__device__ inline void write_rows(const Coefficients& of, Rows& rows, T*& to, long long step, const Then& then) {
+// The first `inside` of them.
+__device__ __forceinline__ void store_dg(T* to, const Vector<T, VEC>& out, int inside) {
+    if (inside == VEC) {
+        store_whole(to, out);
+    } else {
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i, to += step) {
-        Vector<T, VEC> dy_at;
-        Vector<D, VEC> d_at;
-        if (!rows.take(i, dy_at, d_at)) break;
-        const Vector<T, VEC> out = of.dg(dy_at, d_at);
-        then(out, i);
-        if (rows.whole) {
-            store_whole(to, out);
-        } else {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (j < rows.inside) to[j] = out.at[j];
-        }
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) to[j] = out.at[j];
     }
 }

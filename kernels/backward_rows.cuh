@@ -2,7 +2,7 @@
 // in shared memory. No kernels.
 #pragma once
 #include "activation.cuh"
-#include "async_copy.cuh"
+#include "walk.cuh"
 
 #ifndef T_TYPE
 #define T_TYPE float
@@ -27,9 +27,9 @@ struct Problem {
     long long along;                 // threads along a row of dy
     long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
     long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
-    long long vector_dy;             // whether rows of dy start on 16 bytes and its columns are adjacent
-    long long words;                 // zeros that the first launch writes for a later one
-    long long signature;             // what this call is, of a group
+    long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; else dy_col is 0
+    long long words;      // zeros that the first launch writes for a later one
+    long long signature;  // what this call is, of a group
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 };
 
@@ -52,69 +52,54 @@ __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
                  : "memory");
 }
 
-// A thread's `count` rows of dy and d, VEC columns of first, first + step, ... in this order; zeros beyond. Whole ones
-// come through shared memory, STAGES of them on their way at once without a register: a thread copies there what it
-// will read itself, so that it waits for nobody.
+// VEC columns of a row of dy and of d; zeros for columns that there are not, and for a d that there is not.
+struct Row {
+    Vector<T, VEC> dy;
+    Vector<D, VEC> d;
+};
+
+// A thread's rows of both: first, first + step, ... (Walk).
 struct Rows {
     const T* dy;
     const D* d;  // may be null
-    long long dy_step, d_step, dy_col;
-    uint4* ring;
-    int left, ahead, inside;  // rows not taken yet, rows not asked for yet, columns
-    bool whole;
+    long long dy_step, d_step;
+    uint4* ring;  // [slot][chunk][THREADS]
+    int inside;   // columns
+    bool vector_dy;
 
-    __device__ Rows(const Problem& p, const T* dy_, const D* d_, long long first, long long step, long long count,
-                    long long col, int inside_, uint4* memory)
+    __device__ Rows(const Problem& p, const T* dy_, const D* d_, long long first, long long step, long long col,
+                    int inside_, uint4* memory)
         : dy(dy_ + first * p.dy_row + col * p.dy_col),
           d(d_ == nullptr ? d_ : d_ + first * p.ldd + col),
           dy_step(step * p.dy_row),
           d_step(step * p.ldd),
-          dy_col(p.dy_col),
           ring(memory + threadIdx.x),
-          left(inside_ > 0 ? static_cast<int>(count) : 0),
-          ahead(left),
           inside(inside_),
-          whole(inside_ == VEC && p.vector_dy) {
+          vector_dy(p.vector_dy) {}
+    __device__ __forceinline__ void ask(int i, int slot) const {
+        uint4* to = ring + slot * CHUNKS * THREADS;
+        if (vector_dy) copy_async(to, dy + i * dy_step, inside * static_cast<int>(sizeof(T)));
+        if (d == nullptr) return;
 #pragma unroll
-        for (int i = 0; i < STAGES; ++i) ask(i);
-    }
-    __device__ void ask(int stage) {
-        if (!whole) return;
-        if (ahead-- > 0) {
-            copy_async(ring + stage * CHUNKS * THREADS, dy);
-            if (d != nullptr)
-#pragma unroll
-                for (int i = 1; i < CHUNKS; ++i)
-                    copy_async(ring + (stage * CHUNKS + i) * THREADS, d + (i - 1) * 16 / sizeof(D));
-            advance();
+        for (int j = 1; j < CHUNKS; ++j) {
+            const int left = inside * static_cast<int>(sizeof(D)) - 16 * (j - 1);
+            copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
         }
-        commit_copies();
     }
-    __device__ void advance() {
-        dy += dy_step;
-        if (d != nullptr) d += d_step;
-    }
-    // The next row, if there is one; its stage is its number modulo STAGES.
-    __device__ bool take(int stage, Vector<T, VEC>& dy_at, Vector<D, VEC>& d_at) {
-        dy_at = {};
-        d_at = {};
-        if (left-- <= 0) return false;
-        if (whole) {
-            await_copies<STAGES - 1>();
-            *reinterpret_cast<uint4*>(&dy_at) = ring[stage * CHUNKS * THREADS];
-            if (d != nullptr)
+    __device__ __forceinline__ Row read(int i, int slot) const {
+        const uint4* from = ring + slot * CHUNKS * THREADS;
+        Row row;
+        *reinterpret_cast<uint4*>(&row.dy) = from[0];
+        if (!vector_dy) {  // columns of stride 0: one value for all
+            const T value = dy[i * dy_step];
 #pragma unroll
-                for (int i = 1; i < CHUNKS; ++i)
-                    reinterpret_cast<uint4*>(&d_at)[i - 1] = ring[(stage * CHUNKS + i) * THREADS];
-            ask(stage);
-        } else {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (j < inside) dy_at.at[j] = dy[j * dy_col];
-            if (d != nullptr) d_at = load<D, VEC>(d, inside);
-            advance();
+            for (int j = 0; j < VEC; ++j) row.dy.at[j] = value;
         }
-        return true;
+        row.d = {};
+        if (d != nullptr)
+#pragma unroll
+            for (int j = 1; j < CHUNKS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+        return row;
     }
 };
 
@@ -123,9 +108,4 @@ __device__ inline void clear(unsigned* zeros, long long words) {
 #pragma unroll 1
     for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)
         zeros[i] = 0;
-}
-
-// How many of `height` rows are those of offset `first` and every `step` on.
-__device__ inline long long count_rows(long long height, long long first, long long step) {
-    return max((height - first + step - 1) / step, 0LL);
 }

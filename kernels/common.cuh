@@ -50,11 +50,13 @@ struct Places {
     int columns, rows;  // of a CTA at once
     int column, row;    // of this thread among them
 
-    __device__ explicit Places(long long along)
-        : columns(static_cast<int>(along) * VEC),
-          rows(THREADS / static_cast<int>(along)),
-          column(static_cast<int>(threadIdx.x % static_cast<unsigned>(along)) * VEC),
-          row(static_cast<int>(threadIdx.x / static_cast<unsigned>(along))) {}
+    __device__ explicit Places(long long along_) {  // without divisions, which are some twenty instructions each
+        const int along = static_cast<int>(along_), thread = static_cast<int>(threadIdx.x), shift = 31 - __clz(along);
+        columns = along * VEC;
+        rows = THREADS >> shift;
+        column = (thread & (along - 1)) * VEC;
+        row = thread >> shift;
+    }
     // How many blocks of columns a row of n has, without a division of 64 bits, which is some hundred instructions.
     __device__ unsigned blocks(long long n) const {
         return static_cast<unsigned>((n + columns - 1) >> (31 - __clz(columns)));

@@ -47,54 +47,68 @@ __device__ inline double unit_near(double spread) {
     return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
 }
 
-// The arguments of feature c, on their way.
+// The arguments of a feature: what there is in place of those that are absent.
 struct Arguments {
-    Fetched s, gamma, beta, b, mean, var;
-
-    Arguments() = default;
-    __device__ Arguments(const Problem& p, long long c, const void* bias, const void* scale, const void* gamma,
-                         const void* beta, const void* running_mean, const void* running_var)
-        : s(fetch(scale, p.scale, c)),
-          gamma(fetch(gamma, p.gamma, c)),
-          beta(fetch(beta, p.beta, c)),
-          b(fetch(bias, p.bias, c)),
-          mean(fetch(running_mean, p.running_mean, c)),
-          var(fetch(running_var, p.running_var, c)) {}
+    static constexpr int COUNT = 6;
+    double s, gamma, beta, b, mean, var;
+    // The COUNT that `argument` gave, `pitch` apart.
+    __device__ Arguments(const double* from, int pitch)
+        : s(from[0]),
+          gamma(from[pitch]),
+          beta(from[2 * pitch]),
+          b(from[3 * pitch]),
+          mean(from[4 * pitch]),
+          var(from[5 * pitch]) {}
 };
+
+// The argument with this number of feature c. One place for all: a thread fetches one, beside others, in few instructions.
+__device__ __forceinline__ double argument(int number, const Problem& p, long long c, const void* bias,
+                                           const void* scale, const void* gamma, const void* beta,
+                                           const void* running_mean, const void* running_var) {
+    const void* from = running_var;
+    long long code = p.running_var;
+    double absent = 1.0;
+    if (number == 0) from = scale, code = p.scale, absent = p.number;
+    if (number == 1) from = gamma, code = p.gamma;
+    if (number == 2) from = beta, code = p.beta, absent = 0.0;
+    if (number == 3) from = bias, code = p.bias, absent = 0.0;
+    if (number == 4) from = running_mean, code = p.running_mean, absent = 0.0;
+    return fetch(from, code, c).or_else(absent);
+}
 
 // All that follows from mean and M2 of feature c over `rows` rows.
 struct Feature {
-    double rows, mean, m2, s, v, gamma, a, beta;
+    Arguments of;
+    double rows, mean, m2, v, a;
 
-    Feature() = default;
     __device__ Feature(const Problem& p, double rows, double mean, double m2, const Arguments& of)
-        : rows(rows),
+        : of(of),
+          rows(rows),
           mean(mean),
           m2(m2),
-          s(of.s.or_else(p.number)),
           v(m2 / rows),
-          gamma(of.gamma.or_else(1.0)),
-          a(gamma * s * (1.0 / sqrt(s * s * v + p.eps))),
-          beta(of.beta.or_else(0.0)) {}
+          a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
 
-    // What the backward wants, and the running statistics; `batches`: the count before this one.
-    __device__ __forceinline__ void store(const Problem& p, long long c, const Arguments& of, long long batches,
-                                          bool tracked, void* running_mean, void* running_var, double* saved) const {
-        if (saved != nullptr) {
-            const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-            store_saved(saved, p.n, c, s, gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(beta));
-        }
-        if (p.running_mean != 0 && tracked) {
-            const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
-            const double to_mean = s * (mean + of.b.or_else(0.0)), to_var = s * s * (m2 / (rows - 1.0));
-            store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean.or_else(0.0) + mu * to_mean);
-            store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var.or_else(0.0) + mu * to_var);
-        }
+    // What the backward wants, if anybody does.
+    __device__ __forceinline__ void save(const Problem& p, long long c, double* saved) const {
+        if (saved == nullptr) return;
+        const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+        store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(of.beta));
+    }
+    // The running statistics, if there are any; `batches`: the count before this one.
+    __device__ __forceinline__ void track(const Problem& p, long long c, long long batches, void* running_mean,
+                                          void* running_var) const {
+        if (p.running_mean == 0) return;
+        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+        const double to_mean = of.s * (mean + of.b), to_var = of.s * of.s * (m2 / (rows - 1.0));
+        store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean + mu * to_mean);
+        store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var + mu * to_var);
     }
 };
 
 // The mean of the first `rows` rows of VEC columns, at most PIVOT of them.
 __device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long pitch, long long rows, int inside) {
+    if constexpr (PIVOT == 1) return load<G, VEC>(from, inside);
     Vector<G, VEC> pivot = {};
     const int pivots = static_cast<int>(min(rows, static_cast<long long>(PIVOT)));
     for (int i = 0; i < pivots; ++i) {
@@ -177,14 +191,13 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 // with all that they multiply, m is 0 and what it stands for moves into beta.
 __device__ __forceinline__ void store_running(const Problem& p, long long c, const Arguments& of, const G* g, G* affine,
                                               long long pitch, long long at, double* saved) {
-    const double s = of.s.or_else(p.number), r = 1.0 / sqrt(of.var.or_else(1.0) + p.eps);
-    const double b = of.b.or_else(0.0), mean = of.mean.or_else(0.0), gamma_r = of.gamma.or_else(1.0) * r;
-    const double middle = (s == 0.0 ? 0.0 : mean / s) - b;
+    const double s = of.s, b = of.b, r = 1.0 / sqrt(of.var + p.eps), gamma_r = of.gamma * r;
+    const double middle = (s == 0.0 ? 0.0 : of.mean / s) - b;
     constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
     const double a = gamma_r * s;
     const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
     const double m = within ? middle : 0.0;
-    const double offset = (within ? 0.0 : gamma_r * fma(s, b, -mean)) + of.beta.or_else(0.0);
+    const double offset = (within ? 0.0 : gamma_r * fma(s, b, -of.mean)) + of.beta;
     store_affine(affine, pitch, at, m, a, offset);
     if (saved == nullptr) return;
     const double centre = centre_near(middle, g + c, p);
@@ -193,7 +206,7 @@ __device__ __forceinline__ void store_running(const Problem& p, long long c, con
     saved[SAVED_GAMMA * p.n + c] = r;
     saved[SAVED_CENTRE * p.n + c] = centre;
     saved[SAVED_BIASED * p.n + c] = centre + b;
-    saved[SAVED_Z * p.n + c] = fma(s, centre + b, -mean);
+    saved[SAVED_Z * p.n + c] = fma(s, centre + b, -of.mean);
     saved[SAVED_S * p.n + c] = s;
     saved[SAVED_M * p.n + c] = m;
     saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);

@@ -30,7 +30,7 @@
 //
 // Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT tiles, one below the other. Each multiplies
 // all of these over its range of k, and they send each other their sums (sm90_split.cuh): from then on a CTA has its tile as
-// if it had made it alone. It has no other, so that none is parked. Two columns of them may share x as above.
+// if it had made it alone. It has no other, so that none is parked. Two columns of them may share x as above, but in WHOLE.
 //
 // Training. Batch normalisation needs all m rows of a feature before it can write any. Each tile:
 //   1. consumers take the tile's mean and squared deviations about it, feature by feature, from the float32 accumulators,
@@ -54,7 +54,8 @@
 //      first, for y: x's end is what L2 still holds. The producer loads the first of them meanwhile.
 // 64 features of a CTA's block that lie beyond n are not multiplied.
 //
-// Whole. A batch of few rows fits a cluster: CLUSTER tiles of x, one block of features each, in one wave of clusters.
+// Whole. A batch of few rows fits a cluster: one block of features, and CLUSTER tiles of x whose CTAs load a part of the w
+// tile each for all of them, or SPLIT tiles whose CTAs share k; in one wave of clusters.
 //   1. consumers take a tile's statistics as above, and send them to all CTAs of the cluster, into their shared memory;
 //   2. each merges all, in the order of the rows, and finishes its tile, which is still in registers;
 //   3. mergers, warps 1 to 3: the CTAs that have rows share the features' running statistics, and what a backward needs,
@@ -82,6 +83,9 @@
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
 // finishes a row.
+//
+// The end. A CTA ends by itself: all that others send it, it has waited for, and it tells nobody that it has read the last
+// stages of its ring, into which nothing more is loaded.
 //
 // Bytes. x and w stream through L2 to shared memory. y is written as deviations and rewritten in place, from L2 while
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
@@ -200,5 +204,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         else
             Consumer(consumer).run();
     }
-    cluster_end();
 }

@@ -212,11 +212,22 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     if (running) lay(p, w, share.first, weight, backs);
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
     __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
+    __shared__ double arguments[Arguments::COUNT][FEATURES];
+    if (running) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < Arguments::COUNT * FEATURES; i += blockDim.x) {
+            const int feature = i % FEATURES, number = i / FEATURES;
+            if (share.first + feature < p.n)
+                arguments[number][feature] =
+                    argument(number, p, share.first + feature, bias, scale, gamma, beta, running_mean, running_var);
+        }
+        __syncthreads();
+    }
     const long long c = share.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
     if (threadIdx.x < FEATURES && c < p.n) {
         if (running) {
-            const Arguments of(p, c, bias, scale, gamma, beta, running_mean, running_var);
-            store_running(p, c, of, nullptr, made[0], FEATURES, threadIdx.x, nullptr);
+            store_running(p, c, Arguments(&arguments[0][threadIdx.x], FEATURES), nullptr, made[0], FEATURES,
+                          threadIdx.x, nullptr);
         } else {
             const float* from = reinterpret_cast<const float*>(workspace + p.affine) + c;
 #pragma unroll

@@ -63,11 +63,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     for (int i = 0; i < TILES - 1; ++i, asked += TEAMS * ROWS) ask(i, asked);
 
     Products::lay_weight(p, w, weight);
+    // dg of columns that there are not is zero: products take it
+    for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
+        if (i % FEATURES >= p.n) (&stored[0][0])[i] = G(0);
     // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
     double* scratch = reinterpret_cast<double*>(narrow_shared + RINGS - TILE);  // the last stage of the last team
     merge_splits(p, workspace, static_cast<int>(p.along) * VEC, 0, scratch, [&](long long c, int, double S, double E) {
-        store_feature(p, saved, c, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta, &stored[0][0], FEATURES,
-                      c);
+        store_feature(p, Factors{saved, p.n, c}, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta,
+                      &stored[0][0], FEATURES, c);
     });
     if constexpr (!BY_FMA) fence_async();
     __syncthreads();
@@ -82,14 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
         await_copies<TILES - 1>();
         const int left = static_cast<int>(min(end - row0, 1LL * ROWS));
         uint4* dg = ring + stage * TILE;
-        const Coefficients of(before, &stored[0][0], FEATURES, of_dy * VEC, inside);
+        const Coefficients of(before, &stored[0][0], FEATURES, of_dy * VEC);
 #pragma unroll
         for (int i = first; i < ROWS; i += STEP) {
             uint4* at = dg + place(i, of_dy);
-            Vector<T, VEC> dy_at, d_at;  // by whole words: element by element the compiler reads them from the ring
-            *reinterpret_cast<uint4*>(&dy_at) = *at;
-            *reinterpret_cast<uint4*>(&d_at) = at[DY];
-            const Vector<T, VEC> out = of.dg(dy_at, d_at);
+            Row row;  // by whole words: element by element the compiler reads them from the ring
+            *reinterpret_cast<uint4*>(&row.dy) = *at;
+            *reinterpret_cast<uint4*>(&row.d) = at[DY];
+            const Vector<T, VEC> out = of.dg(row);
             *at = i < left ? *reinterpret_cast<const uint4*>(&out) : uint4{};  // zeros of dy are no zeros of dg
         }
         if constexpr (!BY_FMA) fence_async();

@@ -4,11 +4,8 @@
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
-// Where the constants of a feature come from (CONSTANTS):
-//   0  merge_statistics has left them in the workspace.
-//   1  The running statistics, inference: each CTA makes those of its columns.
-//   2  The batch, of few rows: a CTA has all rows of its columns, and makes the statistics first (features.cuh). It then
-//      reads g again, mostly from its L1.
+// merge_statistics has left the constants of a feature in the workspace; with RUNNING, inference, each CTA makes those of its
+// columns of the running statistics. Of few rows normalize_fused makes statistics and y in one launch.
 //
 // An item of work is a block of columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of
 // g) in registers and walks down every so many rows (Places), UNROLL of them in flight.
@@ -22,11 +19,10 @@
 #ifndef Y_TYPE
 #define Y_TYPE float
 #endif
-#ifndef CONSTANTS
-#define CONSTANTS 0
+#ifndef RUNNING
+#define RUNNING false
 #endif
 using Y = Y_TYPE;
-constexpr bool OF_RUNNING = CONSTANTS == 1, OF_BATCH = CONSTANTS == 2;
 #ifdef D_TYPE
 constexpr bool KEEPS = true;
 #else
@@ -36,49 +32,8 @@ constexpr bool KEEPS = false;
 using D = D_TYPE;
 
 constexpr int UNROLL = 4;
-constexpr int CTAS = OF_BATCH ? 2 : KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
-constexpr int WIDEST = 32 * VEC;                    // columns of a block
-
-// Adds what the lanes with the same columns have; every one of them gets the sum.
-__device__ __forceinline__ double sum_of_columns(double v, int along) {
-    for (int lanes = along; lanes < 32; lanes *= 2) v += __shfl_xor_sync(~0u, v, lanes);
-    return v;
-}
-
-// Mean and M2 of the column of this thread, if it is among the first: of all rows, the CTA's threads having some each. What is
-// to come `next` from memory is asked for meanwhile.
-template <typename Next>
-__device__ __forceinline__ Moments moments_of_columns(const Problem& p, const Places<THREADS, VEC>& at_once,
-                                                      const G* first_row, const G* from, long long row, int inside,
-                                                      const Next& next) {
-    constexpr int WARPS = THREADS / 32;
-    __shared__ double first_of[WARPS * WIDEST], second_of[WARPS * WIDEST];  // [warp][column]
-    __shared__ G pivot_of[WIDEST];
-    const Vector<G, VEC> pivot = mean_of_first(first_row, p.ldg, p.m, inside);
-    double first[VEC] = {}, second[VEC] = {};
-    add_rows<UNROLL>(from, row, p.m, at_once.rows, p.ldg, inside, pivot, first, second);
-    next();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        const double sum = sum_of_columns(first[j], static_cast<int>(p.along));
-        const double squares = sum_of_columns(second[j], static_cast<int>(p.along));
-        if (lane < p.along) {
-            first_of[warp * WIDEST + at_once.column + j] = sum;
-            second_of[warp * WIDEST + at_once.column + j] = squares;
-            if (warp == 0) pivot_of[at_once.column + j] = pivot.at[j];
-        }
-    }
-    __syncthreads();
-    double sum = 0.0, squares = 0.0;
-    const int at = min(static_cast<int>(threadIdx.x), at_once.columns - 1);
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) {
-        sum += first_of[i * WIDEST + at];
-        squares += second_of[i * WIDEST + at];
-    }
-    return Moments(pivot_of[at], sum, squares, static_cast<double>(p.m));
-}
+constexpr int CTAS = KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
+constexpr int WIDEST = 32 * VEC;     // columns of a block
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace, const void* bias,
@@ -101,32 +56,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         long long pitch = p.ldg, row = begin + at_once.row;
         const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
         const G* from = g + row * p.ldg + col;
-        Vector<G, VEC> in[UNROLL];
-        const auto load_rows = [&] {
-#pragma unroll
-            for (int i = 0; i < UNROLL; ++i, from += from_step)
-                in[i] = load<G, VEC>(from, row + i * at_once.rows < end ? inside : 0);
-        };
-        if constexpr (OF_RUNNING || OF_BATCH) {
+        if constexpr (RUNNING) {
             __shared__ __align__(16) G made[AFFINE_ROWS * WIDEST];
-            const long long c = first_col + threadIdx.x;
-            const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread makes the constants of one column
-            Arguments of;
-            if (mine) of = Arguments(p, c, bias, scale, gamma, beta, running_mean, running_var);
-            if constexpr (OF_BATCH) {
-                const Moments moments = moments_of_columns(p, at_once, g + col, from, row, inside, load_rows);
-                Feature found;
-                if (mine) {
-                    found = Feature(p, static_cast<double>(p.m), moments.mean, moments.m2, of);
-                    store_affine(made, WIDEST, threadIdx.x, moments.mean, found.a, found.beta);
-                    if (in_units<D>) found.store(p, c, of, 0, true, running_mean, running_var, saved);  // read below
-                }
-                __syncthreads();
-                if (mine && !in_units<D>) found.store(p, c, of, 0, true, running_mean, running_var, saved);
-            } else {
-                if (mine) store_running(p, c, of, g, made, WIDEST, threadIdx.x, begin == 0 ? saved : nullptr);
-                __syncthreads();
-            }
+            __shared__ double arguments[Arguments::COUNT][WIDEST];
+            const int shift = 31 - __clz(at_once.columns), part = static_cast<int>(threadIdx.x) >> shift;
+            const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);
+            const long long c = first_col + column;
+#pragma unroll 1
+            for (int i = part; c < p.n && i < Arguments::COUNT; i += THREADS >> shift)
+                arguments[i][column] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
+            __syncthreads();
+            if (part == 0 && c < p.n)
+                store_running(p, c, Arguments(&arguments[0][column], WIDEST), g, made, WIDEST, column,
+                              begin == 0 ? saved : nullptr);
+            __syncthreads();
             affine = made + at_once.column;
             pitch = WIDEST;
         }
@@ -182,21 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
             to += to_step;
             keep += from_step;
         };
-        if constexpr (OF_BATCH) {
-            for (; row < end; load_rows()) {
+        for (; whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
+            Vector<G, VEC> in[UNROLL];
 #pragma unroll
-                for (int i = 0; i < UNROLL; ++i, row += at_once.rows)
-                    if (row < end) put(in[i]);
-            }
-        } else {  // many rows mostly, for which all of these together would take registers that a fourth CTA needs
-            for (; whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
+            for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
 #pragma unroll
-                for (int i = 0; i < UNROLL; ++i, from += from_step)
-                    in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);
-#pragma unroll
-                for (int i = 0; i < UNROLL; ++i) put(in[i]);
-            }
-            for (; row < end; row += at_once.rows, from += from_step) put(load<G, VEC>(from, inside));
+            for (int i = 0; i < UNROLL; ++i) put(in[i]);
         }
+        for (; row < end; row += at_once.rows, from += from_step) put(load<G, VEC>(from, inside));
     });
 }

@@ -57,7 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // one, m_0, as the groups of a CTA are about a row (features.cuh):
 //   first = sum n_i (mean_i - m_0),  second = sum (M2_i + n_i (mean_i - m_0)^2)
 //
-// An item is `merge_columns` columns, each of which THREADS / merge_columns threads share; the first of them goes on.
+// An item is `merge_columns` columns, each of which THREADS / merge_columns threads share (parts): they fetch an argument each, add
+// up some of the splits each, and of what the first of them makes of these, one makes the constants, one what a backward wants,
+// one the running statistics.
 //
 // Ranks (ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
 // letters, 32 bytes, a feature to each. A CTA takes its items in the order in which every rank's CTAs take them, and
@@ -68,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
     await_kernel_ahead(ranks != nullptr);
-    __shared__ double first_of[THREADS], second_of[THREADS];
+    enum { ROWS, MEAN, M2 };
+    __shared__ double first_of[THREADS], second_of[THREADS], arguments[Arguments::COUNT][THREADS], pooled[3][THREADS];
     __shared__ bool counted;
     const long long batches = num_batches_tracked != nullptr ? *num_batches_tracked : 0;
     if (threadIdx.x == 0) {
@@ -79,59 +82,74 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    const int columns = static_cast<int>(p.merge_columns), at = threadIdx.x % columns, part = threadIdx.x / columns;
+    const int columns = static_cast<int>(p.merge_columns), shift = 31 - __clz(columns), parts = THREADS >> shift;
+    const int at = static_cast<int>(threadIdx.x) & (columns - 1), part = static_cast<int>(threadIdx.x) >> shift;
     const auto merge = [&](long long item, const Exchange* exchange) {
         const long long c = item * columns + at;
-        const bool goes_on = part == 0 && c < p.n;  // this thread, of those that share the column
-        Arguments of;                               // on their way meanwhile
-        if (goes_on) of = Arguments(p, c, bias, scale, gamma, beta, running_mean, running_var);
+        const bool there = c < p.n;
+#pragma unroll 1
+        for (int i = part; there && i < Arguments::COUNT; i += parts)
+            arguments[i][at] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
         double rows = static_cast<double>(p.m), mean = 0.0, m2 = 0.0;
         if (gathered == nullptr && p.m > 0) {
-            const double* partials = reinterpret_cast<const double*>(workspace + p.partials) + c;
-            const double mean_0 = c < p.n ? partials[0] : 0.0;
+            const int splits = static_cast<int>(p.splits);
+            const double rows_of = static_cast<double>(p.stats_rows);
+            const double rows_of_last = static_cast<double>(p.m - (splits - 1) * p.stats_rows);
+            const double* of_split = reinterpret_cast<const double*>(workspace + p.partials) + c;
+            const double mean_0 = there ? of_split[0] : 0.0;
             double first = 0.0, second = 0.0;
-            if (c < p.n) {
-#pragma unroll 8
-                for (long long i = part; i < p.splits; i += THREADS / columns) {
-                    const double n_i = min(p.stats_rows, p.m - i * p.stats_rows);
-                    const double d = partials[i * 2 * p.ldg] - mean_0;
-                    first += n_i * d;
-                    second += partials[(i * 2 + 1) * p.ldg] + n_i * d * d;
-                }
+            of_split += part * 2 * p.ldg;
+#pragma unroll 4
+            for (int i = part; there && i < splits; i += parts, of_split += parts * 2 * p.ldg) {
+                const double d = of_split[0] - mean_0, n_d = (i + 1 < splits ? rows_of : rows_of_last) * d;
+                first += n_d;
+                second += of_split[p.ldg] + n_d * d;
             }
             first_of[threadIdx.x] = first;
             second_of[threadIdx.x] = second;
             __syncthreads();
-            if (goes_on) {
-#pragma unroll 8
-                for (int i = threadIdx.x + columns; i < THREADS; i += columns) {
+            if (part == 0) {
+#pragma unroll 4
+                for (int i = at + columns; i < THREADS; i += columns) {
                     first += first_of[i];
                     second += second_of[i];
                 }
-                const Moments pooled(mean_0, first, second, rows);
-                mean = pooled.mean;
-                m2 = pooled.m2;
+                const Moments of_all(mean_0, first, second, rows);
+                mean = of_all.mean;
+                m2 = of_all.m2;
             }
         }
-        if (!goes_on) return;
-        if (posted != nullptr) {
-            posted[FEATURES_AT + 2 * c] = mean;
-            posted[FEATURES_AT + 2 * c + 1] = m2;
-            return;
+        if (part == 0 && there) {
+            if (posted != nullptr) {
+                posted[FEATURES_AT + 2 * c] = mean;
+                posted[FEATURES_AT + 2 * c + 1] = m2;
+            } else if (exchange != nullptr) {
+                if (gathered == nullptr) exchange->post_feature(c, mean, m2);
+                const Whole<double> all = exchange->statistics<double>(c);
+                rows = all.right ? all.rows : 0.0;
+                mean = all.mean;
+                m2 = all.m2;
+                if (rows <= 1.0) counted = false;  // and no statistics are tracked
+            }
+            pooled[ROWS][at] = rows;
+            pooled[MEAN][at] = mean;
+            pooled[M2][at] = m2;
         }
-        bool tracked = true;
-        if (exchange != nullptr) {
-            if (gathered == nullptr) exchange->post_feature(c, mean, m2);
-            const Whole<double> all = exchange->statistics<double>(c);
-            tracked = all.right && all.rows > 1.0;
-            if (!tracked) counted = false;
-            rows = fmax(all.rows, 1.0);
-            mean = all.mean;
-            m2 = all.m2;
+        if (posted != nullptr) return;
+        __syncthreads();
+        if (!there) return;
+        rows = pooled[ROWS][at];
+        const Feature found(p, fmax(rows, 1.0), pooled[MEAN][at], pooled[M2][at],
+                            Arguments(&arguments[0][at], THREADS));
+#pragma unroll 1
+        for (int job = part; job < 3; job += parts) {
+            if (job == 0)
+                store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, found.mean, found.a, found.of.beta);
+            else if (job == 1)
+                found.save(p, c, saved);
+            else if (exchange == nullptr || rows > 1.0)
+                found.track(p, c, batches, running_mean, running_var);
         }
-        const Feature found(p, rows, mean, m2, of);
-        store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, mean, found.a, found.beta);
-        found.store(p, c, of, batches, tracked, running_mean, running_var, saved);
     };
     const long long items = (p.n + columns - 1) / columns;
     if (ranks == nullptr) {  // normalize counts the batch

@@ -14,12 +14,12 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two trai
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
 #define CLUSTER 2          // CTAs that share an x tile, or in WHOLE a w tile: 1, 2; 4, 8 in WHOLE
-#define SPLIT 1            // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8
-#define KEEP 0             // 1, in all that trains: write g - mean, too
-#define W_ACROSS 0         // 1: w is (k, n) in memory, row-major
-#define X_ACROSS 0         // 1: x is (k, m)
-#define WIDE 0             // 1: y is float32 though x and w have 16 bits
-#define RANKS 0            // 1, in training: ranks share the batch
+#define SPLIT 1     // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8; CLUSTER is 1 in WHOLE
+#define KEEP 0      // 1, in all that trains: write g - mean, too
+#define W_ACROSS 0  // 1: w is (k, n) in memory, row-major
+#define X_ACROSS 0  // 1: x is (k, m)
+#define WIDE 0      // 1: y is float32 though x and w have 16 bits
+#define RANKS 0     // 1, in training: ranks share the batch
 #endif
 
 struct Problem {
@@ -70,7 +70,7 @@ constexpr int W_SHARERS = MODE == WHOLE ? CLUSTER : 1;  // and of a w tile
 constexpr int COLUMN = 64;  // rows that lie side by side, in 128 bytes, of an operand that lies across
 static_assert(!(X_ACROSS || WIDE) || (MODE == GEMM && ELEMENT < TF32), "only 16-bit operands, multiplied");
 static_assert(!W_ACROSS || (MODE == GEMM && (ELEMENT < TF32 || ELEMENT == LIMBS_OF_X)), "and w as it is");
-static_assert(SPLIT == 1 || (MODE != RECOMPUTE && MODE != WHOLE && !RANKS), "a CTA has one tile");
+static_assert(SPLIT == 1 || (MODE != RECOMPUTE && !RANKS && !(MODE == WHOLE && CLUSTER > 1)), "a CTA has one tile");
 static_assert(!X_ACROSS || PRODUCT_M / X_SHARERS % COLUMN == 0, "a CTA loads whole columns");
 constexpr int CLUSTER_CTAS = CLUSTER * SPLIT;  // the CTA of rank r is of side r / SPLIT and part r % SPLIT
 constexpr int ACC = BLOCK_M / 2;               // accumulators a thread, of a tile

@@ -9,11 +9,12 @@
 #include "sm90_wgmma.cuh"
 
 struct Consumer : Cta {
-    const int half, warp, lane, rank;            // half: which of the two warpgroups
-    const bool storer = warp == 0 && lane == 0;  // one thread of the warpgroup issues its TMA stores
-    int phase = 0, s = 0, nth = 0;               // of the stage to be read next; this stage; the tile
-    int within = 0;                              // the first of the thread's two features, in the tile
-    Run run_of_tile = {};                        // inference
+    const int half, warp, lane, rank;              // half: which of the two warpgroups
+    const bool storer = warp == 0 && lane == 0;    // one thread of the warpgroup issues its TMA stores
+    int phase = 0, s = 0, nth = 0;                 // of the stage to be read next; this stage; the tile
+    int to_release = products() * steps - STAGES;  // stages
+    int within = 0;                                // the first of the thread's two features, in the tile
+    Run run_of_tile = {};                          // inference
 
     // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
     // would meet in a bank.
@@ -21,8 +22,9 @@ struct Consumer : Cta {
         return ELEMENT == LIMBS_OF_X ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
     }
 
-    __device__ __forceinline__ void release(int stage) const {
-        if (lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT + rank % SPLIT);
+    // The last STAGES are not released: nobody loads into them any more, and a CTA that has nothing left to receive may end.
+    __device__ __forceinline__ void release(int stage) {
+        if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT + rank % SPLIT);
     }
 
     __device__ __forceinline__ void next_stage(int step) {
@@ -273,11 +275,11 @@ struct Consumer : Cta {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
-        if (storer) mbar_expect(here, CLUSTER * 64 * sizeof(float2));
+        if (storer) mbar_expect(here, CLUSTER_CTAS * 64 * sizeof(float2));
         const int h = lane & 1, mine = within + 8 * h;
         const float own = h ? mean[1] : mean[0];
         // of four lanes with the same two features, two send one each to every other CTA
-        for (int cta = (lane & 2) / 2; cta < CLUSTER; cta += 2)
+        for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)
             send(&sh.gathered[rank][mine], own, h ? m2[1] : m2[0], here, cta);
         mbar_wait_sent(here, 0);
         Merged all;

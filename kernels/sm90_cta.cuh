@@ -22,10 +22,11 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     int laid[2];               // inference: warps that have laid out constants in either slot, one may be a run ahead
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
-    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];       // of all tiles
-    float2 gathered[CLUSTER][MODE == WHOLE ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
-    u64 here[WARPGROUPS];                                   // all that a warpgroup waits for of these
-    u64 drained, summed;  // SPLIT: all parts have read their stages; what they send is there
+    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    float2 gathered[MODE == WHOLE ? CLUSTER_CTAS : 1]
+                   [MODE == WHOLE ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
+    u64 here[WARPGROUPS];                          // all that a warpgroup waits for of these
+    u64 drained, summed;                           // SPLIT: all parts have read their stages; what they send is there
 };
 
 static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
@@ -37,21 +38,25 @@ struct Tile {
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
 // tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
-// divides that of the clusters, so that a cluster keeps to its column. In WHOLE each cluster has
-// one tile, of CLUSTER * BLOCK_M rows, which are all, x BLOCK_N features.
+// divides that of the clusters, so that a cluster keeps to its column. In WHOLE cluster i has
+// all rows of block i.
 struct Order {
     int rows, cols, panel;
     __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
     __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster
     __device__ Tile at(int i, int rank) const {
+        if constexpr (MODE == WHOLE) return {rank, i};
         const int height = groups();
-        const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
-        int first = i / (height * panel) * panel, width = min(panel, cols - first);
-        if (MODE == TRAINING && first >= grouped) width = 1, first = i / height;
-        i -= first * height;
-        const int r = i / width, c = first + i % width;
-        return MODE == WHOLE ? Tile{r * CLUSTER + rank, c} : Tile{r * SPLIT + rank % SPLIT, c * CLUSTER + rank / SPLIT};
+        int r = 0, c = i;
+        if (height > 1) {  // else without divisions, which the first load would wait for
+            const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
+            int first = i / (height * panel) * panel, width = min(panel, cols - first);
+            if (MODE == TRAINING && first >= grouped) width = 1, first = i / height;
+            i -= first * height;
+            r = i / width, c = first + i % width;
+        }
+        return {r * SPLIT + rank % SPLIT, c * CLUSTER + rank / SPLIT};
     }
 };
 
@@ -94,8 +99,11 @@ struct Cta {
     // tiles of this CTA
     __device__ __forceinline__ int tiles() const { return (order.count() - 1 - cluster_id()) / clusters + 1; }
 
+    // and how often it makes one
+    __device__ __forceinline__ int products() const { return MODE == RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
+
     __device__ __forceinline__ bool is_there(int row, int block) const {
-        return block < blocks && (SPLIT == 1 || row < order.rows);
+        return block < blocks && (SPLIT == 1 || MODE == WHOLE || row < order.rows);
     }
 
     // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come

@@ -40,12 +40,6 @@ __device__ __forceinline__ void cluster_begin() {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// No CTA leaves while its neighbour may still write to it.
-__device__ __forceinline__ void cluster_end() {
-    if constexpr (CLUSTER_CTAS > 1)
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // the four warps of one consumer warpgroup
 __device__ __forceinline__ void warpgroup_sync(int half) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");

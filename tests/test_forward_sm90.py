@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from typing import Any
 
@@ -18,7 +19,7 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, TILES_OF_X, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K, SPLITS_OF_ROWS, TILES_OF_X, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -45,10 +46,11 @@ def tile(request: pytest.FixtureRequest) -> Any:
 PARKED = {"recompute": False, "whole": False, "split": False, "limbs_of_x": False}
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
-CHOICES += [Limits(sm90=tile, split=True, limbs_of_x=False) for tile in SPLITS_OF_K]
+CHOICES += [Limits(sm90=tile, split=True, whole=False, limbs_of_x=False) for tile in SPLITS_OF_K]
 OF_X = {"recompute": False, "whole": False, "limbs_of_x": True}
 CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in TILES_OF_X]
 CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
+CHOICES += [Limits(sm90=(m, 1, split), split=True, whole=True, limbs_of_x=False) for m, split in SPLITS_OF_ROWS]
 
 
 def name_of(limits: Limits) -> str:
@@ -69,7 +71,7 @@ def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: 
         pytest.skip("no CTA has a second tile")
     if within.split and shape[1] < 4096:
         pytest.skip("k is too short to be shared")
-    if within.whole and within.sm90 and shape[0] > within.sm90[0] * within.sm90[1]:
+    if within.whole and within.sm90 and shape[0] > math.prod(within.sm90):
         pytest.skip("no cluster has so many rows")
     if precision == "highest" and within.sm90 and within.sm90[0] == 256 and not within.recompute:
         pytest.skip("limbs have no tile of 256 rows")

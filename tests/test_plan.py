@@ -47,7 +47,7 @@ from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import CONSTANTS, ELEMENTS, MODES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
+from gsbn._plan.variants import ELEMENTS, MODES, SPLITS_OF_K, SPLITS_OF_ROWS, THREADS, TILES_OF_X, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -83,14 +83,6 @@ def largest_grid(device: Device) -> int:
     return device.sms if device.limited else LARGEST_GRID
 
 
-def constants_of(decided: Plan) -> str:
-    """Where normalize has those of a feature from."""
-    number = int(dict(decided.normalize_kernel.defines)["CONSTANTS"])
-    found = next(name for name, value in CONSTANTS.items() if value == number)
-    assert (decided.stats_kernel is None) == (found != "workspace")
-    return found
-
-
 def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     # every kernel is one that compile_all compiles
     kernels = {decided.stats_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
@@ -114,12 +106,13 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     grids = [decided.stats_grid, decided.normalize_grid]
     grids += [decided.gemm_grid] * (decided.gemm_kernel is not None)
     assert all(1 <= grid <= largest_grid(p.device) for grid in grids)
-    if constants_of(decided) == "workspace":
+    assert decided.one_pass == (training and decided.stats_kernel is None)
+    if decided.stats_kernel is not None:
         assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
-    assert (constants_of(decided) == "running") == (not training)
-    if constants_of(decided) == "batch":  # a CTA has all rows of its columns, a thread a whole number of them in a warp
+        assert training
+    if decided.one_pass:  # a CTA has all rows of its columns, a thread a whole number of them in a warp
         assert decided.normalize_rows == p.m <= STATS_GROUP * THREADS // decided.along
-        assert decided.along in (2, 4, 8, 16, 32)
+        assert decided.along in (2, 4, 8, 16)
 
     # the workspace: aligned, in order, and large enough
     g_size = max(ITEMSIZE[p.dtype], 4)
@@ -175,7 +168,7 @@ def has_all_rows(one: OneLaunch) -> bool:
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
-    of_rows, of_features = (one.cluster, 1) if one.along_rows else (one.split, one.cluster)
+    of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster * one.split))
     assert one.ctas <= p.device.sms
@@ -188,7 +181,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         parts = one.clusters // one.panel
     end = 0
     if has_all_rows(one):  # in a cluster, which has one tile
-        assert p.m <= one.block_m * one.cluster and one.clusters == tiles and one.along_rows and not one.cooperative
+        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.along_rows and not one.cooperative
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
         assert one.merged + features * 16 <= one.roll
@@ -777,7 +770,7 @@ def test_a_choice_can_be_limited() -> None:
     for fused in (True, False):
         limited = p._replace(limits=Limits(fused=fused))
         assert backward_plan(limited, training=True, needs=FIELDS).fused == fused
-        assert constants_of(plan(limited, training=True, gemm="tiled")) == ("batch" if fused else "workspace")
+        assert plan(limited, training=True, gemm="tiled").one_pass == fused
 
 
 def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
@@ -795,6 +788,16 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
             one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
             assert one is not None and (one.block_m, one.cluster, one.split, one.element) == (*tile, element)
             assert_one_launch_fits(p, one)
+    fewer = contiguous(50, 1024, 16384, "bfloat16")
+    found = candidates(fewer, "training", "bfloat16")
+    whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
+    assert whole == {(m, 1, split) for m, split in SPLITS_OF_ROWS if m * split >= 50}
+    for m, split in SPLITS_OF_ROWS:
+        p = contiguous(m * split, 1024, 16384, "bfloat16")
+        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
+        one = plan(p, training=True, gemm="sm90").one
+        assert one is not None and has_all_rows(one) and (one.block_m, one.split) == (m, split)
+        assert_one_launch_fits(p, one)
     for p in (
         contiguous(512, 1024, 8 * 64 * 2 - 64),  # k too short
         contiguous(4096, 4096, 16384),  # tiles that fill the GPU without

@@ -14,7 +14,7 @@ from strategies import Case
 from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import TILES_OF_ROWS, largest_block
+from gsbn._plan.variants import SPLITS_OF_ROWS, TILES_OF_ROWS, largest_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -37,10 +37,23 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
         assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
 
 
-@pytest.mark.parametrize("activation", [None, "relu"])
-@pytest.mark.parametrize("tile", [(32, 4), (64, 8)], ids=str)
+@pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
+@pytest.mark.parametrize("tile", SPLITS_OF_ROWS, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
-@pytest.mark.parametrize("shape", [(128, 8, 8), (77, 72, 1040), (100, 2056, 504)])
+def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
+    """As above, of a k whose parts are not alike."""
+    if of_x and (dtype, precision) != ("float32", "highest"):
+        pytest.skip("the weight as it is stands beside limbs alone")
+    block_m, split = tile
+    limits = Limits(sm90=(block_m, 1, split), split=True, whole=True, limbs_of_x=of_x)
+    for rows in {2, block_m + 1, block_m * split - 5}:
+        assert_right_and_repeated(Case((rows, 4392, 200), dtype, True).arrays(), dtype, precision, limits)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("tile", [(32, 4), (64, 8), (16, 1, 8)], ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", [(128, 8, 8), (77, 72, 1040), (100, 4104, 504)])
 def test_all_rows_in_a_cluster_whatever_the_shape(
     shape: tuple[int, int, int], dtype: str, precision: str, tile: tuple[int, int], activation: str | None
 ) -> None:

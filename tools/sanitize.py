@@ -42,6 +42,7 @@ from gsbn._plan.variants import (
     NARROW_CHUNKS,
     NARROW_SIZES,
     SPLITS_OF_K,
+    SPLITS_OF_ROWS,
     TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
@@ -195,8 +196,8 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
-        within = limits(sms=32, sm90=(block_m, cluster, split), split=True, limbs_of_x=of_x)
-        shape = (split + 1) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
+        within = limits(sms=32, sm90=(block_m, cluster, split), split=True, whole=whole, limbs_of_x=of_x)
+        shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
     if mode != "gemm":
         group = alone() if ranks else None
         return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
@@ -277,6 +278,10 @@ def variants():
             end = " keeps" * keeps + (f" {activation}" if activation else "")
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile) + end
             yield name, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
+    for element, (block_m, split), keeps, activation in product(ELEMENTS, SPLITS_OF_ROWS, yes_or_no, activations):
+        end = " keeps" * keeps + (f" {activation}" if activation else "")
+        choice = element, "whole", block_m, 1, keeps, activation, False, split
+        yield f"sm90 {element} whole {block_m}x1x{split}" + end, sm90, choice
     for tile in TILES_OF_X:
         yield "sm90 limbs_of_x gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):

@@ -180,8 +180,8 @@ def backward_plan(
     fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
     kept = kept_dtype(dtype, m, training=training)
-    # 64 bytes of a row, or 128 where only then all CTAs are there at once; not in float64, of few rows of 16 bits
-    fused_along = 4 if ceil_div(n, 64 // size) <= resident or kept == "float64" != dtype else 8
+    # 64 bytes of a row, or more where only then all CTAs are there at once
+    fused_along = next((along for along in (4, 8) if ceil_div(n, along * 16 // size) <= resident), 16)
     columns = ceil_div(n, fused_along * 16 // size)  # CTAs
     fused = fused and (columns <= resident if limits.fused is None else limits.fused)  # several waves lose up to 5 us
     if fused or not sums:

@@ -41,6 +41,7 @@ from .variants import (
     element_for,
     merge_statistics,
     normalize,
+    normalize_fused,
     scale_stats,
     with_activation,
 )
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
     gemm_grid: int
     gemm_block: int
     block: int  # threads of a CTA of stats_kernel and of normalize_kernel
+    one_pass: bool  # normalize_kernel makes the statistics, too
     narrow: bool  # stats_kernel and normalize_kernel make g of x, each for itself
     stats_kernel: Kernel | None  # None where normalize_kernel makes the constants itself
     merge_kernel: Kernel
@@ -150,7 +152,7 @@ def plan(
         keep = Keep(kept, not fused and not narrow and ITEMSIZE[kept] == g_size)
 
     one_pass = not narrow and _one_pass(p, training, cumulative, ranks)
-    constants = "running" if not training else "batch" if one_pass else "workspace"
+    parted = training and not one_pass  # statistics are made in parts, and merged
     columns = 16 // g_size  # 16 bytes of g a thread
     blocks, along = _one_pass_threads(m, n, columns, device) if one_pass else threads_along(n, columns)
     rows = THREADS // along  # of a CTA at once
@@ -164,12 +166,16 @@ def plan(
     merge_columns, merge_grid = _merge(n, splits, device)
 
     affine = 0
-    partials = round_up(affine + (4 * ldg * g_size if constants == "workspace" else 0), 256)
-    g = round_up(partials + (splits * 2 * ldg * 8 if constants == "workspace" else 0), 256)
+    partials = round_up(affine + (4 * ldg * g_size if parted else 0), 256)
+    g = round_up(partials + (splits * 2 * ldg * 8 if parted else 0), 256)
     workspace = g + (0 if narrow or y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
 
-    stats_kernel, block = scale_stats(dtype) if constants == "workspace" else None, THREADS
-    normalize_kernel = normalize(dtype, keep.dtype if keep is not None and training else None, constants)
+    stats_kernel, block = scale_stats(dtype) if parted else None, THREADS
+    kept_in_training = keep.dtype if keep is not None and training else None
+    if one_pass:
+        normalize_kernel = normalize_fused(dtype, kept_in_training)
+    else:
+        normalize_kernel = normalize(dtype, kept_in_training, running=not training)
     if narrow is not None:
         stats_kernel, normalize_kernel, block = narrow.stats if training else None, narrow.normalize, narrow.threads
 
@@ -206,6 +212,7 @@ def plan(
         vector_y=vector_y,
         ldg=ldg,
         along=along,
+        one_pass=one_pass,
         narrow=narrow is not None,
         block=block,
         stats_grid=stats_grid,
@@ -255,7 +262,7 @@ def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int
     """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
     that keep all SMs busy, or the narrowest, 32 bytes."""
     along = 2
-    while 2 * along <= min(32, STATS_GROUP * THREADS // m) and ceil_div(n, 2 * along * columns) >= device.sms:
+    while 2 * along <= min(16, STATS_GROUP * THREADS // m) and ceil_div(n, 2 * along * columns) >= device.sms:
         along *= 2
     return ceil_div(n, along * columns), along
 

@@ -18,6 +18,7 @@ from .variants import (
     COLUMN,
     SM90_BLOCK_N,
     SPLITS_OF_K,
+    SPLITS_OF_ROWS,
     TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
@@ -148,10 +149,14 @@ def candidates(
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
-        found += [("whole", *tile, 1) for tile in (() if cumulative else TILES_OF_ROWS)]
+    of_rows = [("whole", m, 1, split) for m, split in SPLITS_OF_ROWS]
+    if mode != "training" or ranks or cumulative:
+        of_rows = []
+    else:
+        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + of_rows
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        ways += [("limbs_of_x", mode, *tile) for tile in TILES_OF_X]
+        ways += [("limbs_of_x", mode, *tile) for tile in TILES_OF_X] + [("limbs_of_x", *way) for way in of_rows]
     made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 
@@ -178,7 +183,8 @@ def tile_of(
     if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
     # of a cluster's tile
-    rows, columns = (block_m * cluster, SM90_BLOCK_N) if mode == "whole" else (block_m * split, SM90_BLOCK_N * cluster)
+    along, across = (cluster, 1) if mode == "whole" else (1, cluster)  # its CTAs, but for those that share k
+    rows, columns = block_m * split * along, SM90_BLOCK_N * across
     tiles, resident = ceil_div(p.m, rows) * ceil_div(p.n, columns), p.device.clusters(cluster * split)
     if resident == 0 or (mode == "whole" and (p.m > rows or tiles > resident)):  # a cluster has one tile, of all rows
         return None

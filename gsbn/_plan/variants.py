@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
 from .._typing import Activation
-from .problem import C_TYPE
+from .problem import C_TYPE, ITEMSIZE
 
 __all__ = [
     "BLOCKS_M",
     "CLUSTERS",
     "CLUSTERS_OF_RANKS",
     "COLUMN",
-    "CONSTANTS",
     "ELEMENTS",
     "MODES",
     "NARROW_BACKWARD",
@@ -25,6 +24,7 @@ __all__ = [
     "SM90_BLOCK_N",
     "SM90_THREADS",
     "SPLITS_OF_K",
+    "SPLITS_OF_ROWS",
     "SPLIT_WIDTHS",
     "TALL_SIDE",
     "TALL_THREADS",
@@ -53,6 +53,7 @@ __all__ = [
     "narrow_teams",
     "narrow_threads",
     "normalize",
+    "normalize_fused",
     "scale_stats",
     "split_limbs",
     "split_rows_at_once",
@@ -63,7 +64,6 @@ __all__ = [
 ]
 
 THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize and fold; of forward_sm90
-CONSTANTS = {"workspace": 0, "running": 1, "batch": 2}  # normalize's, where those of a feature come from
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 # forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_of_x" the weight's limbs are made in registers.
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3, "limbs_of_x": 4}
@@ -77,8 +77,10 @@ CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the varia
 # BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
 # send each other twice as many sums.
 SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
-# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
-# reads a weight that lies across k alone, as the backward's do.
+# BLOCK_M and SPLIT where these CTAs have the whole batch, too
+SPLITS_OF_ROWS = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
+# As SPLITS_OF_K, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows.
+# "gemm" reads a weight that lies across k alone, as the backward's do.
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128))
 TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 1, 8))
 SM90_BLOCK_N = 128
@@ -113,8 +115,8 @@ def every_kernel() -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "narrow_normalize", "narrow_backward")
-            or kernel.file == "backward"
+            kernel.name in ("normalize", "normalize_fused", "narrow_normalize", "narrow_backward")
+            or kernel.file in ("backward", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
             yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
@@ -134,9 +136,9 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield from backward_kernels(dtype, kept, training=training)
             if dtype == "float32":
                 yield backward_kernels(dtype, kept, training=training, across=True)[1]
-        yield normalize(dtype, constants="running")
-        for of_kept, constants in itertools.product((None, *sorted(kept_in_training)), ("workspace", "batch")):
-            yield normalize(dtype, of_kept, constants)
+        yield normalize(dtype, running=True)
+        for of_kept in (None, *sorted(kept_in_training)):
+            yield from (normalize(dtype, of_kept), normalize_fused(dtype, of_kept))
         yield from (scale_stats(dtype), merge_statistics(dtype))
     for element in NARROW_CHUNKS:
         for features, chunks in itertools.product(narrow_features(element), NARROW_CHUNKS[element]):
@@ -161,6 +163,8 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element, (block_m, cluster), keeps in itertools.product(elements, TILES_OF_ROWS, (False, True)):
         if block_m <= largest_block(element):
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
+    for element, (block_m, split), keeps in itertools.product(ELEMENTS, SPLITS_OF_ROWS, (False, True)):
+        yield forward_sm90(element, "whole", block_m, 1, keeps, split=split)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
         for x_across in (False, True):  # dx and dw of the backward
@@ -193,12 +197,20 @@ def fold(dtype: str) -> Kernel:
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
 
 
-def normalize(dtype: str, kept: str | None = None, constants: str = "workspace") -> Kernel:
-    """The variant of normalize for a y of this dtype, for keeping g - m in another, or in the same, and for where the
-    constants come from, one of CONSTANTS."""
-    g_type, made = "double" if dtype == "float64" else "float", str(CONSTANTS[constants])
-    defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("CONSTANTS", made))
+def normalize(dtype: str, kept: str | None = None, *, running: bool = False) -> Kernel:
+    """The variant of normalize for a y of this dtype, for keeping g - m in another, or in the same; `running`: it makes
+    the constants of the running statistics."""
+    g_type = "double" if dtype == "float64" else "float"
+    defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("RUNNING", str(running).lower()))
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+
+
+def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
+    """The variant of normalize_fused for a y of this dtype, and for keeping g - m in another, or in the same."""
+    g_type = "double" if dtype == "float64" else "float"
+    defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]))
+    of_kept = () if kept is None else (("D_TYPE", C_TYPE[kept]),)
+    return Kernel("normalize_fused", "normalize_fused", defines + of_kept)
 
 
 def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
@@ -291,12 +303,22 @@ def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = Fa
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    names = ("backward_sums", "backward_dg", "backward_fused", "sum_features", "merge_sums")[: 4 + training]
+    names = ("backward_sums", "backward_dg", "sum_features", "merge_sums")[: 3 + training]
     sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
+    fused = Kernel("backward_fused", "backward_fused", defines, shared=_shared_of_fused(dtype, kept))
+    fused = fused._replace(defines=(*defines, ("SHARED", str(fused.shared))))
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
-    return sums, dg, *others
+    return sums, dg, fused, *others
+
+
+def _shared_of_fused(dtype: str, kept: str) -> int:
+    """Bytes of shared memory of a CTA of backward_fused: its rings, its sums in float64, and its coefficients."""
+    columns, chunks = 16 // ITEMSIZE[dtype], 1 + ITEMSIZE[kept] // ITEMSIZE[dtype]  # of a thread, 16 bytes each
+    rings = {2: RING, 3: 2, 5: 1}[chunks] * chunks * 16 * THREADS
+    sums = 2 * 8 * (columns * (THREADS // 2 + 16 // columns) + THREADS)
+    return rings + sums + 4 * 16 * columns * max(4, ITEMSIZE[kept] * (kept == "float64"))
 
 
 def split_limbs(k: int) -> Kernel:
@@ -337,7 +359,7 @@ def forward_sm90(
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
     # is made twice, beta and what makes y of it (4 and 16); where a cluster has the whole batch, mean and M2 from each
     # of its CTAs (8), for which y has half the buffers.
-    of_features = SM90_BLOCK_N * ({"recompute": 20, "whole": 16 + 8 * cluster}.get(mode, 16))
+    of_features = SM90_BLOCK_N * ({"recompute": 20, "whole": 16 + 8 * cluster * split}.get(mode, 16))
     buffers = 2 if mode == "whole" else 4
     shared = limbs * stages(element, rows) * (SM90_BLOCK_N + rows) * 128 + buffers * staging * 128 + of_features + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m}

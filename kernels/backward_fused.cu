@@ -1,0 +1,78 @@
+// backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows: a CTA has
+// all rows of its columns, so that their sums need nobody else's, or other ranks' alone (ranks.cuh).
+//
+//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
+//   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
+//
+// A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
+// through a ring of its own in shared memory (whole_columns.cuh). Once they are added up, several threads know the sums of a
+// column: one makes the coefficients of its dg, others a gradient of size O each.
+// Sums as in backward.cu: GROUP rows in float32, all else in float64.
+//
+// Moves dy, d and dg once, the minimum, and from L2 once more what did not fit in the rings.
+#include "backward_columns.cuh"
+#include "whole_columns.cuh"
+
+constexpr int WIDEST = 16 * VEC;  // columns of a CTA
+
+struct Memory {
+    uint4 ring[STAGES * CHUNKS * THREADS];
+    Totals<THREADS, VEC> totals;
+    alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
+};
+#ifdef SHARED
+static_assert(sizeof(Memory) <= SHARED, "gsbn/_plan/variants.py asks for as much");
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
+    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
+                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
+    await_kernel_ahead(ranks != nullptr);
+    clear(zeros, p.words);
+    extern __shared__ uint4 dynamic[];
+    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item(at_once.blocks(p.n), [&](unsigned item) {
+        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
+        const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, at_once.row, at_once.rows, col, inside, memory.ring));
+
+        const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);  // of which this thread gets the sums
+        const int part = static_cast<int>(threadIdx.x) >> (31 - __clz(at_once.columns)),
+                  parts = THREADS / at_once.columns;
+        const Factors of{saved, p.n, col0 + column};
+        if (of.c < p.n) of.ask(part, parts);
+        const BeforeY before(p, saved, col, inside);
+        G centre[VEC] = {};
+        load_centre(p, saved, col, inside, centre);
+
+        double sum[VEC] = {}, dot[VEC] = {};
+        add_rows<false>(rows, centre, before, sum, dot);
+        double S, E;
+        total(memory.totals, static_cast<int>(p.along), sum, dot, S, E);
+        if (of.c < p.n) {
+            double S_of_all = S, E_of_all = E;
+            if (TRAINING && ranks != nullptr && part == 0) {
+                const Exchange exchange(ranks, nullptr, 0, p.signature);
+                const double unit = of(SAVED_UNIT);
+                post_sums(exchange, p, of.c, unit, S, E);
+                merge_totals(exchange, p, of.c, unit, S_of_all, E_of_all);
+            }
+            if (part == 0) store_coefficients(p, of, S_of_all, E_of_all, &memory.coefficients[0][0], WIDEST, column);
+#pragma unroll 1
+            for (int i = parts - 1 - part; i < GRADIENTS; i += parts)
+                store_gradient(i, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+        }
+        if (dg == nullptr) return;
+        __syncthreads();
+
+        const Coefficients make(before, &memory.coefficients[0][0], WIDEST, at_once.column, p, saved, col, inside);
+        T* const first_dg = dg + at_once.row * p.lddg + col;
+        rows.up([&](int i, const Row& row) { store_dg(first_dg + i * at_once.rows * p.lddg, make.dg(row), inside); });
+    });
+    if (ranks == nullptr) return;
+    __syncthreads();
+    if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);
+}

@@ -1,0 +1,154 @@
+// normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows: a CTA has all rows
+// of its columns, makes their statistics (features.cuh has the formulas), and y of them.
+//
+//   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
+//   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
+//   for float16 in units of each feature's own (SAVED_UNIT).
+//
+// A thread has 16 bytes of a row of g (VEC columns) and of every so many rows, `along` threads a row (Places), which come
+// through a ring of its own in shared memory (whole_columns.cuh). It adds them up in float64, about the mean of the first PIVOT
+// rows. Once several threads know the moments of a column, one makes its constants, another what the backward wants, a third
+// the running statistics.
+//
+// Moves g, y and what is kept once, the minimum, and from L2 once more what of g did not fit in the rings.
+#include "activation.cuh"
+#include "features.cuh"
+#include "walk.cuh"
+#include "whole_columns.cuh"
+
+#ifndef Y_TYPE
+#define Y_TYPE float
+#endif
+using Y = Y_TYPE;
+#ifdef D_TYPE
+constexpr bool KEEPS = true;
+#else
+constexpr bool KEEPS = false;
+#define D_TYPE float
+#endif
+using D = D_TYPE;
+constexpr bool UNITS = KEEPS && in_units<D>;
+
+constexpr int SLOTS = 4;          // rows of a thread on their way at once
+constexpr int WIDEST = 16 * VEC;  // columns of a CTA
+enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
+
+// A thread's rows of g: first, first + step, ... (Walk).
+struct Rows {
+    const G* g;
+    long long step;
+    uint4* ring;  // [slot][THREADS]
+    int inside;   // columns
+
+    __device__ __forceinline__ void ask(int i, int slot) const {
+        copy_async(ring + slot * THREADS, g + i * step, inside * static_cast<int>(sizeof(G)));
+    }
+    __device__ __forceinline__ Vector<G, VEC> read(int, int slot) const {
+        return *reinterpret_cast<const Vector<G, VEC>*>(ring + slot * THREADS);
+    }
+};
+
+struct Memory {
+    uint4 ring[SLOTS * THREADS];
+    Totals<THREADS, VEC> totals;
+    double arguments[Arguments::COUNT][WIDEST];
+    alignas(16) G constants[CONSTANT_ROWS][WIDEST];
+    G pivot[WIDEST];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    normalize_fused(const __grid_constant__ Problem p, const G* g, Y* y, const void* bias, const void* scale,
+                    const void* gamma, const void* beta, void* running_mean, void* running_var,
+                    long long* num_batches_tracked, D* deviations, double* saved) {
+    await_kernel_ahead();
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+    __shared__ Memory memory;
+
+    const Places<THREADS, VEC> at_once(p.along);
+    for_each_item(at_once.blocks(p.n), [&](unsigned item) {
+        const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
+        const G* first_g = g + at_once.row * p.ldg + col;
+        const Walk<SLOTS, Rows> rows(count, Rows{first_g, at_once.rows * p.ldg, memory.ring + threadIdx.x, inside});
+        const Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
+
+        const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);  // of which this thread gets the sums
+        const int part = static_cast<int>(threadIdx.x) >> (31 - __clz(at_once.columns));
+        const long long c = col0 + column;
+        const int parts = THREADS >> (31 - __clz(at_once.columns));
+        if (c < p.n)
+#pragma unroll 1
+            for (int i = part; i < Arguments::COUNT; i += parts)
+                memory.arguments[i][column] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
+
+        double first[VEC] = {}, second[VEC] = {};
+        rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                const double d = static_cast<double>(in.at[j]) - pivot.at[j];
+                first[j] += d;
+                second[j] = fma(d, d, second[j]);
+            }
+        });
+        double first_of_column, second_of_column;
+        if (at_once.row == 0)
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
+        total(memory.totals, static_cast<int>(p.along), first, second, first_of_column, second_of_column);
+        if (c < p.n) {
+            const double m = static_cast<double>(p.m);
+            const Moments moments(memory.pivot[column], first_of_column, second_of_column, m);
+            const Arguments of(&memory.arguments[0][column], WIDEST);
+            const Feature found(p, m, moments.mean, moments.m2, of);
+            if (part == 0) {
+                store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, of.beta);
+                if (UNITS) {  // slope d / unit + offset, as the backward will have it
+                    const double unit = unit_near(sqrt(found.v));
+                    memory.constants[OF_SLOPE][column] = static_cast<G>(static_cast<G>(found.a) * unit);
+                    memory.constants[OF_INVERSE_UNIT][column] = static_cast<G>(1.0 / unit);
+                }
+            } else if (part == 1) {
+                found.save(p, c, saved);
+            } else if (part == 2) {
+                found.track(p, c, 0, running_mean, running_var);
+            }
+        }
+        __syncthreads();
+
+        const auto constant = [&](int row) {
+            return *reinterpret_cast<const Vector<G, VEC>*>(&memory.constants[row][at_once.column]);
+        };
+        const Vector<G, VEC> m = constant(AFFINE_M), m_low = constant(AFFINE_M_LOW), a = constant(AFFINE_A);
+        const Vector<G, VEC> offset = constant(AFFINE_BETA), slope = UNITS ? constant(OF_SLOPE) : a;
+        const Vector<G, VEC> inverse_unit = UNITS ? constant(OF_INVERSE_UNIT) : a;
+        const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
+        rows.up([&](int i, const Vector<G, VEC>& in) {
+            Vector<Y, VEC> out;
+            Vector<D, VEC> kept;
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                const G d = (in.at[j] - m.at[j]) - m_low.at[j];
+                G u = fma(a.at[j], d, offset.at[j]);
+                if (KEEPS)
+                    kept.at[j] = deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
+                                                 slope.at[j], offset.at[j], u);
+                from_float(Activation<Y>::of(u), out.at[j]);
+            }
+            const long long row = at_once.row + i * at_once.rows;
+            Y* to = y + row * p.y_row + col * p.y_col;
+            D* keep = deviations + row * p.ldg + col;
+            if (whole) {
+                *reinterpret_cast<Vector<Y, VEC>*>(to) = out;
+                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+            } else {
+#pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    if (j < inside) {
+                        to[j * p.y_col] = out.at[j];
+                        if (KEEPS) keep[j] = kept.at[j];
+                    }
+            }
+        });
+    });
+}

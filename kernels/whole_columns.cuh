@@ -1,0 +1,52 @@
+// For kernels whose CTA has all rows of its columns: how its threads add up what each has of a column. No kernels.
+#pragma once
+#include "common.cuh"
+
+template <int THREADS, int VEC>
+struct Totals {
+    static constexpr int PAD = 16 / VEC;  // so that neither writers nor readers meet in a bank
+    double of_threads[2][VEC][THREADS / 2 + PAD];
+    double of_parts[2][THREADS];
+};
+
+// The sums over the CTA of what its threads have of their VEC columns (Places, `along` up to 16), in an order that depends on
+// `along` alone. Afterwards a thread has one column, threadIdx.x % (along * VEC), as others have (parts); all of them get its two
+// sums.
+template <int THREADS, int VEC>
+__device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, double (&first)[VEC],
+                                      double (&second)[VEC], double& first_of_column, double& second_of_column) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        first[j] += __shfl_xor_sync(~0u, first[j], 16);
+        second[j] += __shfl_xor_sync(~0u, second[j], 16);
+        if (lane < 16) {
+            shared.of_threads[0][j][thread / 32 * 16 + lane] = first[j];
+            shared.of_threads[1][j][thread / 32 * 16 + lane] = second[j];
+        }
+    }
+    __syncthreads();
+    const int columns = along * VEC, column = thread & (columns - 1), part = thread >> (31 - __clz(columns));
+    double of_part[2] = {};
+#pragma unroll
+    for (int i = 0; i < VEC / 2; ++i) {
+        const int at = (part * (VEC / 2) + i) * along + column / VEC;
+        of_part[0] += shared.of_threads[0][column % VEC][at];
+        of_part[1] += shared.of_threads[1][column % VEC][at];
+    }
+    shared.of_parts[0][thread] = of_part[0];
+    shared.of_parts[1][thread] = of_part[1];
+    __syncthreads();
+    double high[2] = {}, low[2] = {};  // with what the roundings of high leave over (Knuth): parts may be 32
+#pragma unroll 2
+    for (int at = column; at < THREADS; at += columns) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const double v = shared.of_parts[i][at], sum = high[i] + v, back = sum - high[i];
+            low[i] += (high[i] - (sum - back)) + (v - back);
+            high[i] = sum;
+        }
+    }
+    first_of_column = high[0] + (isfinite(high[0]) ? low[0] : 0.0);
+    second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
+}
