@@ -98,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
     const unsigned blocks = at_once.blocks(p.n);
-    const unsigned rows_of_item =
-        static_cast<unsigned>(p.dg_rows);  // a division of 64 bits is some hundred instructions
-    const unsigned row_blocks = dg == nullptr ? 1 : (static_cast<unsigned>(p.m) + rows_of_item - 1) / rows_of_item;
+    // in float64, where it is exact: a division of 64 bits is some hundred instructions
+    const double items_of_rows = ceil(static_cast<double>(p.m) / static_cast<double>(p.dg_rows));
+    const unsigned row_blocks = dg == nullptr ? 1 : static_cast<unsigned>(items_of_rows);
     for_each_item(blocks * row_blocks, [&](unsigned item) {
         const long long col0 = static_cast<long long>(item % blocks) * at_once.columns, col = col0 + at_once.column;
         const long long end = p.m - item / blocks * p.dg_rows;
