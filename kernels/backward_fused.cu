@@ -5,7 +5,7 @@
 //   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
 //
 // A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (whole_columns.cuh). Once they are added up, several threads know the sums of a
+// through a ring of its own in shared memory (walk.cuh). Once they are added up (whole_columns.cuh), several threads know the sums of a
 // column: one makes the coefficients of its dg, others a gradient of size O each.
 // Sums as in backward.cu: GROUP rows in float32, all else in float64.
 //

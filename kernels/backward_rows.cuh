@@ -40,8 +40,6 @@ constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
 constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);              // of 16 bytes: VEC columns of a row of dy and of d
 constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has on their way at once
-constexpr int NARROW = 8;                                      // threads along a row of backward_fused, at most
-constexpr int NARROW_COLUMNS = NARROW * VEC;
 
 // One access of 16 bytes: where the elements were made one by one, the compiler would write them in four.
 template <typename E>

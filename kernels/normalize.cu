@@ -13,23 +13,11 @@
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
-#include "activation.cuh"
-#include "features.cuh"
+#include "normalized.cuh"
 
-#ifndef Y_TYPE
-#define Y_TYPE float
-#endif
 #ifndef RUNNING
 #define RUNNING false
 #endif
-using Y = Y_TYPE;
-#ifdef D_TYPE
-constexpr bool KEEPS = true;
-#else
-constexpr bool KEEPS = false;
-#define D_TYPE float
-#endif
-using D = D_TYPE;
 
 constexpr int UNROLL = 4;
 constexpr int CTAS = KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory

@@ -6,27 +6,15 @@
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // A thread has 16 bytes of a row of g (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (whole_columns.cuh). It adds them up in float64, about the mean of the first PIVOT
+// through a ring of its own in shared memory (walk.cuh). It adds them up in float64, about the mean of the first PIVOT
 // rows. Once several threads know the moments of a column, one makes its constants, another what the backward wants, a third
 // the running statistics.
 //
 // Moves g, y and what is kept once, the minimum, and from L2 once more what of g did not fit in the rings.
-#include "activation.cuh"
-#include "features.cuh"
+#include "normalized.cuh"
 #include "walk.cuh"
 #include "whole_columns.cuh"
 
-#ifndef Y_TYPE
-#define Y_TYPE float
-#endif
-using Y = Y_TYPE;
-#ifdef D_TYPE
-constexpr bool KEEPS = true;
-#else
-constexpr bool KEEPS = false;
-#define D_TYPE float
-#endif
-using D = D_TYPE;
 constexpr bool UNITS = KEEPS && in_units<D>;
 
 constexpr int SLOTS = 4;          // rows of a thread on their way at once

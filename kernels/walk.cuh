@@ -1,6 +1,7 @@
 // How a thread walks over rows of matrices through a ring of its own in shared memory. No kernels.
 //
-// The loops are not unrolled: where rows are few, most of a kernel's time is that of fetching its instructions, once.
+// Loops are not unrolled unless a walk is LONG: where rows are few, most of a kernel's time is that of fetching its instructions,
+// once.
 #pragma once
 #include "async_copy.cuh"
 
@@ -18,7 +19,8 @@ struct Walk {
             commit_copies();
         }
     }
-    // From row `begin`, a multiple of SLOTS, to `end`. LONG: of many rows, where latency inside of a row is worth more instructions.
+    // From row `begin`, a multiple of SLOTS, to `end`. LONG: many rows, of which
+    // several at once hide what each waits for, and are worth their instructions.
     template <bool LONG = false, typename Take>
     __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
         int i = begin;
