@@ -10,11 +10,14 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from ._admit import type_name
 from ._typing import Activation, Gemm, Precision
 
 __all__ = [
     "View",
     "backward_arguments",
+    "choice",
+    "flag",
     "fold_arguments",
     "forward_arguments",
     "needs",
@@ -67,16 +70,16 @@ def forward_arguments(
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)
 
-    _bool("training", training)
-    _bool("return_saved", return_saved)
+    flag("training", training)
+    flag("return_saved", return_saved)
     _eps(eps, positive=bool(training))
     _number("scale", number, "an array, a finite number or None")
     if activation is not None:
-        _name("activation", activation, ACTIVATIONS)
+        choice("activation", activation, ACTIVATIONS)
     if momentum is not None:
         _number("momentum", momentum, "a finite number or None")
-    _name("precision", precision, PRECISIONS)
-    _name("gemm", gemm, GEMMS)
+    choice("precision", precision, PRECISIONS)
+    choice("gemm", gemm, GEMMS)
     sm_count(sms)
     if x.device == "cpu" and gemm != "auto":
         raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
@@ -132,7 +135,7 @@ def prepare_arguments(weight: View, *, precision: Any) -> None:
     """Raise what `gsbn.prepare` promises to raise."""
     _floating("weight", weight)
     _matrix("weight", weight)
-    _name("precision", precision, PRECISIONS)
+    choice("precision", precision, PRECISIONS)
 
 
 def backward_arguments(dy: View, x: View, features: int) -> None:
@@ -157,7 +160,11 @@ def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value as an error prints it: not at length, and never an error of its own."""
+    """A value as an error prints it: not at length, no elements of an array, and never an error of its own."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic):  # to print one on a GPU would wait for it
+        return f"a {type_name(value)}"
+    if isinstance(value, tuple) and any(hasattr(item, "shape") for item in value):
+        return f"a tuple of {len(value)}"
     try:
         return f"{value!r:.80}"
     except Exception:  # an int of thousands of digits refuses to be printed
@@ -299,7 +306,8 @@ def _writable(name: str, view: View) -> None:
         reach += stride * (size - 1)
 
 
-def _bool(name: str, value: Any) -> None:
+def flag(name: str, value: Any) -> None:
+    """Raise for what is no bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
@@ -323,7 +331,8 @@ def _eps(eps: Any, *, positive: bool) -> None:
         raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {shown(eps)}")
 
 
-def _name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise for what is none of these words."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {allowed}, got {shown(value)}")
     if value not in allowed:

@@ -273,7 +273,7 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
     else:
         options = (*options, 1.0)
     if isinstance(weight, Prepared):
-        if weight.precision != precision:
+        if weight.precision != precision and precision in _check.PRECISIONS:
             raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
         prepared, arrays = weight, (x, weight.weight, *arrays[2:])
     kind = kind_of(x)

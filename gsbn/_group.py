@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ._check import shown, timeout_seconds
+from ._check import flag, shown, timeout_seconds
 
 __all__ = ["Group", "group"]
 
@@ -173,7 +173,7 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     Raises
     ------
     TypeError
-        A `comm` that is none of these.
+        A `comm` that is none of these, a `peer_memory` that is no bool.
     ValueError
         A `timeout` that is not above 0, a communicator that this process is not a member of.
     RuntimeError
@@ -186,13 +186,14 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     All ranks' calls must come in one order, as with any collective, on one stream at a time.
     """
     seconds = timeout_seconds(timeout)
+    flag("peer_memory", peer_memory)
     engine = _torch(comm) or _mpi(comm) or _nccl(comm)
     if engine is None:
         raise TypeError(
             "comm: expected a torch.distributed ProcessGroup, an mpi4py communicator, a cupy NcclCommunicator or a "
             f"cupyx.distributed backend, got {shown(comm)}"
         )
-    made = Group(engine, seconds, bool(peer_memory))
+    made = Group(engine, seconds, peer_memory)
     try:
         made.meet()
     except BaseException:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from . import _device, _kernels, _plan
+from ._check import shown
 
 __all__ = ["warm_up"]
 
@@ -32,6 +33,8 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     ------
     RuntimeError
         If there is no GPU and no `arch`, or no CuPy, whose NVRTC compiles; the message says why.
+    TypeError
+        A `progress` that cannot be called, an `arch` that is no string.
     ValueError
         An `arch` that is no compute capability from 7.5 on.
 
@@ -40,7 +43,11 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     The cache is CuPy's folder for compiled kernels: the environment variable CUPY_CACHE_DIR, or ~/.cupy/kernel_cache.
     What is compiled for one version of gsbn and of NVRTC serves that version alone.
     """
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: expected a function or None, got {shown(progress)}")
     if arch is not None:
+        if not isinstance(arch, str):
+            raise TypeError(f"arch: expected a string or None, got {shown(arch)}")
         number = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
         if number is None or (capability := (int(number[1]), int(number[2]))) < (7, 5):
             raise ValueError(f"arch: expected a compute capability from sm_75 on, such as 'sm_90', got {arch!r}")

@@ -39,6 +39,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ._check import needs as checked_needs
 from ._typing import A_co, NamedTuple
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
@@ -171,7 +172,7 @@ def forward(
     rows, features = len(x), len(weight)
     s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
     old_mean, old_var = _statistics(features, dtype, running_mean, running_var)
-    count = None if num_batches_tracked is None else int(np.asarray(num_batches_tracked).item())
+    count = None if num_batches_tracked is None else _count(num_batches_tracked)
 
     if not training:
         if old_mean is None or old_var is None:
@@ -281,8 +282,8 @@ def backward(
 
     Raises
     ------
-    ValueError
-        As :func:`forward`, and for a ``dy`` that is not ``(B, O)``.
+    TypeError, ValueError
+        As :func:`forward`, for a ``dy`` that is not ``(B, O)``, and for `needs` that are no such names.
 
     Notes
     -----
@@ -291,6 +292,7 @@ def backward(
 
     With an activation the forward runs once more, so that the gradient belongs to the very ``u`` that made its ``y``.
     """
+    needs = checked_needs(needs, Gradients._fields)
     f = _activation(activation)
     x = _matrix("x", x, dtype)
     weight = _matrix("weight", weight, dtype, columns=x.shape[1])
@@ -486,3 +488,10 @@ def _statistics(
         missing = "running_mean" if mean is None else "running_var"
         raise ValueError(f"{missing}: expected the running statistics as a pair, got None")
     return _vector("running_mean", mean, dtype, features), _vector("running_var", var, dtype, features)
+
+
+def _count(number: ArrayLike) -> int:
+    array = np.asarray(number)
+    if array.size != 1:
+        raise ValueError(f"num_batches_tracked: expected one element, got shape {array.shape}")
+    return int(array.item())

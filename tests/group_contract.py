@@ -419,6 +419,8 @@ def wrong_arguments(at: Ranks) -> None:
     for seconds in (0, -1.0, float("nan"), float("inf"), "3", None, True):
         with raises(TypeError if isinstance(seconds, (str, bool)) or seconds is None else ValueError, "timeout: "):
             gsbn.group(at.comm, timeout=seconds)
+    with raises(TypeError, "peer_memory: expected a bool, got 'no'"):
+        gsbn.group(at.comm, peer_memory="no")
     with raises(ValueError, "group: expected None in inference"):
         call(at, training=False)
     with raises(TypeError, "group: expected what gsbn.group(comm) returned"):

@@ -205,6 +205,10 @@ def test_presets_and_cases() -> None:
     chosen = bench.cases([(4, 5, 6)], ["tf32", "bfloat16"], [True, False])
     assert len(chosen) == 4
     assert (chosen[0].dtype, chosen[0].precision, chosen[0].kind) == ("float32", "high", "tf32")
+    wrong: Any
+    for wrong in ({"shapes": "nope"}, {"dtypes": ["f4"]}, {"directions": ["foo"]}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected one of"):
+            bench.cases(**wrong)
     (one,) = bench.cases([(4, 5, 6)], ["float16"], activation="relu", scale=False)
     assert one.title == "(4, 5, 6) float16 training, relu, no scale"
     assert one.least_bytes == bench.Case(4, 5, 6, "float16").least_bytes - 6 * 2

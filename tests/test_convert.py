@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -349,8 +350,26 @@ def test_data_parallel_of_one_process(tmp_path: Any) -> None:
         ((nn.ReLU(),), {"scales": Scale}, TypeError, "scales: expected a tuple of classes"),
         ((nn.ReLU(),), {"scales": (Scale(1),)}, TypeError, "scales: expected a tuple of classes"),
         ((nn.ReLU(),), {"precision": "low"}, ValueError, "precision: expected one of"),
+        ((nn.ReLU(),), {"precision": None}, TypeError, "precision: expected one of"),
     ],
 )
 def test_errors(arguments: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         convert(*arguments, **options)
+
+
+def test_revert_takes_modules() -> None:
+    with pytest.raises(TypeError, match=r"^model: expected an nn\.Module, got builtins\.str$"):
+        revert("model")  # type: ignore[arg-type]
+
+
+def test_gsbns_own_layers_are_not_left() -> None:
+    assert convert(nn.Sequential(gsbn.torch.LinearBatchNorm1d(I, 6))) == ((), ())
+
+
+def test_a_traced_model_runs_its_modules() -> None:
+    ours, plain = (model.eval() for model in converted(row().double()))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(ours, batch())
+        torch.testing.assert_close(traced(2 * batch()), plain(2 * batch()))

@@ -235,6 +235,26 @@ def test_a_number_beyond_float64(kind: Kind, name: str, value: Any) -> None:
     refuses(kind, arguments(kind, **{name: value}), ValueError, about(name))
 
 
+def test_an_error_shows_no_elements(kind: Kind) -> None:
+    """To print those of an array on a GPU would wait for it."""
+    call = {name: a for name, a in arguments(kind).items() if name != "out"}
+    y, saved = gsbn.forward(**call, return_saved=True)
+    for wrong, what in (((y, saved), "a tuple of 2"), (y, f"a {type(y).__module__}.{type(y).__qualname__}")):
+        with pytest.raises(TypeError, match=rf"^saved: expected .*, got {re.escape(what)}$"):
+            gsbn.backward(y, wrong)
+
+
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_prepared_weight_and_an_unknown_precision(gpu: bool) -> None:
+    kind = kind_of("cupy" if gpu else "numpy")
+    call = arguments(kind)
+    call["weight"] = gsbn.prepare(call["weight"])
+    with pytest.raises(ValueError, match=r"^precision: expected one of"):
+        gsbn.forward(**call, precision="foo")
+    with pytest.raises(ValueError, match=r"^weight: expected one prepared for precision='high'"):
+        gsbn.forward(**call, precision="high")
+
+
 @pytest.mark.parametrize("sms", [0, -1, True, 1.5, "8", [8]])
 def test_a_number_of_sms(kind: Kind, sms: Any) -> None:
     error = ValueError if isinstance(sms, int) and sms is not True else TypeError

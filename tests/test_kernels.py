@@ -167,6 +167,10 @@ def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch
     for wrong in ("sm_70", "90", "sm_", "hopper", "compute_90"):
         with pytest.raises(ValueError, match=r"^arch: expected a compute capability"):
             gsbn.warm_up(arch=wrong)
+    with pytest.raises(TypeError, match=r"^arch: expected a string or None, got 90$"):
+        gsbn.warm_up(arch=90)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^progress: expected a function or None, got 'sm_90'$"):
+        gsbn.warm_up("sm_90")  # type: ignore[arg-type]
 
 
 def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

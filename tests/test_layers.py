@@ -11,18 +11,16 @@ import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
-    {"gsbn._typing"},
+    {"gsbn._admit", "gsbn._typing"},
     {
-        "gsbn._admit",
         "gsbn._check",
         "gsbn._driver",
         "gsbn._dynamo",
         "gsbn._plan.problem",
         "gsbn._plan.rates",
         "gsbn._prepared",
-        "gsbn.reference",
     },
-    {"gsbn._dlpack", "gsbn._group", "gsbn._plan.h200", "gsbn._plan.variants"},
+    {"gsbn._dlpack", "gsbn._group", "gsbn._plan.h200", "gsbn._plan.variants", "gsbn.reference"},
     {"gsbn._plan.copies", "gsbn._plan.limbs", "gsbn._plan.parts"},
     {"gsbn._plan.cost"},
     {"gsbn._plan.gemm"},
@@ -42,7 +40,8 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn.torch._operators"},
     {"gsbn.torch._function"},
     {"gsbn.torch._modules"},
-    {"gsbn.torch._convert", "gsbn.torch._layer"},
+    {"gsbn.torch._layer"},
+    {"gsbn.torch._convert"},
     {"gsbn.torch"},
     {"gsbn.bench.candidate", "gsbn.bench.case", "gsbn.bench.terminal", "gsbn.bench.trainee"},
     {"gsbn.bench.machine"},

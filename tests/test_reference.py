@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -275,6 +276,7 @@ def test_nan_and_infinity_stay_in_their_feature() -> None:
         ({"running_var": None}, "running_var: "),
         ({"running_mean": None, "running_var": None, "training": False}, "running_mean: "),
         ({"num_batches_tracked": None, "momentum": None}, "momentum: "),
+        ({"num_batches_tracked": [1, 2]}, "num_batches_tracked: expected one element, got shape \\(2,\\)"),
         ({"x": np.ones((1, 5))}, "Expected more than 1 value per channel when training"),
     ],
 )
@@ -282,6 +284,13 @@ def test_refuses(changes: dict[str, object], message: str) -> None:
     arguments = {**without_out(Case((9, 5, 4), "float64", training=True).arrays()), "training": True, **changes}
     with pytest.raises(ValueError, match=f"^{message}"):
         reference.forward(**arguments)
+
+
+@pytest.mark.parametrize(("needs", "error"), [("xweight", TypeError), (("wieght",), ValueError), ((3,), TypeError)])
+def test_needs_are_names(needs: Any, error: type[Exception]) -> None:
+    x, weight = np.ones((9, 5)), np.ones((4, 5))
+    with pytest.raises(error, match=r"^needs: expected "):
+        reference.backward(np.ones((9, 4)), x, weight, training=True, needs=needs)
 
 
 # ---- fold

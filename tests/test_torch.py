@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -191,6 +193,34 @@ def test_modules_that_are_not_plain_are_called(what: str) -> None:
     assert_same(step(ours, batch(shape=(4, I, 6))), step(theirs, batch(shape=(4, I, 6))))
 
 
+@pytest.mark.parametrize(("module", "name"), [("norm", "weight"), ("norm", "running_mean"), ("linear", "bias")])
+def test_a_tensor_in_a_parameters_place(module: str, name: str) -> None:
+    """As networks that make another's parameters put it there."""
+    ours, theirs = pair(bias=True)
+    for model in (ours, theirs):
+        part = getattr(model, module)
+        value = getattr(part, name).detach()
+        delattr(part, name)
+        setattr(part, name, value)
+    torch.testing.assert_close(ours(batch()), theirs(batch()), rtol=0, atol=1e-10)
+
+
+def test_what_looks_into_the_layer_sees_pytorchs_modules() -> None:
+    ours, theirs = (model.eval() for model in pair(activation="relu"))
+    x = batch()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(ours, x)
+        torch.testing.assert_close(traced(2 * x), theirs(2 * x))
+    want = torch.autograd.functional.jacobian(lambda x: theirs(x).sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: ours(x).sum())(x), want)
+    torch.testing.assert_close(torch.func.vmap(ours)(x[:, None])[:, 0], theirs(x))
+    _, along = torch.func.jvp(ours, (x,), (x,))
+    torch.testing.assert_close(along, torch.func.jvp(theirs, (x,), (x,))[1])
+    with pytest.raises(RuntimeError, match=r"^linear_batch_norm: .* outside them$"):
+        torch.func.grad(lambda x: linear_batch_norm(x, ours.linear.weight.detach(), training=True).sum())(x)
+
+
 def test_sync_batch_norm_is_plain() -> None:
     """PyTorch's own in place of the layer's norm, in one process."""
     ours, theirs = pair(scale=True, activation="relu")
@@ -297,11 +327,26 @@ def test_errors_are_gsbns() -> None:
         layer(batch(shape=(4, I + 1)))
     with pytest.raises(TypeError, match=r"weight: expected x's dtype"):
         layer(batch(dtype=torch.float32))
-    with pytest.raises(ValueError, match="activation: expected one of"):
-        LinearBatchNorm1d(I, O, activation="gelu")
-    with pytest.raises((RuntimeError, TypeError), match="vmap"):
-        torch.func.vmap(layer)(batch(shape=(2, 4, I)))
+    for option in ("activation", "precision", "gemm"):
+        with pytest.raises(ValueError, match=f"^{option}: expected one of .*, got 'gelu'$"):
+            LinearBatchNorm1d(I, O, **{option: "gelu"})
+    with pytest.raises(TypeError, match=r"^process_group: expected a torch.distributed ProcessGroup or None, got 3$"):
+        LinearBatchNorm1d(I, O, process_group=3)
+    layer.activation = "gelu"
+    layer.linear.register_forward_hook(lambda module, args, z: z)  # and PyTorch's own modules run
+    with pytest.raises(ValueError, match=r"^activation: expected one of"):
+        layer(batch())
+    layer, _ = pair()
     assert layer(batch(shape=(0, I))).shape == (0, O)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "scale", "bias", "gamma", "beta", "running_mean"])
+def test_what_is_no_tensor(name: str) -> None:
+    given = {"x": batch(), "weight": torch.rand(O, I, dtype=torch.float64)}
+    wrong: Any
+    for wrong in ([1.0], np.ones(O)):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor, got "):
+            linear_batch_norm(**{**given, name: wrong}, training=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("training", [True, False])

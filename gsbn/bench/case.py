@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .._check import choice
 from .._plan import ITEMSIZE
 from .._typing import Activation, Precision
 
@@ -108,7 +109,17 @@ def cases(
     scale: bool = True,
 ) -> list[Case]:
     """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``), modes and
-    directions (among "forward", "backward" and "step"); all with this activation, and with a scale or without."""
+    directions (among "forward", "backward" and "step"); all with this activation, and with a scale or without.
+
+    ValueError for another preset, dtype or direction, TypeError where it is no string.
+    """
+    if isinstance(shapes, str):
+        choice("shapes", shapes, tuple(PRESETS))
+    dtypes, directions = list(dtypes), list(directions)
+    for name in dtypes:
+        choice("dtypes", name, tuple(DTYPES))
+    for name in directions:
+        choice("directions", name, tuple(GEMMS_BY_DIRECTION))
     chosen = PRESETS[shapes] if isinstance(shapes, str) else list(shapes)
     rest = list(itertools.product(dtypes, training, directions))
     return [Case(*shape, *DTYPES[name], mode, way, activation, scale) for shape in chosen for name, mode, way in rest]

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._check import PRECISIONS
+from .._admit import type_name
+from .._check import PRECISIONS, choice
 from .._typing import Precision
-from ._modules import NORMS, Row, SyncBatchNorm, is_plain, run
+from ._layer import LinearBatchNorm1d
+from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run
 
 __all__ = ["Conversion", "Left", "Sequential", "convert", "revert"]
 
@@ -39,7 +41,8 @@ class Conversion(NamedTuple):
     replaced : tuple of tuple of str
         The names of the modules that run as one call, for each such call.
     left : tuple of Left
-        Every BatchNorm1d and SyncBatchNorm of the model that is in none of these, and why.
+        Every BatchNorm1d and SyncBatchNorm of the model that is in none of these and in no `LinearBatchNorm1d`, and
+        why.
     """
 
     replaced: tuple[tuple[str, ...], ...]
@@ -113,18 +116,17 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
     -----
     Whether a row runs as one call is decided again in every call. Its modules run one by one, as before, while one of
     them has hooks or a parametrization, and for an input that is not a plain tensor of (B, I): of three dimensions
-    Linear and BatchNorm1d do not agree which one is the features. A ReLU with hooks runs on its own.
+    Linear and BatchNorm1d do not agree which one is the features. So they do under ``torch.jit.trace`` and
+    ``torch.func``. A ReLU with hooks runs on its own.
 
     A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with its running statistics, as always.
     Under autocast y has autocast's dtype also behind a scale, where PyTorch goes on in float32. A model that was
     converted cannot be scripted: `revert` it before.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__module__}.{type(model).__qualname__}")
+    _module(model)
     if not isinstance(scales, tuple) or not all(isinstance(scale, type) for scale in scales):
         raise TypeError(f"scales: expected a tuple of classes, got {scales!r:.80}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {PRECISIONS}, got {precision!r:.80}")
+    choice("precision", precision, PRECISIONS)
     replaced: list[tuple[str, ...]] = []
     left = [Left("", _NO_ROW)] if isinstance(model, _NORMS) else []
     for prefix, parent in model.named_modules():
@@ -132,7 +134,7 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
         children = tuple(parent._modules.values())
         before = len(replaced)
         for i, child in enumerate(children):
-            if isinstance(child, _NORMS):
+            if isinstance(child, _NORMS) and not isinstance(parent, LinearBatchNorm1d):
                 found = _around(children, i, scales) if isinstance(parent, nn.Sequential) else _NO_ROW
                 found = found if isinstance(found, str) else _hindrance(parent, found) or found
                 if isinstance(found, str):
@@ -154,7 +156,13 @@ def revert(model: nn.Module) -> None:
     ----------
     model : nn.Module
         Is changed in place; its modules, parameters and state are untouched.
+
+    Raises
+    ------
+    TypeError
+        A `model` that is no module.
     """
+    _module(model)
     for module in model.modules():
         if type(module) is Sequential:
             module.__class__ = nn.Sequential
@@ -163,6 +171,11 @@ def revert(model: nn.Module) -> None:
                     child.__class__ = nn.SyncBatchNorm
             for name in _OURS:
                 module.__dict__.pop(name, None)
+
+
+def _module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
 
 
 _NO_ROW = "it is not in an nn.Sequential"
@@ -182,7 +195,7 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
 
 def _places(i: int, row: Row) -> range:
     """Where the modules of a row stand whose norm is child i."""
-    return range(i - (1 if row.scale is None else 2), i + (1 if row.relu is None else 2))
+    return range(i - (1 if row.scale is None else 2), i + (1 if row.activation is None else 2))
 
 
 def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
@@ -202,7 +215,7 @@ def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row 
         return f"it has {norm.num_features} features, its nn.Linear {features}"
     if scale is not None and not _is_scale(scale, features):
         return f"its {_title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
-    follows = i + 1 < len(children) and children[i + 1].__class__ is nn.ReLU
+    follows = i + 1 < len(children) and children[i + 1].__class__ in NAMES
     return Row(linear, scale, norm, children[i + 1] if follows else None)
 
 

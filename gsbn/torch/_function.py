@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from .._backward import How, backward_of
 from .._backward import run as backward_run
+from .._check import shown
 from .._forward import forward_of
 from .._interop import NUMBERS, Kind, kind_of
 from .._plan import NARROW_BACKWARD, Limits
@@ -21,7 +22,7 @@ from ..reference import Gradients
 from ._groups import group_of, name_of
 from ._operators import recorded
 
-__all__ = ["call", "linear_batch_norm"]
+__all__ = ["call", "is_transformed", "linear_batch_norm"]
 
 # The names of the gradients that are needed, by what autograd says of the arguments
 _WANTED = {
@@ -30,6 +31,16 @@ _WANTED = {
 }
 # Whoever watches operators (fake tensors, make_fx, counters of operations) must see one; there is no public question.
 _watchers = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+# torch.jit.trace would record one result as a constant, and torch.func's tensors have no memory.
+_trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
+_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def is_transformed() -> bool:
+    """Whether torch.jit.trace or a transform of torch.func looks on, for which PyTorch's own modules are to run."""
+    return not is_compiling() and (_trace() is not None or _transforms())
 
 
 def _exporting() -> bool:
@@ -100,11 +111,25 @@ def linear_batch_norm(
     ------
     TypeError, ValueError, RuntimeError, ImportError
         As `gsbn.forward`, with `process_group` as `gsbn.group` and with a `group`. RuntimeError where a gradient is
-        differentiated once more.
+        differentiated once more, and within ``torch.jit.trace`` and the transforms of ``torch.func``.
     """
     state = running_mean, running_var, num_batches_tracked
+    if is_transformed():
+        raise RuntimeError(
+            "linear_batch_norm: torch.jit.trace and torch.func cannot look into it: call it outside them"
+        )
+    _require_tensors(x=x, weight=weight)
+    given = {"bias": bias, "gamma": gamma, "beta": beta, "scale": None if isinstance(scale, NUMBERS) else scale}
+    given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
+    _require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
     return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group)
+
+
+def _require_tensors(**given: Any) -> None:
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {shown(tensor)}")
 
 
 def call(

@@ -10,7 +10,7 @@ from torch import distributed
 from .._check import shown
 from .._group import Group, group
 
-__all__ = ["group_named", "group_of", "name_of", "world"]
+__all__ = ["check_group", "group_named", "group_of", "name_of", "world"]
 
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
@@ -43,10 +43,20 @@ def group_of(process_group: Any) -> Group | None:
 
 def _has_others(process_group: Any) -> bool:
     """As nn.SyncBatchNorm asks: a rank that is not a member has its own rows alone."""
-    if process_group is None or not distributed.is_available() or not distributed.is_initialized():
+    check_group(process_group)
+    if process_group is None or _is_no_member(process_group) or not distributed.is_initialized():
         return False
-    if process_group is distributed.GroupMember.NON_GROUP_MEMBER:
-        return False
-    if not isinstance(process_group, distributed.ProcessGroup):
-        raise TypeError(f"process_group: expected a torch.distributed ProcessGroup or None, got {shown(process_group)}")
     return bool(distributed.get_world_size(process_group) > 1)
+
+
+def check_group(process_group: Any) -> None:
+    """Raise TypeError for what is no ProcessGroup."""
+    if process_group is None or _is_no_member(process_group):
+        return
+    if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
+        raise TypeError(f"process_group: expected a torch.distributed ProcessGroup or None, got {shown(process_group)}")
+
+
+def _is_no_member(process_group: Any) -> bool:
+    """Whether it is what torch gives a rank that is not in the group which it makes."""
+    return distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER

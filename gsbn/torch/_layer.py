@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import ACTIVATIONS
+from .._check import ACTIVATIONS, GEMMS, PRECISIONS, choice
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
-from ._modules import SyncBatchNorm, are_plain, fused
+from ._groups import check_group
+from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
 __all__ = ["LinearBatchNorm1d"]
 
@@ -20,7 +21,8 @@ class LinearBatchNorm1d(nn.Module):
 
     `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, initialised as such; they hold the parameters and the
     running statistics. Neither is called: the layer reads them. Only where one of them is not plain (it has hooks or a
-    parametrization, or something else was put in its place) both are called, and gsbn is not.
+    parametrization, or something else was put in its place), and under ``torch.jit.trace`` and ``torch.func``, both are
+    called, and gsbn is not.
 
     Parameters
     ----------
@@ -41,6 +43,11 @@ class LinearBatchNorm1d(nn.Module):
     process_group : torch.distributed.ProcessGroup, optional
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``; None is this
         rank's rows alone. `norm` is a `gsbn.torch.SyncBatchNorm` then.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An `activation`, `precision` or `gemm` that is none of the words, a `process_group` that is none.
 
     Attributes
     ----------
@@ -89,8 +96,11 @@ class LinearBatchNorm1d(nn.Module):
         gemm: Gemm = "auto",
         process_group: Any = None,
     ) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {ACTIVATIONS} or None, got {activation!r}")
+        if activation is not None:
+            choice("activation", activation, ACTIVATIONS)
+        choice("precision", precision, PRECISIONS)
+        choice("gemm", gemm, GEMMS)
+        check_group(process_group)
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
         of_norm = out_features, eps, momentum, affine, track_running_stats, device, dtype
@@ -115,7 +125,12 @@ class LinearBatchNorm1d(nn.Module):
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
         y = norm(z.transpose(1, 2) if x.dim() == 3 else z)
-        return y if self.activation is None else y.relu()
+        return y if self.activation is None else self._module()(y)
+
+    def _module(self) -> nn.Module:
+        """PyTorch's of the activation."""
+        choice("activation", self.activation, ACTIVATIONS)
+        return next(module for module, name in NAMES.items() if name == self.activation)()
 
     def extra_repr(self) -> str:
         shown: dict[str, Any] = {"scale": True} if self.scale is not None else {}
@@ -154,4 +169,4 @@ class LinearBatchNorm1d(nn.Module):
             )
         made = nn.Linear(linear.in_features, linear.out_features, device="meta")  # which draws no random numbers
         made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
-        return made if self.activation is None else nn.Sequential(made, nn.ReLU())
+        return made if self.activation is None else nn.Sequential(made, self._module())

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
 
 from .._typing import Activation, Gemm, Precision
-from ._function import call
+from ._function import call, is_transformed
 from ._groups import world
 
-__all__ = ["NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run"]
+__all__ = ["NAMES", "NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run"]
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
 _NO_STATISTICS = (None, None, None)
@@ -51,6 +51,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 
 NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
+NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # of the modules that are an `activation`
 
 
 class Row(NamedTuple):
@@ -59,23 +60,23 @@ class Row(NamedTuple):
     linear: Any
     scale: Any  # whose parameter `scale` multiplies
     norm: Any
-    relu: Any
+    activation: Any
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
-    """What the modules give one after the other; they do it themselves where gsbn cannot, or would not win."""
-    linear, scale, norm, relu = row
+    """What the modules give one after the other; they do it themselves where gsbn cannot."""
+    linear, scale, norm, after = row
     # Of three dimensions Linear and BatchNorm1d do not agree which one is the features
     if not are_plain(x, linear, norm) or x.dim() != 2 or not (scale is None or is_plain(scale, scale.__class__)):
         for module in row:
             x = x if module is None else module(x)
         return x
     factor = None if scale is None else scale._parameters["scale"]
-    if relu is None:
+    if after is None:
         return fused(x, linear, factor, norm, None, precision, "auto")
-    if is_plain(relu, nn.ReLU):
-        return fused(x, linear, factor, norm, "relu", precision, "auto")
-    return relu(fused(x, linear, factor, norm, None, precision, "auto"))
+    if is_plain(after, after.__class__):
+        return fused(x, linear, factor, norm, NAMES[after.__class__], precision, "auto")
+    return after(fused(x, linear, factor, norm, None, precision, "auto"))
 
 
 def is_plain(module: Any, type_: Any) -> bool:
@@ -94,16 +95,21 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     """Whether one call may take the place of the two modules' for this input."""
     if norm.__class__ not in NORMS or not is_plain(norm, norm.__class__):
         return False
-    if not is_plain(linear, nn.Linear) or _hooks_of_all():
+    if not is_plain(linear, nn.Linear) or _hooks_of_all() or is_transformed():
         return False
-    weight = linear._parameters.get("weight")
+    of_linear, of_norm, buffers = linear._parameters, norm._parameters, norm._buffers
+    if not ("bias" in of_linear and "weight" in of_norm and "bias" in of_norm and "running_mean" in buffers):
+        return False  # somebody put something else in a parameter's place
+    if not ("running_var" in buffers and "num_batches_tracked" in buffers):
+        return False
+    weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
     return _wins(x, weight)
 
 
 def _wins(x: Tensor, weight: Tensor) -> bool:
-    """Whether gsbn is expected to be no slower than the modules; the one place that decides it."""
+    """The one place that leaves a call to the modules for being slower: no layer on a GPU was found that is."""
     return True
 
 
