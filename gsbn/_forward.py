@@ -16,7 +16,7 @@ from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vecto
 from ._group import Group
 from ._interop import NUMBERS, Kind, kind_of, kinds_of
 from ._prepared import Prepared
-from ._ranks import exchange_of
+from ._ranks import exchange_of, forward_words
 from ._saved import Saved
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
@@ -400,6 +400,9 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
         group.check_host()
+        words = forward_words(host, len(weight), x.shape[1], str(x.dtype), momentum, eps, activation, number)
+        if momentum is None:
+            words += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
@@ -412,7 +415,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         keep=return_saved,
         activation=activation,
         number=float(number),
-        gather=None if group is None else partial(group.gather, f"forward of {len(weight)} features, {x.dtype}"),
+        gather=None if group is None else partial(group.gather, words),
     )
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])

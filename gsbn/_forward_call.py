@@ -11,7 +11,7 @@ from ._cublas import CublasGemm
 from ._interop import Kind
 from ._limbs import SPLIT_WORDS, Limbs
 from ._prepared import Prepared
-from ._ranks import Exchange, letters, posts_at, signature
+from ._ranks import Exchange, forward_words, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
 
 __all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
@@ -137,7 +137,7 @@ def prepare_call(
         "affine": plan.affine,
         "partials": plan.partials,
         "flags": flags,
-        "signature": signature(f"forward of {n} features, {x.dtype}") if group is not None else 0,
+        "signature": signature(forward_words(views, n, k, x.dtype, momentum, eps, activation, number)) if group else 0,
         **vector_codes(views),
         "momentum": 0.0 if momentum is None else momentum,
         "eps": eps,

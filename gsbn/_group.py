@@ -17,7 +17,7 @@ from ._check import flag, shown, timeout_seconds
 __all__ = ["Group", "group"]
 
 _NCCL_UINT8 = 1
-_HEADER = 96  # bytes: what a rank calls, in words that an error can show
+_HEADER = 256  # bytes: what a rank calls, in words that an error can show
 
 
 class Engine(Protocol):
@@ -64,7 +64,10 @@ class Group:
         return getattr(self._engine, "comm", None)
 
     def check(self) -> None:
-        """Raise RuntimeError if the group is closed, or has lost a rank or the order of its calls."""
+        """Raise RuntimeError if the group is closed, or has lost a rank or the order of its calls.
+
+        Every call with the group begins with it. A replayed CUDA graph does not: ask after a replay that has ended.
+        """
         if not self._obstacle and self.on_device is not None:
             self._obstacle = self.on_device.obstacle()
         if self._obstacle:
@@ -121,24 +124,39 @@ class Group:
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Free what the group holds: collective, after its last call. The communicator stays the user's."""
-        self._close(together=not self._obstacle)
+        """Free what the group holds: collective, after its last call. The communicator stays the user's.
+
+        Raises
+        ------
+        RuntimeError
+            If calls of the group have failed since the last one that began: their results are worthless.
+        """
+        failed = self._close(together=not self._obstacle)
+        if failed:
+            raise RuntimeError(f"group: {failed}; what its last calls gave is worthless")
 
     def leave(self) -> None:
         """`close` on this rank alone; what others may still write to stays."""
         self._close(together=False)
 
-    def _close(self, together: bool) -> None:
+    def _close(self, together: bool) -> str:
+        """What calls have failed by that nobody was told."""
         while self._closers:
             self._closers.pop()(together)
-        self._obstacle = self._obstacle or "it is closed"
+        known = self._obstacle or self.on_device is None
+        failed = "" if known else self.on_device.obstacle()
+        self._obstacle = self._obstacle or failed or "it is closed"
         self._engine.close()
+        return failed
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        self._close(together=error is None and not self._obstacle)
+        if error is None:
+            self.close()
+        else:
+            self.leave()
 
     def __reduce__(self) -> Any:
         raise TypeError("group: expected to stay in its process, got pickled or copied")

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,22 @@ import numpy as np
 from ._device import cuda, on_device
 from ._driver import beside_captures
 from ._group import Group
+from .reference import Gradients
 
-__all__ = ["Exchange", "exchange_of", "letters", "posts_at", "signature"]
+__all__ = ["Exchange", "exchange_of", "features_of", "forward_words", "letters", "posts_at", "signature"]
 
-_MAILBOX = 64 << 20  # bytes at most, of all slots and ranks: at 8 ranks 131,000 features
-_FEATURES = 1 << 20
+_MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 features
+_FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank
 _LETTER = 16
+_VECTORS = (*Gradients._fields[2:], "running_mean", "running_var")
 _LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
-_INFO = struct.Struct("16s q q q ? 64s")  # of a rank: its host, its process, its mailbox, its device, what others open
+_INFO = struct.Struct(
+    "16s 16s q q ? 64s"
+)  # of a rank: its host, its process, its mailbox, its device, what others open
 _NCCL_FLOAT64 = 8
 _STATUS = {  # STATUS_ of kernels/ranks.cuh
     1: "a rank did not come within {timeout:g} s",
-    2: "a rank makes another call: of other features or another dtype, or a forward where this one makes a backward",
+    2: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a backward",
     3: "Expected more than 1 value per channel when training, got one row on all ranks together",
 }
 
@@ -45,11 +50,35 @@ def posts_at(start: int, features: int, exchange: Exchange | None) -> tuple[int,
     return start, start + nbytes, start + nbytes * (1 if exchange is None or exchange.waits else 1 + exchange.size)
 
 
+def forward_words(
+    arrays: Mapping[str, Any],
+    features: int,
+    inputs: int,
+    dtype: str,
+    momentum: Any,
+    eps: Any,
+    activation: Any,
+    number: Any,
+) -> str:
+    """What must be alike in the forwards of all ranks, for an error to show; `number` is a scale that is no array."""
+    given = ", ".join(name for name in _VECTORS if arrays[name] is not None)
+    average = "cumulative" if momentum is None else float(momentum)
+    scale = "" if number == 1 else f", scale {float(number)}"
+    options = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    return f"forward of {features} features, {dtype}; {inputs} input features, {options}; with {given or 'no vectors'}"
+
+
 def signature(what: str) -> int:
     """A number for a call, exact in float64."""
     import hashlib  # which `import gsbn` need not load
 
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
+
+
+def features_of(ranks: int) -> int:
+    """How many features a mailbox has room for."""
+    least, most = _FEATURES
+    return min(max((_MAILBOX // (2 * ranks * _LETTER) - 2) // 2, least), most)
 
 
 def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
@@ -78,7 +107,7 @@ class Exchange:
         self._own_comm = False
         group.agree(f"first call on a GPU, peer_memory={group.peer_memory}")
         runtime = cuda().runtime
-        self.features = min(_FEATURES, (_MAILBOX // (2 * group.size * _LETTER) - 2) // 2)
+        self.features = features_of(group.size)
         nbytes = 2 * group.size * letters(self.features) * _LETTER
         self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # of no pool: others open it as it is
         boxes = self._open(nbytes) if group.peer_memory else None
@@ -110,7 +139,7 @@ class Exchange:
             handle, offered = runtime.ipcGetMemHandle(self._mailbox), True
         except runtime.CUDARuntimeError:
             handle, offered = b"", False
-        info = _INFO.pack(_host(), os.getpid(), self._mailbox, self.device, offered, handle)
+        info = _INFO.pack(_host(), _process(), self._mailbox, self.device, offered, handle)
         infos = [_INFO.unpack(row) for row in group.gather_bytes(info)]
         boxes = []
         for rank, (host, process, mailbox, device, offers, handle) in enumerate(infos):
@@ -119,7 +148,7 @@ class Exchange:
                     boxes.append(self._mailbox)
                 elif host != _host():
                     return None
-                elif process == os.getpid():  # its threads share addresses
+                elif process == _process():  # its threads share addresses
                     if device != self.device:
                         _reach(device)
                     boxes.append(mailbox)
@@ -244,6 +273,14 @@ def _host() -> bytes:
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_bytes() if boot.exists() else b""
     return hashlib.sha256(name + platform.node().encode()).digest()[:16]
+
+
+_TOKEN = os.urandom(8)
+
+
+def _process() -> bytes:
+    """What no other process has: a number alone may be another's, too, in another container; a fork has this token."""
+    return _TOKEN + os.getpid().to_bytes(8, "little")
 
 
 def _reach(device: int) -> None:

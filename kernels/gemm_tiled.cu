@@ -1,5 +1,5 @@
 // gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU; the path for what cuBLAS cannot serve
-// (a CUDA graph capture, a dimension over 2^31) and the yardstick that owes nothing to a vendor library.
+// (a dimension over 2^31) and the yardstick that owes nothing to a vendor library.
 //
 //   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of C, row pitch ldg, g on 16 bytes
 //   T: float, __half, __nv_bfloat16 with G = float;  double with G = double;  C is G or T

@@ -339,6 +339,35 @@ def another_dtype(at: Ranks) -> None:
 
 
 @together
+def another_option(at: Ranks) -> None:
+    first, second = ("eps 0.5, ", "eps 1e-05, ") if at.rank == 0 else ("eps 1e-05, ", "eps 0.5, ")
+    with raises(RuntimeError, first, second):
+        call(at, eps=0.5 if at.rank == 0 else 1e-5)
+    assert_out_of_use(at, at.group, "eps 0.5")
+
+
+@together
+def another_layer(at: Ranks) -> None:
+    """Of as many features, in another order on one rank."""
+    x, weight = np.ones((3, 6), np.float32), np.ones((4, 6), np.float32)
+    with raises(RuntimeError, "; 5 input features, ", "; 6 input features, "):
+        if at.rank == 0:
+            gsbn.forward(**at.natives({"x": x, "weight": weight}), training=True, group=at.group)
+        else:
+            call(at)
+    assert_out_of_use(at, at.group, "6 input features")
+
+
+@together
+def another_count_of_batches(at: Ranks) -> None:
+    """On the CPU, where it is read."""
+    count = at.natives({"num_batches_tracked": np.array(7 + at.rank)})
+    with raises(RuntimeError, "after 7 batches", "after 8 batches"):
+        call(at, momentum=None, **count)
+    assert_out_of_use(at, at.group, "batches")
+
+
+@together
 def another_order(at: Ranks) -> None:
     y, saved = call(at, return_saved=True)
     with raises(RuntimeError, "forward of 4 features", "backward of 4 features"):

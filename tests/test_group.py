@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,13 +12,15 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from group_contract import APART, LIMIT, ON_GPUS, TOGETHER, environment, why_not
 
 import gsbn
+from gsbn import _ranks
 from gsbn._group import Group
 
 PROGRAM = Path(__file__).with_name("group_contract.py")
@@ -78,12 +82,17 @@ def run(engine: str, size: int) -> dict[str, list[str]]:
     return start(engine, size, *names).results()
 
 
-@cache
-def runs_apart() -> dict[tuple[str, str], dict[str, list[str]]]:
-    """They wait for the most part, and so can do it at one time."""
-    names = [(engine, name) for engine in ("gloo", "mpi") if not why_not(engine) for name in APART]
+@pytest.fixture(scope="module", autouse=True)
+def apart(request: pytest.FixtureRequest) -> Any:
+    """Programs of ranks that do not come, by engine and name: they wait for the most part, beside the other tests."""
+    wanted = {getattr(item, "originalname", "") for item in request.session.items}
+    engines = [engine for engine in ("gloo", "mpi") if not why_not(engine)]
+    names = itertools.product(engines, APART) if test_a_rank_that_does_not_come.__name__ in wanted else ()
     programs = {(engine, name): start(engine, 2, name) for engine, name in names}
-    return {key: program.results() for key, program in programs.items()}
+    yield programs
+    for program in programs.values():
+        for process in program.processes:
+            process.kill()
 
 
 def assert_right(results: dict[str, list[str]], name: str, size: int) -> None:
@@ -124,9 +133,9 @@ def test_three_ranks(engine: str, name: str) -> None:
 
 @pytest.mark.parametrize("engine", ["gloo", "mpi"])
 @pytest.mark.parametrize("name", APART)
-def test_a_rank_that_does_not_come(engine: str, name: str) -> None:
+def test_a_rank_that_does_not_come(engine: str, name: str, apart: dict[tuple[str, str], Program]) -> None:
     need(engine)
-    assert_right(runs_apart()[engine, name], name, 2)
+    assert_right(apart[engine, name].results(), name, 2)
 
 
 # ---- one process
@@ -213,3 +222,55 @@ def test_describe_sends_nothing(alone: tuple[Alone, Group]) -> None:
     before = engine.calls
     assert gsbn.describe(X, W, training=True, group=group).path == "numpy"
     assert engine.calls == before
+
+
+def test_a_call_that_failed_unnoticed_is_told_at_the_end(alone: tuple[Alone, Group]) -> None:
+    """As a replayed graph's, after which no call asks."""
+    _, group = alone
+    group.on_device = SimpleNamespace(obstacle=lambda: "a rank did not come")
+    with pytest.raises(RuntimeError, match=r"^group: a rank did not come; what its last calls gave is worthless$"):
+        group.close()
+    group.close()
+
+
+class _Runtime:
+    """As much of CUDA's as a mailbox is offered and opened with."""
+
+    CUDARuntimeError = OSError
+
+    def __init__(self) -> None:
+        self.opened: list[bytes] = []
+
+    def memsetAsync(self, *_: Any) -> None: ...
+
+    def ipcGetMemHandle(self, pointer: int) -> bytes:
+        return b"own".ljust(64)
+
+    def ipcOpenMemHandle(self, handle: bytes) -> int:
+        self.opened.append(handle)
+        return 0x9000
+
+
+def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers of one host that have process numbers of their own, addresses are not shared."""
+    runtime = _Runtime()
+    stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
+    library = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda non_blocking: stream))
+    monkeypatch.setattr(_ranks, "cuda", lambda: SimpleNamespace(runtime=runtime, cupy=library))
+
+    def gather(own: bytes) -> list[bytes]:
+        host, process, mailbox, *_ = _ranks._INFO.unpack(own)
+        assert process[-8:] == os.getpid().to_bytes(8, "little")
+        other = bytes(8) + process[-8:]
+        return [own, _ranks._INFO.pack(host, other, mailbox, 0, True, b"other".ljust(64)), own]
+
+    exchange = _ranks.Exchange.__new__(_ranks.Exchange)
+    exchange._group, exchange.device = SimpleNamespace(rank=0, gather_bytes=gather), 0  # type: ignore[assignment]
+    exchange._mailbox, exchange._mapped = 0x7000, []
+    assert exchange._open(64) == [0x7000, 0x9000, 0x7000]
+    assert runtime.opened == [b"other".ljust(64)]
+
+
+def test_a_mailbox_has_room_for_wide_layers_of_many_ranks() -> None:
+    assert _ranks.features_of(2) == 524_287 and _ranks.features_of(8) == 131_071
+    assert all(_ranks.features_of(ranks) >= 2**16 for ranks in (16, 64, 512))

@@ -63,7 +63,7 @@ __all__ = [
     "with_activation",
 ]
 
-THREADS, SM90_THREADS = 256, 384  # of a CTA of scale_stats, normalize and fold; of forward_sm90
+THREADS, SM90_THREADS = 256, 384  # of a CTA: of most kernels; of forward_sm90
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 # forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_of_x" the weight's limbs are made in registers.
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3, "limbs_of_x": 4}
