@@ -1,8 +1,8 @@
 """What runs for a shape: which GEMM, which tiles, how the work is cut, where things lie. Pure: it needs no GPU.
 
 `problem` is what a plan depends on, `variants` are the kernels. `cost` is the model that predicts a path's time, with
-its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `backward` a whole call. What these take of one
-family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`.
+its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `backward` a whole call. What these take of
+one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`.
 """
 
 from .backward import BackwardPlan, Product, backward_plan
