@@ -55,7 +55,7 @@ def _options(kernel: Kernel) -> tuple[str, ...]:
     )
 
 
-def _compile(kernel: Kernel, arch: str) -> bytes:
+def _compile(kernel: Kernel, arch: str, *more: str) -> bytes:
     """The cubin of a variant by NVRTC, or its PTX for an arch that begins with compute_; needs no GPU."""
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
@@ -64,7 +64,7 @@ def _compile(kernel: Kernel, arch: str) -> bytes:
     program = nvrtc.createProgram(source(f"{kernel.file}.cu"), f"{kernel.file}.cu", (), ())
     try:
         includes = (f"-I{folder}" for folder in headers)
-        nvrtc.compileProgram(program, (*_options(kernel), *includes, f"-arch={arch}"))
+        nvrtc.compileProgram(program, (*_options(kernel), *more, *includes, f"-arch={arch}"))
         return (nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN)(program)  # type: ignore[no-any-return]
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{kernel.file}.cu for {arch}:\n{nvrtc.getProgramLog(program)}") from error
@@ -233,12 +233,13 @@ def launcher(
     return found
 
 
-def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True) -> dict[Kernel, bytes]:
-    """The cubin of every chosen variant for an architecture such as "sm_90a"; needs no GPU."""
+def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True, *more: str) -> dict[Kernel, bytes]:
+    """The cubin of every chosen variant for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
     from concurrent.futures import ThreadPoolExecutor
 
     kernels = list(filter(chosen, all_kernels(arch)))
     variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cubins = dict(zip(variants, pool.map(_compile, variants.values(), [arch] * len(variants)), strict=True))
+        made = pool.map(lambda kernel: _compile(kernel, arch, *more), variants.values())
+        cubins = dict(zip(variants, made, strict=True))
     return {kernel: cubins[kernel.file, kernel.defines] for kernel in kernels}
