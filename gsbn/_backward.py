@@ -23,7 +23,7 @@ from .reference import Gradients
 
 __all__ = ["Gradients", "How", "backward", "backward_of", "backward_within", "run"]
 
-VECTORS = Gradients._fields[2:]
+OF_VECTORS = Gradients._fields[2:]
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
@@ -184,9 +184,9 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     found = key = None
     pointers: list[int] = []
     try:
-        signature, pointers = kind.read(arrays)
+        alike, pointers = kind.read(arrays)
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (signature, how, aligned)
+        key = (alike, how, aligned)
         found = _calls.get(key)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         key = None  # something is not what it should be: the checks say what
@@ -252,7 +252,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     call = Call(kind, device, ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks"))
-    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTORS)]
+    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(OF_VECTORS)]
     one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
     if one_scale:
         assert how.scale_shape is not None
@@ -261,7 +261,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     nbytes = {}
     made: list[str] = []
     for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
-        if dtype is not None and (how.norm if name in VECTORS else how.linear):
+        if dtype is not None and (how.norm if name in OF_VECTORS else how.linear):
             of[name] = call.make(f"gradient of {name}", shape, like, dtype)
             nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
             made.append(name)
@@ -289,7 +289,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         in_place=how.in_place,
         ranks=None if exchange is None else "inside" if exchange.waits and m else "between",
     )
-    codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTORS, dtypes[2:], strict=True) if dtype}
+    codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(OF_VECTORS, dtypes[2:], strict=True) if dtype}
     fields = {
         "m": m,
         "n": n,
@@ -309,7 +309,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
         "words": plan.limbs.maxima_bytes // 4,
         "vector_dy": plan.vector_dy,
-        **{f"to_{name}": codes.get(name, 0) for name in VECTORS},
+        **{f"to_{name}": codes.get(name, 0) for name in OF_VECTORS},
     }
     copies = [copied(call, "dy", dy, plan.dy, like)] if plan.copy_dy and m else []
     for name, view, product in (("x", x, plan.weight), ("weight", weight, plan.x)):  # the operand b of the product
@@ -330,7 +330,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     if plan.dg and how.linear:
         dg = "deviations" if how.in_place else call.at(plan.dg_at)
         across = call.at(plan.across_at) if plan.across else dg
-    to_vectors = {f"to_{name}": of[name] for name in VECTORS}
+    to_vectors = {f"to_{name}": of[name] for name in OF_VECTORS}
     if one_scale:  # those of the features first, in float64
         to_vectors["to_scale"] = call.at(plan.workspace)
         fields["to_scale"] = 8 + _declared.kind_code("float64")
@@ -357,7 +357,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
             passed["gathered"] = of_gathered
         call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
         sums = totals
-        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTORS}}  # the gradients of vectors are there
+        fields |= {"splits": 1, **{f"to_{name}": 0 for name in OF_VECTORS}}  # the gradients of vectors are there
     if m and plan.narrow is not None:
         partials = call.at(plan.dg_at)
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}

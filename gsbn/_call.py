@@ -9,12 +9,12 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from . import _capture, _declared, _kernels, _plan, _tma
+from ._check import VECTORS
 from ._device import cuda
 from ._interop import Kind
 
-__all__ = ["ABSENT", "VECTORS", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
+__all__ = ["ABSENT", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
 
-VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 ABSENT = "absent"  # the address 0
 _MAX_CALLS = 1024  # that a cache holds
 log = logging.getLogger("gsbn")

@@ -33,6 +33,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 GEMMS: tuple[str, ...] = get_args(Gemm)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 
@@ -264,7 +265,7 @@ def _vectors(views: Mapping[str, View | None], features: int, dtype: str, like: 
     owner = views[like]
     assert owner is not None
     allowed = ("float64",) if dtype == "float64" else tuple(dict.fromkeys((dtype, "float32")))
-    for name in ("scale", "bias", "gamma", "beta", "running_mean", "running_var"):
+    for name in VECTORS:
         view = views[name]
         if view is None:
             continue

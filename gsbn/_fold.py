@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, overload
 
 from . import _check, _kernels, _plan, reference
-from ._call import VECTORS, Call, matrix_of, vector_codes
+from ._call import Call, matrix_of, vector_codes
+from ._check import VECTORS
 from ._copies import copied, move
 from ._device import hold_until_done, is_capturing, on_device
 from ._dynamo import outside_graphs

@@ -338,11 +338,11 @@ def _forward(
 def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *more: Any) -> Any:
     """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
     try:
-        signature, pointers = kind.read(arrays)
+        alike, pointers = kind.read(arrays)
         # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
         types = tuple([type(options[i]) for i in _NUMERIC])
         aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0) if kind.on_gpu else None
-        key = (signature, options, types, aligned, *more)
+        key = (alike, options, types, aligned, *more)
         return calls.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None, None, []  # the checks say what

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import _check, _declared, _kernels, _plan, _tma
-from ._call import ABSENT, VECTORS, Call, Description, matrix_of, vector_codes
+from ._call import ABSENT, Call, Description, matrix_of, vector_codes
+from ._check import VECTORS
 from ._copies import Move, copied, move
 from ._cublas import CublasGemm
 from ._interop import Kind

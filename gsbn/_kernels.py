@@ -120,7 +120,7 @@ def gpu(device: int) -> _plan.Device:
     handle = cupy.cuda.Device(device)
     sm90a = cupy.cuda.nvrtc.getVersion() >= _SM90A_NVRTC
     found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
-    if found.capability != (9, 0) or not sm90a:
+    if not found.hopper:
         return found
     # MPS may leave a process fewer SMs than the device has, and clusters of SMs are fewer still.
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]

@@ -64,7 +64,7 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
         words = {"w": copy.to}
         takes_limbs = _plan.takes_limbs(view.dtype, precision, gpu)
         if takes_limbs:
-            limbs = _plan.limbs(0, n, k, 0, gpu)
+            limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
             fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": _declared.flags(vector_w=True)}
             # In words of 32 bits, which is all that an allocator need know of them.
             words["w_limbs"] = call.make("limbs", (n, limbs.pitch), given, "float32")

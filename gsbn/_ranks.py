@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from ._check import VECTORS
 from ._device import cuda, on_device
 from ._driver import beside_captures
 from ._group import Group
-from .reference import Gradients
 
 __all__ = ["Exchange", "exchange_of", "features_of", "forward_words", "letters", "posts_at", "signature"]
 
 _MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 features
 _FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank
 _LETTER = 16
-_VECTORS = (*Gradients._fields[2:], "running_mean", "running_var")
 _LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
 _INFO = struct.Struct(
     "16s 16s q q ? 64s"
@@ -61,7 +60,7 @@ def forward_words(
     number: Any,
 ) -> str:
     """What must be alike in the forwards of all ranks, for an error to show; `number` is a scale that is no array."""
-    given = ", ".join(name for name in _VECTORS if arrays[name] is not None)
+    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
     options = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"

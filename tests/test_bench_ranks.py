@@ -109,13 +109,13 @@ real.main(sys.argv[1])""")  # fmt: skip
 
 def test_a_rank_that_dies_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one waits for it, and is ended; what was done before is shown."""
-    worker(monkeypatch, """honest = real.Turn._take_turns
-def take_turns(self):
+    worker(monkeypatch, """honest = real.Turn._forget
+def forget(self):
     if rank == 1 and self.layer.case.batch == 20:
         print("out of luck", flush=True)
         os._exit(3)
     honest(self)
-real.Turn._take_turns = take_turns
+real.Turn._forget = forget
 real.main(sys.argv[1])""")  # fmt: skip
     quick = ["--rounds", "1", "--settle", "0", "--calls", "1", "--dtype", "float32", "--only", "gemm,gsbn"]
     result = command("--ranks", "2", "--shape", "16,12,8", "--shape", "20,12,8", *quick, status=1)

@@ -28,7 +28,7 @@ from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
 from gsbn._plan.gemm import candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.narrow import narrow_forward, narrow_obstacle
+from gsbn._plan.narrow import narrow_forward, serves_narrow
 from gsbn._plan.variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -194,7 +194,7 @@ def measure(limit, skip, dtypes):
                 y.fill_(float("nan"))
                 runs[name] = forced(ours, "sm90", tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
-            if narrow_obstacle(problem(shape, dtype), precision, training, False) is None:
+            if serves_narrow(problem(shape, dtype), precision, training, False):
                 runs["narrow"] = partial(ours, Limits(narrow=True), "auto")
                 y.fill_(float("nan"))
                 runs["narrow"]()

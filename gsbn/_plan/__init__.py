@@ -8,7 +8,7 @@ one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`
 from .backward import BackwardPlan, Product, backward_plan
 from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
-from .gemm import Limbs, OneLaunch, limbs, one_launch, takes_limbs
+from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
 from .parts import Parts
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
@@ -49,7 +49,7 @@ __all__ = [
     "Device",
     "Keep",
     "Kernel",
-    "Limbs",
+    "LimbsOfRows",
     "Limits",
     "Matmul",
     "Matrix",
@@ -74,7 +74,7 @@ __all__ = [
     "gemm_for",
     "in_rows",
     "kept_dtype",
-    "limbs",
+    "limbs_of_rows",
     "maxima_grid",
     "one_launch",
     "plan",

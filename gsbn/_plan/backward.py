@@ -333,7 +333,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
 
     `theirs` is the same as cuBLAS would take it, with other copies or none.
     """
-    if p.device.capability != (9, 0) or not p.device.sm90a or p.dtype not in ("float16", "bfloat16"):
+    if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
         return False
     if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
         return False

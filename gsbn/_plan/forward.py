@@ -18,9 +18,10 @@ from .gemm import (
     one_launch,
     sm90_obstacle,
     tiled,
+    waiting_grid,
 )
 from .limbs import Splits, lay_out, split_of
-from .narrow import for_narrow, narrow_forward, narrow_obstacle
+from .narrow import for_narrow, narrow_forward, serves_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -136,7 +137,7 @@ def plan(
     y_size = ITEMSIZE[dtype]
     fused = chosen == "sm90" and ranks != "between" and not _limbs_to_copies(p, element_for(dtype, precision))
     narrow = None
-    if chosen == "tiled" and p.limits.narrow is not False and narrow_obstacle(p, precision, training, saved) is None:
+    if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saved):
         narrow = narrow_forward(p, precision, training=training, keeps=saved)
     taken = for_narrow(p) if narrow else _taken(p, chosen, element_for(dtype, precision), fused)
 
@@ -246,10 +247,12 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
     Few columns, so that many threads share one, each with no more than 8 splits; but CTAs that leave half of the SMs
     free, since they may wait for other ranks.
     """
-    columns, ctas = 8, max(1, device.sms // 2)
-    while columns < THREADS and (2 * columns * splits <= 8 * THREADS or ceil_div(n, columns) > ctas):
+    columns = 8
+    while columns < THREADS and (
+        2 * columns * splits <= 8 * THREADS or ceil_div(n, columns) > waiting_grid(ceil_div(n, columns), device)
+    ):
         columns *= 2
-    return columns, min(ceil_div(n, columns), ctas)
+    return columns, waiting_grid(ceil_div(n, columns), device)
 
 
 def _one_pass(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
@@ -291,7 +294,7 @@ def gemm_for(
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
     chosen, why, us = _fastest(p, precision, training, prepared, saved, cumulative, ranks, obstacles)
-    narrow = p.limits.narrow is not False and narrow_obstacle(p, precision, training, saved) is None
+    narrow = p.limits.narrow is not False and serves_narrow(p, precision, training, saved)
     if narrow and (p.limits.narrow or narrow_forward(p, precision, training=training, keeps=saved).us < us):
         return "tiled", "g is made twice in less time than it is written and read"
     return chosen, why

@@ -35,7 +35,7 @@ __all__ = [
     "CUBLAS_SMS",
     "LEAST_TERMS",
     "MAX_TERMS",
-    "Limbs",
+    "LimbsOfRows",
     "OneLaunch",
     "Tile",
     "candidates",
@@ -45,7 +45,7 @@ __all__ = [
     "for_sm90",
     "for_tiled",
     "lies_across",
-    "limbs",
+    "limbs_of_rows",
     "one_launch",
     "sm90_obstacle",
     "takes_limbs",
@@ -63,7 +63,7 @@ MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
 LEAST_TERMS = 64  # from which on limbs are taken by themselves: few errors of theirs do not average out in a variance
 
 
-class Limbs(NamedTuple):
+class LimbsOfRows(NamedTuple):
     """float32 operands as two float16 limbs, by split_limbs; offsets into the workspace in bytes."""
 
     kernel: Kernel
@@ -81,7 +81,7 @@ class OneLaunch(NamedTuple):
     kernel: Kernel
     cooperative: bool  # its CTAs wait for each other: all must be resident
     element: str
-    limbs: Limbs | None
+    limbs: LimbsOfRows | None
     block_m: int
     cluster: int
     clusters: int
@@ -239,7 +239,7 @@ def one_launch(
     made = None
     if by_limbs(element) and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
         of_w = 0 if prepared or element == "limbs_of_x" else n
-        made = limbs(m, of_w, k, workspace, p.device)
+        made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
     return OneLaunch(
         kernel=forward_sm90(
@@ -292,12 +292,12 @@ def lies_across(p: Matmul) -> bool:
     return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
 
-def limbs(m: int, n: int, k: int, start: int, device: Device) -> Limbs:
+def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOfRows:
     """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
     pitch = limb_pitch(k)
     w = start + round_up(4 * m * pitch, 256)
     x_exponents = w + round_up(4 * n * pitch, 256)
-    return Limbs(
+    return LimbsOfRows(
         kernel=split_limbs(k),
         grid=split_grid((m, n), k, device),
         pitch=pitch,
@@ -325,12 +325,12 @@ def cublas_obstacle(p: Matmul) -> str | None:
 
 def takes_limbs(dtype: str, precision: str, device: Device) -> bool:
     """Whether forward_sm90 takes operands of this dtype as limbs."""
-    return element_for(dtype, precision) == "limbs" and device.capability == (9, 0) and device.sm90a
+    return element_for(dtype, precision) == "limbs" and device.hopper
 
 
 def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
     m, n, k, dtype, device, x, w, y, _ = p
-    if device.capability != (9, 0) or not device.sm90a:
+    if not device.hopper:
         return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
     if dtype == "float64":
         return "it has no float64"

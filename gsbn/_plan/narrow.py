@@ -33,7 +33,6 @@ __all__ = [
     "for_narrow",
     "narrow_backward",
     "narrow_forward",
-    "narrow_obstacle",
     "product_by_narrow",
 ]
 
@@ -58,21 +57,16 @@ class Narrow(NamedTuple):
         return self.splits * self.blocks
 
 
-def narrow_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str | None:
-    """Why these kernels cannot serve a call; None if they can."""
-    if p.device.capability != (9, 0) or not p.device.sm90a:
-        return "it needs a GPU of compute capability 9.0 and NVRTC 12.9"
-    if p.dtype == "float64":
-        return "it has no float64"
+def serves_narrow(p: Matmul, precision: str, training: bool, saved: bool) -> bool:
+    """Whether these kernels can serve a call: of rows enough, and features that all SMs can share, with few inputs.
+
+    They keep nothing for a backward with frozen statistics.
+    """
+    if not p.device.hopper or p.dtype == "float64" or (saved and not training):
+        return False
     element = _element(p, precision)
     most = max(_most_inputs(p.dtype, element, features) for features in _sizes(p, element))
-    if p.k > most:
-        return f"it takes at most {most} input features"
-    if not LEAST_ROWS <= p.m <= INT32_MAX or ceil_div(p.n, _features(p, element)) > p.device.sms:
-        return f"it takes {LEAST_ROWS} rows or more, and features that all SMs can share"
-    if saved and not training:
-        return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
-    return None
+    return p.k <= most and LEAST_ROWS <= p.m <= INT32_MAX and ceil_div(p.n, _features(p, element)) <= p.device.sms
 
 
 def _element(p: Matmul, precision: str) -> str:
@@ -131,7 +125,7 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
 
 def product_by_narrow(p: Matmul, precision: str) -> Narrow | None:
     """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_narrow`."""
-    if narrow_obstacle(p, precision, True, False) is not None or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
+    if not serves_narrow(p, precision, True, False) or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
     found = narrow_forward(p, precision, training=False, keeps=False)
     return None if found.product is None else found
@@ -151,11 +145,11 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     """What makes dg, dx and dw of a batch, `dy` lying as told, where it can and wins; `p` is as in backward_plan."""
     m, n, k, dtype, device, x, w, _, limits = p
     size, most = ITEMSIZE[dtype], NARROW_BACKWARD.get(dtype, 0)
-    hopper = device.capability == (9, 0) and device.sm90a and limits.narrow is not False
+    allowed = device.hopper and limits.narrow is not False
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
     wide = dtype == "float32" and min(n, k) > 32 and not limits.narrow
     least = LEAST_WIDE_ROWS if wide else LEAST_ROWS
-    if not hopper or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
+    if not allowed or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
         return None
     features, inputs = (next(size for size in NARROW_SIZES if side <= size) for side in (n, k))
     teams, threads, tile = narrow_teams(dtype, features, inputs)

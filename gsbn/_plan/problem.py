@@ -63,6 +63,11 @@ class Device(NamedTuple):
         return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights)
 
     @property
+    def hopper(self) -> bool:
+        """Whether the kernels for compute capability 9.0 can be compiled for it and run."""
+        return self.capability == (9, 0) and self.sm90a
+
+    @property
     def target(self) -> int:
         """How many SMs cuBLAS shall take; 0 for all."""
         return self.sms if self.limited else 0

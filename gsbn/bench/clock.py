@@ -13,6 +13,8 @@ host. JAX runs on streams of its own, so the wall clock times it, from an idle d
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import statistics
 import time
@@ -94,6 +96,39 @@ def settle(
         if len(last) == len(samples[:3]) == 3 and max(last) - min(last) <= tolerance * min(last):
             return True
     return False
+
+
+LEAST_ROUNDS = 7  # of which a median can have an interval
+
+
+def take_turns(
+    settings: Any,
+    turn: Callable[[int], float],
+    forget: Callable[[], None],
+    progress: Callable[[float, str], None],
+    now: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run ``turn(0)``, ``turn(1)``, ..., a round of trials each: until the clocks settle, then those that count.
+
+    ``forget`` is called between the two. Of ``settings`` it takes ``rounds``, ``seconds`` and ``settle``. A turn
+    returns its time.
+    """
+    gc_was_on = gc.isenabled()
+    gc.disable()  # else the candidate that runs during a collection would pay for it
+    try:
+        progress(0.5, "until the clocks settle")
+        turns = itertools.count()
+        settle(lambda: turn(next(turns)), longest=settings.settle, now=now)
+        forget()
+        started = now()
+        for number in range(settings.rounds):
+            if number >= LEAST_ROUNDS and now() - started > settings.seconds:
+                break
+            progress(0.5 + number / settings.rounds / 2, f"round {number + 1}")
+            turn(number)
+    finally:
+        if gc_was_on:
+            gc.enable()
 
 
 class Clock:

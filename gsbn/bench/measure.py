@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +13,7 @@ from .._plan import ITEMSIZE
 from . import bounds, libraries, peers
 from .candidate import NAMES, Candidate, is_gemm, names
 from .case import Case
-from .clock import Clock, GpuClock, balanced_order, median_interval, settle
+from .clock import Clock, GpuClock, balanced_order, median_interval, take_turns
 from .machine import environment, has_gpu
 from .rates import Rates, measure_rates
 from .report import Report, Result, Settings
@@ -102,24 +100,7 @@ class _CaseRun:
         if self.settings.calls is None and (once := [entry.once for entry in self._live()]):
             self.calls = max(1, min(100, round(self.settings.trial_ms / 1e3 / statistics.median(once))))
         self._each(self._prepare)
-        gc_was_on = gc.isenabled()
-        gc.disable()  # else the candidate that runs during a collection would pay for it
-        try:
-            progress(0.5, "until the clocks settle")
-            turns = itertools.count()
-            settle(lambda: self._round(next(turns)), longest=self.settings.settle)
-            for entry in self.entries:
-                entry.device.clear()
-                entry.host.clear()
-            started = time.perf_counter()
-            for turn in range(self.settings.rounds):
-                if turn >= 7 and time.perf_counter() - started > self.settings.seconds:
-                    break
-                progress(0.5 + turn / self.settings.rounds / 2, f"round {turn + 1}")
-                self._round(turn)
-        finally:
-            if gc_was_on:
-                gc.enable()
+        take_turns(self.settings, self._round, self._forget, progress)
 
     def results(self) -> list[Result]:
         """What is known of each candidate: a failure, or the rounds that all have completed."""
@@ -135,6 +116,11 @@ class _CaseRun:
 
     def _live(self) -> list[_Entry]:
         return [entry for entry in self.entries if not entry.failure]
+
+    def _forget(self) -> None:
+        for entry in self.entries:
+            entry.device.clear()
+            entry.host.clear()
 
     def _round(self, turn: int) -> float:
         """A trial of every candidate; the sum of their times, each divided by that candidate's first time."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from . import libraries
 from .bounds import ROUNDOFF
 from .candidate import NAMES as LAYERS
-from .clock import Measurement, balanced_order, median_interval, settle
+from .clock import Measurement, balanced_order, median_interval, take_turns
 from .machine import environment
 from .report import Settings, now
 from .trainee import Trainee, line_of, truth_of
@@ -187,27 +186,17 @@ class _Turn:
         self._take_turns(progress)
 
     def _take_turns(self, progress: Callable[[float, str], None]) -> None:
-        gc_was_on = gc.isenabled()
-        gc.disable()
         try:
-            progress(0.5, "until the clocks settle")
-            turns = itertools.count()
-            settle(lambda: self._round(next(turns)), longest=self.settings.settle)
-            for _, trainee in self.trainees:
-                trainee.called.clear()
-                trainee.replayed.clear()
-            started = time.perf_counter()
-            for turn in range(self.settings.rounds):
-                if not self._live() or (turn >= 7 and time.perf_counter() - started > self.settings.seconds):
-                    break
-                progress(0.5 + turn / self.settings.rounds / 2, f"round {turn + 1}")
-                self._round(turn)
+            take_turns(self.settings, self._round, self._forget, progress)
         finally:
-            if gc_was_on:
-                gc.enable()
             for result, trainee in self._live():
                 result.called = median_interval(trainee.called) if trainee.called else None
                 result.graph = median_interval(trainee.replayed) if trainee.replayed else None
+
+    def _forget(self) -> None:
+        for _, trainee in self.trainees:
+            trainee.called.clear()
+            trainee.replayed.clear()
 
     def _live(self) -> list[tuple[ModelResult, Trainee]]:
         return [(result, trainee) for result, trainee in self.trainees if not result.failure]

@@ -25,7 +25,7 @@ import gsbn
 
 from . import bounds, libraries
 from .case import Case
-from .clock import balanced_order, median_interval, settle
+from .clock import balanced_order, median_interval, take_turns
 from .measure import PEER_TOLERANCE
 from .ranks import NAMES, Task
 from .report import Settings
@@ -288,14 +288,8 @@ class Turn:
                 self._prepare(entry)
         self.layer.truth.clear()
         self.world.free()
-        gc_was_on = gc.isenabled()
-        gc.disable()  # else the candidate that runs during a collection would pay for it, on all ranks
-        try:
-            if any(not entry.failure for entry in self.entries):
-                self._take_turns()
-        finally:
-            if gc_was_on:
-                gc.enable()
+        if any(not entry.failure for entry in self.entries):
+            take_turns(self.settings, self._round, self._forget, self.say, self.world.now)
         for entry in self.entries:  # a replay raises nothing
             if not entry.failure and (group := self.world.groups.get(entry.name)) is not None:
                 _, entry.failure = self._together(group.check)
@@ -374,19 +368,10 @@ class Turn:
         if not entry.graph_failure:
             entry.replay = graph.replay
 
-    def _take_turns(self) -> None:
-        world, turns = self.world, itertools.count()
-        self.say(0.5, "until the clocks settle")
-        settle(lambda: self._round(next(turns)), longest=self.settings.settle, now=world.now)
+    def _forget(self) -> None:
         for entry in self.entries:
             entry.called.clear()
             entry.replayed.clear()
-        begun = world.now()
-        for turn in range(self.settings.rounds):
-            if turn >= 7 and world.now() - begun > self.settings.seconds:
-                break
-            self.say(0.5 + turn / self.settings.rounds / 2, f"round {turn + 1}")
-            self._round(turn)
 
     def _round(self, turn: int) -> float:
         """A trial of every candidate; the sum of their times on rank 0, each divided by that candidate's first time."""
