@@ -1,8 +1,9 @@
-"""A published head, as it is, converted by one line: the projector and the predictor of SimSiam (Chen and He 2021).
+"""A published head, layer for layer, converted by one line: the projector and the predictor of SimSiam (2021).
 
-The construction is that of https://github.com/facebookresearch/simsiam: three Linear and BatchNorm1d with ReLU in place
-between them, the last Linear with a frozen bias and the last BatchNorm1d without weight and bias, then a predictor with
-a bottleneck. An encoder of one Linear stands in for the ResNet. It is written here anew, in plain PyTorch.
+The layers are those of Chen and He's https://github.com/facebookresearch/simsiam, file simsiam/builder.py, rewritten
+here: three Linear and BatchNorm1d with ReLU in place between them, the last Linear with a frozen bias and the last
+BatchNorm1d without weight and bias, then a predictor with a bottleneck. An encoder of one Linear stands in for the
+ResNet.
 
 Two copies train for ten steps in float64, one after `gsbn.torch.convert`; their losses are printed side by side.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -274,3 +275,49 @@ def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mailbox_has_room_for_wide_layers_of_many_ranks() -> None:
     assert _ranks.features_of(2) == 524_287 and _ranks.features_of(8) == 131_071
     assert all(_ranks.features_of(ranks) >= 2**16 for ranks in (16, 64, 512))
+
+
+class _NcclCommunicator:
+    """As CuPy's, of two ranks that have the same bytes."""
+
+    def rank_id(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def allGather(self, posted: int, gathered: int, count: int, dtype: int, stream: int) -> None:
+        assert (dtype, stream) == (1, 7)  # ncclUint8
+        for rank in range(2):
+            ctypes.memmove(gathered + rank * count, posted, count)
+
+
+@pytest.mark.parametrize("backend", [False, True])
+def test_a_communicator_of_cupys(backend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CuPy whose GPU is the CPU: the communicator itself, and the backend of cupyx.distributed that has one."""
+
+    class Memory(np.ndarray):
+        @property
+        def data(self) -> Any:
+            return SimpleNamespace(ptr=self.ctypes.data)
+
+        def get(self) -> np.ndarray:
+            return np.asarray(self)
+
+    backends = SimpleNamespace(NCCLBackend=type("NCCLBackend", (), {"_comm": _NcclCommunicator()}))
+    stream, event = SimpleNamespace(ptr=7), SimpleNamespace(record=lambda stream: None, done=True)
+    cuda = SimpleNamespace(get_current_stream=lambda: stream, Event=lambda disable_timing: event)
+    cupy = SimpleNamespace(
+        asarray=lambda a: a.copy().view(Memory),
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Memory),
+        cuda=cuda,
+    )
+    nccl = SimpleNamespace(available=True, NcclCommunicator=_NcclCommunicator)
+    for name, module in {"cupy": cupy, "cupy.cuda.nccl": nccl, "cupyx.distributed": backends}.items():
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    comm = backends.NCCLBackend() if backend else _NcclCommunicator()
+    with gsbn.group(comm, timeout=3) as group:
+        assert (group.rank, group.size) == (1, 2) and isinstance(group.nccl, _NcclCommunicator)
+        assert group.gather_bytes(b"four") == [b"four"] * 2
+        with pytest.raises(ValueError, match="group: expected one of a communicator that reaches the host's memory"):
+            gsbn.forward(np.ones((3, 5)), np.ones((4, 5)), training=True, group=group)
