@@ -104,7 +104,7 @@ def report_of_a_gpu() -> models.ModelsReport:
             m = median_interval([1e-3 * times * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
             errors = {"y": 1e-3, "gradients": 2e-3}
             phases = dict.fromkeys(("forward", "backward", "optimiser"), 1e-4)
-            results.append(models.ModelResult(case, name, m, m, phases, 3 << 20, errors, 0.9))
+            results.append(models.ModelResult(case, name, m, m, phases, 3 << 20, errors, 0.9, host=phases))
     results[-1] = models.ModelResult(results[-1].case, "gsbn-compile", failure="it broke")
     results[-2].graph, results[-2].graph_failure = None, "refused"
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
@@ -119,7 +119,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     for page in pages:
         page.write_text("before\n<!-- results:models -->\nold\n<!-- /results:models -->\nafter\n")
     model_tables.publish(report_of_a_gpu(), tmp_path, "models")
-    for page, columns, ours in ((pages[0], 13, 6), (pages[1], 16, 7)):
+    for page, columns, ours in ((pages[0], 13, 6), (pages[1], 18, 7)):
         text = page.read_text()
         assert text.startswith("before\n<!-- results:models -->\n| model, widths") and text.endswith("after\n")
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
@@ -128,6 +128,8 @@ def test_what_is_published(tmp_path: Path) -> None:
         assert all(1.2 < float(row[ours]) < 1.3 for row in rows[2:]), "torch.compile's time over gsbn's, 1.5 / 1.2"
         assert rows[-1].count("–") >= 1, "what is missing is a dash"
         assert "NVIDIA H200, driver 580.1" in text
+    of_host = rows[0].index("host µs a layer, gsbn")
+    assert {row[of_host] for row in rows[2:-2]} == {"67"}, "of three layers, 100 us forward and backward each"
     for name in ("models.json", "models.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
@@ -138,7 +140,15 @@ def test_what_a_terminal_shows() -> None:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     model_tables.print_report(console, report_of_a_gpu())
     text = console.export_text()
-    for part in ("as called (wall clock)", "in a CUDA graph (device time)", "Peak MiB", "against float64", "90%"):
+    parts = (
+        "as called (wall clock)",
+        "in a CUDA graph (device time)",
+        "Peak MiB",
+        "against float64",
+        "90%",
+        "cost the host",
+    )
+    for part in parts:
         assert part in text
     assert "gsbn, compiled: it broke (in 8 × 512, 8192 rows, float32)" in " ".join(text.split())
     assert "gsbn: no graph: refused (in 8 × 512" in " ".join(text.split())
@@ -160,6 +170,7 @@ def test_a_run_on_the_gpu(kind: str) -> None:
         assert result.called is not None and result.graph is not None
         assert 0 < result.graph.median < 2 * result.called.median
         assert result.peak_bytes is not None and result.peak_bytes > 4 * 512 * 1024
-        assert set(result.phases) == {"forward", "backward", "optimiser"} and min(result.phases.values()) > 0
+        for parts in (result.phases, result.host):
+            assert set(parts) == {"forward", "backward", "optimiser"} and min(parts.values()) > 0
     excess = results["gsbn"].excess
     assert excess is not None and excess <= 1

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .clock import Measurement
-from .models import NAMES, PEERS, ModelResult, ModelsReport
+from .models import NAMES, PEERS, ModelCase, ModelResult, ModelsReport
 from .publish import SERIES, caption_of, digits, draw_speeds, table, write
 from .tables import share
 from .terminal import NOTHING, Row, print_table
@@ -39,6 +39,10 @@ def print_report(console: Console, report: ModelsReport) -> None:
     rows = [Row([case.title, *_phases(results.get("pytorch")), *_phases(results.get("gsbn"))])
             for case, results in cases.items()]  # fmt: skip
     print_table(console, "ms on the device, by part of the step as called", columns, rows)
+    rows = [
+        Row([case.title, *(_host_us(case, results.get(name)) for name in NAMES)]) for case, results in cases.items()
+    ]
+    print_table(console, "us that a forward and a backward of a layer cost the host", ["", *NAMES.values()], rows)
     columns = ["", "y, PyTorch eager", "y, gsbn", "gradients, PyTorch eager", "gradients, gsbn", "of what is allowed"]
     rows = [Row([case.title, *_errors(results), _excess(results)]) for case, results in cases.items()]
     print_table(console, "Errors of the first step against float64, norm-wise", columns, rows)
@@ -62,11 +66,14 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
     columns, rows = ["model, widths", "rows", "dtype"], []
     for title, _ in WAYS.values():
         columns += [f"{_strong(name, NAMES[name])}, {title}" for name in shown] + [f"best peer / gsbn, {title}"]
+    of_host = () if brief else ("pytorch", "gsbn")
+    columns += [f"host µs a layer, {NAMES[name]}" for name in of_host]
     columns += ["peak MiB, PyTorch eager", "peak MiB, gsbn", "error of what is allowed"]
     for case, results in report.by_case().items():
         cells = [case.layers, str(case.rows), case.kind]
         for way in WAYS:
             cells += [_strong(name, _ms(results.get(name), way)) for name in shown] + [gain(results, way)]
+        cells += [_host_us(case, results.get(name)) for name in of_host]
         cells += [_mib(results.get("pytorch")), _mib(results.get("gsbn")), _excess(results)]
         rows.append(cells)
     if brief:  # a reader of the README does not know what is allowed
@@ -139,6 +146,13 @@ def _mib(result: ModelResult | None) -> str:
 
 def _phases(result: ModelResult | None) -> list[str]:
     return [digits(seconds * 1e3) for seconds in result.phases.values()] if result and result.phases else [NOTHING] * 3
+
+
+def _host_us(case: ModelCase, result: ModelResult | None) -> str:
+    """Of a forward and a backward."""
+    if not result or not result.host:
+        return NOTHING
+    return f"{1e6 * (result.host['forward'] + result.host['backward']) / (len(case.widths) - 1):.0f}"
 
 
 def _errors(results: Results) -> list[str]:

@@ -82,6 +82,7 @@ class ModelResult:
     excess: float | None = None  # that of y over what the accuracy rule allows
     graph_failure: str = ""
     failure: str = ""
+    host: dict[str, float] = field(default_factory=dict)  # what the parts of `phases` cost the host
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class _Turn:
                 trainee.calls = self.settings.calls or max(3, min(200, round(TRIAL / trainee.once)))
                 if self.on_gpu:
                     result.peak_bytes = trainee.memory()
-                    result.phases = trainee.phases()
+                    result.phases, result.host = trainee.phases()
                     if self.settings.graph:
                         result.graph_failure = trainee.capture()
                 self.trainees.append((result, trainee))

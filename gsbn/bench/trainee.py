@@ -105,21 +105,23 @@ class Trainee:
         self.step()
         return int(cuda.max_memory_allocated() - before)
 
-    def phases(self) -> dict[str, float]:
-        """Device time by part of the step: a busy device at its start lets the host run ahead."""
-        samples: list[list[float]] = []
+    def phases(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The device's time by part of the step, and the host's: a busy device at its start lets the host run ahead."""
+        device: list[list[float]] = []
+        host: list[list[float]] = []
         for _ in range(5):
             self.synchronize()
             self.torch.cuda._sleep(int(4e9 * self.once))  # about twice a step as called
-            events = [self.torch.cuda.Event(enable_timing=True)]
+            events, times = [self.torch.cuda.Event(enable_timing=True)], [time.perf_counter()]
             events[0].record()
             for _ in self.steps():
+                times.append(time.perf_counter())
                 events.append(self.torch.cuda.Event(enable_timing=True))
                 events[-1].record()
             self.synchronize()
-            samples.append([a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events)])
-        parts = zip(*samples, strict=True)
-        return dict(zip(("forward", "backward", "optimiser"), map(statistics.median, parts), strict=True))
+            device.append([a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events)])
+            host.append([b - a for a, b in itertools.pairwise(times)])
+        return _medians(device), _medians(host)
 
     def capture(self) -> str:
         """Make the step a graph; the reason where it cannot be one."""
@@ -156,6 +158,12 @@ def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
 def line_of(error: BaseException) -> str:
     """The first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _medians(samples: list[list[float]]) -> dict[str, float]:
+    """By part of the step."""
+    parts = zip(*samples, strict=True)
+    return dict(zip(("forward", "backward", "optimiser"), map(statistics.median, parts), strict=True))
 
 
 def _relative(got: Any, want: Any) -> float:
