@@ -26,9 +26,7 @@ _MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 feature
 _FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank
 _LETTER = 16
 _LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
-_INFO = struct.Struct(
-    "16s 16s q q ? 64s"
-)  # of a rank: its host, its process, its mailbox, its device, what others open
+_INFO = struct.Struct("16s 16s q q ? 64s")  # of a rank: host, process, mailbox, device, what others open
 _NCCL_FLOAT64 = 8
 _STATUS = {  # STATUS_ of kernels/ranks.cuh
     1: "a rank did not come within {timeout:g} s",

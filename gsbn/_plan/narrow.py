@@ -34,6 +34,7 @@ __all__ = [
     "narrow_backward",
     "narrow_forward",
     "product_by_narrow",
+    "serves_narrow",
 ]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
