@@ -141,7 +141,7 @@ def backward_of(
         _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
     arrays = (dy, *saved[:4])
-    found, made = run(kind, arrays, How(*saved[4:8], *saved[9:], wanted, sms, limits), saved)
+    found, made = run(kind, arrays, How.of(saved, wanted, sms, limits), saved)
     if dy is not given:
         hold_until_done(dy, kind.device(dy))
     return Gradients(*(None if place is None else made[place] for place in found.places))
@@ -158,12 +158,32 @@ class How(NamedTuple):
     scale_shape: tuple[int, ...] | None
     group: Group | None
     needs: tuple[str, ...]
-    sms: int | None
-    limits: _plan.Limits
+    sms: int | None = None
+    limits: _plan.Limits = _ANY
     norm: bool = True  # the halves: from dy to dg, and on from there
     linear: bool = True
     wide: bool = False  # dweight in float32, of 16-bit operands
     in_place: bool = False  # dg where the deviations lie, which have its dtype
+
+    @classmethod
+    def of(
+        cls,
+        saved: Saved,
+        needs: tuple[str, ...],
+        sms: int | None = None,
+        limits: _plan.Limits = _ANY,
+        *,
+        wide: bool = False,
+    ) -> How:
+        """What the forward left of it."""
+        _, _, _, _, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
+        return cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
+
+    def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
+        """What `forward` returned, of these arrays; nobody counts how often they change."""
+        training, precision, gemm, dtypes, activation, scale_shape, group, *_ = self
+        of_call: Any = training, precision, gemm, dtypes, (None, None), activation, scale_shape, group
+        return Saved(x, weight, deviations, vectors, *of_call)
 
 
 def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:

@@ -60,4 +60,4 @@ class Saved(NamedTuple):
     group: Group | None = None
 
     def __reduce__(self) -> Any:
-        return Saved, (*self[:8], (None, None), *self[9:])  # what is loaded or copied begins to count anew
+        return Saved, tuple(self._replace(versions=(None, None)))  # what is loaded or copied begins to count anew

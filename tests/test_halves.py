@@ -19,7 +19,7 @@ cupy = pytest.importorskip("cupy")
 
 
 def whole(saved: gsbn.Saved) -> How:
-    return How(*saved[4:8], *saved[9:], Gradients._fields, None, Limits())
+    return How.of(saved, Gradients._fields)
 
 
 def integers(shape: tuple[int, int], dtype: str) -> Any:

@@ -166,7 +166,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
         _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
         log.clear()
         kind.made.clear()
-        how = How(*saved[4:8], *saved[9:], ("x", "weight"), None, _plan.Limits(), in_place=in_place)
+        how = How.of(saved, ("x", "weight"))._replace(in_place=in_place)
         prepared, made = run(kind, (dy, *saved[:4]), how)
     copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
     names = [*copies, "backward_sums", "backward_dg", "narrow_product", "tall_product", "add_parts"]

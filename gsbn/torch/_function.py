@@ -267,16 +267,13 @@ def _forward(
     wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
     x, weight = _cast(x, dtype), _cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
-    return y, saved, How._make((*saved[4:8], *saved[9:], (), None, _ANY, True, True, wide, False))
+    return y, saved, How.of(saved, (), wide=wide)
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
     """All six."""
     if not dy.is_cuda:
-        training, precision, gemm, dtypes, activation, scale_shape, group, *_ = how
-        versions = (None, None)  # autograd counts changes
-        settings = training, precision, gemm, dtypes, versions, activation, scale_shape, group
-        return backward_of(dy, Saved(x, weight, deviations, vectors, *settings), how.needs)  # type: ignore[arg-type]
+        return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
     found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), _in_place(how, dy, deviations))
     return [None if place is None else made[place] for place in found.places]
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from .._backward import backward_of
+from .._backward import How, backward_of
 from .._forward import forward_of
 from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
-from .._saved import Saved
 from ..reference import Gradients
 from ._groups import group_named
 
@@ -84,11 +83,11 @@ INFER = _operator("infer", f"{_READ}Tensor", _infer, lambda x, weight, *_: x.new
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
     training, precision, gemm, activation, dtypes, scale_shape, needs, *group = more
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
-    one, uncounted = None if scale_shape is None else tuple(scale_shape), (None, None)
-    settings = training, precision, gemm, of_vectors, uncounted, activation, one, group_named(*group)
-    saved = Saved(x, weight, deviations, vectors, *settings)
+    one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
+    how = How(training, precision, gemm, of_vectors, activation, one, group_named(*group), wanted)
     with torch.no_grad():
-        return [gradient for gradient in backward_of(dy, saved, tuple(needs.split())) if gradient is not None]
+        found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
