@@ -23,6 +23,7 @@ from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 __all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
 
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
+_TRAINING, _PRECISION, _SAVES, _GROUP = map(OPTIONS.index, ("training", "precision", "return_saved", "group"))
 
 
 # For a type checker: without `return_saved`, with it, and where it is not known or x is another library's array.
@@ -233,7 +234,7 @@ def _describe(
     read_only: frozenset[str] = frozenset(),
 ) -> Description:
     views = _views(kind, arrays, options, read_only)
-    if not kind.on_gpu or (views["x"].shape[0] == 0 and options[8] is None):
+    if not kind.on_gpu or (views["x"].shape[0] == 0 and options[_GROUP] is None):
         return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
     device = kind.device(arrays[0])
     with on_device(device):
@@ -254,7 +255,7 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
-_NUMERIC = (0, 1, 2, 5, 6, 9)  # of the options
+_NUMERIC = tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number")))
 _calls: dict[Any, ForwardCall] = {}
 _checked: dict[Any, CheckedCall] = {}  # on the CPU
 
@@ -263,7 +264,7 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
     """What kind of arrays these are, and the rest by it: the forward, or `act` in its place."""
     act = act or _forward
     prepared = None
-    x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[3], options[8]
+    x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {_check.shown(group)}")
@@ -309,11 +310,13 @@ def _forward(
     views: dict[str, Any] = {}
     if found is None:
         views = _views(kind, arrays, options, read_only)
-        if views["x"].shape[0] == 0 and options[8] is None:
+        if views["x"].shape[0] == 0 and options[_GROUP] is None:
             return _nothing(kind, arrays, options, views["weight"].shape[0])
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    exchange = None if options[8] is None else exchange_of(options[8], device, capturing)  # the first one waits
+    exchange = (
+        None if options[_GROUP] is None else exchange_of(options[_GROUP], device, capturing)
+    )  # the first one waits
     if found is None:
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = prepare_call(kind, arrays, views, options, device, prepared, limits, exchange)
@@ -352,7 +355,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     """The result of an empty batch."""
     x, y = arrays[0], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
-    if not options[5]:
+    if not options[_SAVES]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
     return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, vector_dtypes(kind, arrays))
@@ -391,7 +394,7 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     found, key, pointers = _find(_checked, kind, arrays, options, read_only)
     if found is None:
         views = _views(kind, arrays, options, read_only)
-        found = CheckedCall(views, bool(options[0]))
+        found = CheckedCall(views, bool(options[_TRAINING]))
         remember(_checked, key, found)
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)

@@ -14,6 +14,7 @@ from ._limbs import SPLIT_WORDS, Limbs
 from ._prepared import Prepared
 from ._ranks import Exchange, forward_words, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
+from .reference import Gradients
 
 __all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
@@ -246,4 +247,5 @@ def prepare_call(
 
 def vector_dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
     """Of bias, scale, gamma and beta."""
-    return tuple(None if a is None else kind.dtype(a) for a in (arrays[3], arrays[2], *arrays[4:6]))
+    vectors = (arrays[ARRAYS.index(name)] for name in Gradients._fields[2:])
+    return tuple(None if a is None else kind.dtype(a) for a in vectors)

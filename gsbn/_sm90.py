@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from . import _declared, _kernels, _plan, _tma
+from ._check import VECTORS
 
 __all__ = ["SM90_WORDS", "Sm90Gemm"]
 
-SM90_WORDS = (
-    "y",
-    "partial",
-    "merged",
-    "roll",
-    "bias",
-    "scale",
-    "gamma",
-    "beta",
-    "running_mean",
-    "running_var",
-    "batches",
-    "x_exponents",
-    "w_exponents",
-)
-_NONE = (0,) * 10  # neither workspace nor vectors
+SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
+_NONE = (0,) * (len(SM90_WORDS) - 3)  # neither workspace nor vectors
 
 
 class Sm90Gemm:
@@ -31,7 +18,7 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
         self._grid = one.ctas
-        of_statistics = ("ld_kept", "flags", "signature", *SM90_WORDS[4:10], "momentum", "eps", "number")
+        of_statistics = ("ld_kept", "flags", "signature", *VECTORS, "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
         self._at = self._record.ctypes.data
