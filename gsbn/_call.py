@@ -53,7 +53,7 @@ class Call:
     """
 
     def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...]) -> None:
-        self._kind, self._device = kind, device
+        self._kind, self.device = kind, device
         self._positions = {name: i for i, name in enumerate((*arguments, ABSENT))}
         self._makers: list[Callable[[], Any]] = []
         self._offsets: list[int] = []  # into the workspace; the first is 0
@@ -109,7 +109,7 @@ class Call:
         block: int = _plan.THREADS,
     ) -> None:
         """A kernel, with the fields that it declares of those given, and addresses by the names of its parameters."""
-        launch, record = _kernels.launcher(kernel, self._device, tuple(passed)), _declared.record(kernel, fields)
+        launch, record = _kernels.launcher(kernel, self.device, tuple(passed)), _declared.record(kernel, fields)
         self._kernels.append(kernel.name)
         self._records.append(record)
         self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
@@ -124,7 +124,7 @@ class Call:
     ) -> None:
         """forward_sm90, which takes tensor maps of some addresses too."""
         record = _declared.record(one.kernel, fields)
-        launch = _kernels.launcher(one.kernel, self._device, tuple(passed), cooperative=one.cooperative)
+        launch = _kernels.launcher(one.kernel, self.device, tuple(passed), cooperative=one.cooperative)
         matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
         self._kernels.append(one.kernel.name)
         self._records.append(record)

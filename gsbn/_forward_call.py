@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, Call, Description, matrix_of, vector_codes
@@ -152,8 +152,7 @@ def prepare_call(
         for name, view, at, array in (("x", x, x_at, arrays[0]), ("weight", weight, w_at, arrays[1]))
         if at.own and m
     ]
-    names = {copy.name: copy.to for copy in copies}
-    of_x, of_w = names.get("x", "x"), names.get("weight", "weight")
+    where = {copy.name: copy.to for copy in copies}
     y = "out" if out is not None else call.make("y", (m, n), arrays[0])
     deviations = vectors = ABSENT
     if plan.keep is not None:
@@ -161,88 +160,128 @@ def prepare_call(
         vectors = call.make("vectors", (_plan.SAVED_ROWS, n), arrays[0], "float64")
     counts = training and views["num_batches_tracked"] is not None
     count = "num_batches_tracked" if counts else ABSENT
-    own = {name: name for name in VECTORS}
+    names = _Names(where.get("x", "x"), where.get("weight", "weight"), y, deviations, vectors, count)
     move(call, copies, gpu)
     if plan.one is not None:
-        one = plan.one
-        call.workspace(plan.workspace)
-        of_y = call.at(plan.y) if plan.taken.y.own else y  # where the launch works
-        exponents = (ABSENT, ABSENT)
-        if one.limbs is not None:
-            exponents = call.at(one.limbs.x_exponents), call.at(one.limbs.w_exponents)
-            split = dict(zip(SPLIT_WORDS, (of_x, call.at(one.limbs.x), exponents[0]), strict=False))
-            split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
-            of_x, x_at = call.at(one.limbs.x), _plan.Matrix((one.limbs.pitch, 1), True)
-            if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
-                exponents = exponents[0], ABSENT
-            elif limbs:
-                of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
-            else:
-                split |= dict(zip(SPLIT_WORDS[3:], (of_w, call.at(one.limbs.w), exponents[1]), strict=True))
-                of_w, w_at = call.at(one.limbs.w), x_at
-            call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
-        boxes = _tma.map_arguments(one, plan.taken._replace(x=x_at, w=w_at))
-        mapped: tuple[str, ...] = (of_x, of_w, of_y)
-        passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **own}
-        passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
-        if plan.keep is not None:
-            rows, cols, _, *rest = boxes[-1]
-            boxes.append((rows, cols, plan.ldg * x.itemsize, *rest))
-            mapped += (deviations,)
-            passed |= {"kept": deviations, "saved": vectors}
-        if group is not None:
-            passed |= {"ranks": "ranks"}
-        call.launch_mapped(one, fields | {"y_row": plan.taken.y.strides[0]}, boxes, mapped, passed)
-        if of_y != y:
-            move(call, [Move(of_y, y, (m, n), x.itemsize, plan.taken.y, y_at)], gpu)
+        _one_launch(call, p, plan, fields, names, prepared=limbs, ranks=group is not None)
     else:
-        posted, gathered, end = posts_at(plan.workspace, n, exchange)
-        call.workspace(plan.workspace if group is None else end)
-        workspace = call.at(0)
-        g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
-        q = p._replace(x=x_at, w=w_at, y=_plan.Matrix((plan.ldg, 1), True))
-        of_g = {"x": of_x, "w": of_w} if plan.narrow else {"g": g}
-        if m == 0 or plan.narrow:  # the group's other ranks have some; or g is made by what follows
-            pass
-        elif plan.product is not None:
-            if plan.limbs.of:
-                made = Limbs(call, plan.limbs, {"x": of_x, "weight": of_w}, gpu, device)
-                made.make()
-                made.multiply(q, plan.product, "x", "weight", g)
-            else:
-                call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)
-        elif plan.gemm_kernel is not None:
-            call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
-        else:
-            cublas = CublasGemm(q, precision, device, wide=True)
-            call.multiply(cublas, of_x, of_w, g, call.lend(cublas.workspace))
-        if plan.stats_kernel is not None and m:
-            call.launch(plan.stats_kernel, plan.stats_grid, fields, {**of_g, "workspace": workspace}, plan.block)
-        if plan.stats_kernel is not None:
-            passed = {"workspace": workspace, "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **own}
-            passed |= {"num_batches_tracked": count, "saved": vectors}
-            if exchange is not None and not exchange.waits:
-                passed |= {"posted": call.at(posted), "gathered": call.at(gathered)}
-                if m == 0:
-                    call.clear(passed["posted"], 8 * letters(n))
-                else:
-                    call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
-                call.gather(exchange, letters(n), passed["posted"], passed["gathered"])
-                passed["posted"] = ABSENT
-            if group is not None:
-                passed["ranks"] = "ranks"
-            call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
-            count = count if group is None else ABSENT  # it has counted
-        if m:
-            passed = {**of_g, "y": y} | ({} if plan.one_pass else {"workspace": workspace})
-            passed |= {**own, "num_batches_tracked": count}
-            passed |= {"deviations": deviations, "saved": vectors}
-            call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed, plan.block)
+        _product_and_passes(call, p, plan, fields, names, precision, group is not None, exchange)
 
     dtypes = None if plan.keep is None else vector_dtypes(kind, arrays)
     found = ForwardCall(views, bool(training), call, call.describe(plan.gemm, plan.why), dtypes)
     found.y = None if out is not None else len(copies)
     return found
+
+
+class _Names(NamedTuple):
+    """Of a call's memory: operands, as they are or their copies, and what it writes; ABSENT for what there is not."""
+
+    x: str
+    weight: str
+    y: str
+    deviations: str
+    vectors: str
+    batches: str  # their number
+
+
+_OWN = {name: name for name in VECTORS}
+
+
+def _one_launch(
+    call: Call, p: _plan.Matmul, plan: _plan.Plan, fields: dict[str, Any], names: _Names, *, prepared: bool, ranks: bool
+) -> None:
+    """forward_sm90, perhaps behind the launch that makes limbs, and before one that copies y."""
+    one, taken, size = plan.one, plan.taken, _plan.ITEMSIZE[p.dtype]
+    assert one is not None
+    of_x, of_w, y, deviations, vectors, count = names
+    x_at, w_at = taken.x, taken.w
+    call.workspace(plan.workspace)
+    of_y = call.at(plan.y) if taken.y.own else y  # where the launch works
+    exponents = (ABSENT, ABSENT)
+    if one.limbs is not None:
+        exponents = call.at(one.limbs.x_exponents), call.at(one.limbs.w_exponents)
+        split = dict(zip(SPLIT_WORDS, (of_x, call.at(one.limbs.x), exponents[0]), strict=False))
+        split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
+        of_x, x_at = call.at(one.limbs.x), _plan.Matrix((one.limbs.pitch, 1), True)
+        if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
+            exponents = exponents[0], ABSENT
+        elif prepared:
+            of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
+        else:
+            split |= dict(zip(SPLIT_WORDS[3:], (of_w, call.at(one.limbs.w), exponents[1]), strict=True))
+            of_w, w_at = call.at(one.limbs.w), x_at
+        call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
+    boxes = _tma.map_arguments(one, taken._replace(x=x_at, w=w_at))
+    mapped: tuple[str, ...] = (of_x, of_w, of_y)
+    passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **_OWN}
+    passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
+    if plan.keep is not None:
+        rows, cols, _, *rest = boxes[-1]
+        boxes.append((rows, cols, plan.ldg * size, *rest))
+        mapped += (deviations,)
+        passed |= {"kept": deviations, "saved": vectors}
+    if ranks:
+        passed |= {"ranks": "ranks"}
+    call.launch_mapped(one, fields | {"y_row": taken.y.strides[0]}, boxes, mapped, passed)
+    if of_y != y:
+        move(call, [Move(of_y, y, (fields["m"], p.n), size, taken.y, p.y)], p.device)
+
+
+def _product_and_passes(
+    call: Call,
+    p: _plan.Matmul,
+    plan: _plan.Plan,
+    fields: dict[str, Any],
+    names: _Names,
+    precision: str,
+    ranks: bool,
+    exchange: Exchange | None,
+) -> None:
+    """g, or nothing where the passes make it, the statistics and y."""
+    m, n, device = fields["m"], p.n, call.device
+    of_x, of_w, y, deviations, vectors, count = names
+    posted, gathered, end = posts_at(plan.workspace, n, exchange)
+    call.workspace(end if ranks else plan.workspace)
+    workspace = call.at(0)
+    g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
+    q = p._replace(x=plan.taken.x, w=plan.taken.w, y=_plan.Matrix((plan.ldg, 1), True))
+    of_g = {"x": of_x, "w": of_w} if plan.narrow else {"g": g}
+    if m == 0 or plan.narrow:  # the group's other ranks have some; or g is made by what follows
+        pass
+    elif plan.product is not None:
+        if plan.limbs.of:
+            made = Limbs(call, plan.limbs, {"x": of_x, "weight": of_w}, p.device, device)
+            made.make()
+            made.multiply(q, plan.product, "x", "weight", g)
+        else:
+            call.multiply(Sm90Gemm(q, plan.product, device), of_x, of_w, g)
+    elif plan.gemm_kernel is not None:
+        call.launch(plan.gemm_kernel, plan.gemm_grid, fields, {"x": of_x, "w": of_w, "g": g}, plan.gemm_block)
+    else:
+        cublas = CublasGemm(q, precision, device, wide=True)
+        call.multiply(cublas, of_x, of_w, g, call.lend(cublas.workspace))
+    if plan.stats_kernel is not None and m:
+        call.launch(plan.stats_kernel, plan.stats_grid, fields, {**of_g, "workspace": workspace}, plan.block)
+    if plan.stats_kernel is not None:
+        passed = {"workspace": workspace, "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
+        passed |= {"num_batches_tracked": count, "saved": vectors}
+        if exchange is not None and not exchange.waits:
+            passed |= {"posted": call.at(posted), "gathered": call.at(gathered)}
+            if m == 0:
+                call.clear(passed["posted"], 8 * letters(n))
+            else:
+                call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
+            call.gather(exchange, letters(n), passed["posted"], passed["gathered"])
+            passed["posted"] = ABSENT
+        if ranks:
+            passed["ranks"] = "ranks"
+        call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
+        count = ABSENT if ranks else count  # it has counted
+    if m:
+        passed = {**of_g, "y": y} | ({} if plan.one_pass else {"workspace": workspace})
+        passed |= {**_OWN, "num_batches_tracked": count}
+        passed |= {"deviations": deviations, "saved": vectors}
+        call.launch(plan.normalize_kernel, plan.normalize_grid, fields, passed, plan.block)
 
 
 def vector_dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
