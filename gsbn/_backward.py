@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, overload
 
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
-from ._copies import Move, copied, move
+from ._copies import copied, move
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
-from ._limbs import Limbs
-from ._products import add_parts, multiply_by
+from ._products import add_parts, multiply_both
 from ._ranks import Exchange, exchange_of, letters, posts_at, signature
 from ._saved import Saved
 from ._typing import A, AnyArray, Array
@@ -335,8 +334,8 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     for name, view, product in (("x", x, plan.weight), ("weight", weight, plan.x)):  # the operand b of the product
         if m and view is not None and product is not None and product.p.w.own:
             copies.append(copied(call, name, view, product.p.w.T, like))
-    names = {copy.name: copy.to for copy in copies}
-    of_dy, of_x, of_w = (names.get(name, name) for name in ("dy", "x", "weight"))
+    where = {copy.name: copy.to for copy in copies}
+    of_dy, of_x, of_w = (where.get(name, name) for name in ("dy", "x", "weight"))
     dg = across = ABSENT if how.norm else "dy"
     if plan.across and not how.norm:
         transposed = dy._replace(shape=(n, m), strides=dy.strides[::-1])
@@ -391,28 +390,8 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     if m:
-        names = {"dg": dg, "x": of_x, "weight": of_w, "dweight": of["weight"]}
-        limbs = Limbs(call, plan.limbs, names, gpu, device, cleared=plan.sums)
-        results: list[Move] = []
-
-        def multiply(product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str) -> None:
-            p, at = product.p, c
-            if p.y.own:
-                at = call.at(elsewhere)
-                results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
-            multiply_by(call, product, (*operands, at), limbs, name, how.precision, device)
-
-        def multiply_weight(*, first: bool) -> None:
-            if plan.weight is not None and plan.weight_first == first:
-                multiply(plan.weight, (across, of_x), of["weight"], plan.dw_at, "x")
-
-        multiply_weight(first=True)
-        limbs.make()
-        if plan.x is not None:
-            multiply(plan.x, (dg, of_w), of["x"], plan.dx_at, "weight")
-        limbs.make(late=True)
-        multiply_weight(first=False)
-        move(call, results, gpu)
+        names = {"dg": dg, "across": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
+        multiply_both(call, plan, names, how.precision, gpu)
     elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"])
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)

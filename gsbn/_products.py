@@ -4,28 +4,57 @@ from __future__ import annotations
 
 from . import _declared, _plan
 from ._call import Call
+from ._copies import Move, move
 from ._cublas import CublasGemm
 from ._limbs import Limbs
 from ._sm90 import Sm90Gemm
 
-__all__ = ["add_parts", "multiply_by"]
+__all__ = ["add_parts", "multiply_both"]
 
 
-def multiply_by(
+def multiply_both(
+    call: Call, plan: _plan.BackwardPlan, names: dict[str, str], precision: str, gpu: _plan.Device
+) -> None:
+    """dx and dweight of dg, which `across` may have transposed, by the plan of a backward; limbs of all three where a
+    product takes them. `names` are of these memories."""
+    of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
+    limbs = Limbs(call, plan.limbs, of_limbs, gpu, call.device, cleared=plan.sums)
+    results: list[Move] = []
+
+    def multiply(product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str) -> None:
+        p, at = product.p, c
+        if p.y.own:
+            at = call.at(elsewhere)
+            results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
+        _multiply(call, product, (*operands, at), limbs, name, precision)
+
+    def multiply_weight(*, first: bool) -> None:
+        if plan.weight is not None and plan.weight_first == first:
+            multiply(plan.weight, (names["across"], names["x"]), names["dweight"], plan.dw_at, "x")
+
+    multiply_weight(first=True)
+    limbs.make()
+    if plan.x is not None:
+        multiply(plan.x, (names["dg"], names["weight"]), names["dx"], plan.dx_at, "weight")
+    limbs.make(late=True)
+    multiply_weight(first=False)
+    move(call, results, gpu)
+
+
+def _multiply(
     call: Call,
     product: _plan.Product,
     operands: tuple[str, str, str],
     limbs: Limbs,
     b: str,
     precision: str,
-    device: int,
 ) -> None:
     """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
     p = product.p
     if product.one is not None and product.of_limbs:
         limbs.multiply(p, product.one, "dg", b, operands[-1])
     elif product.one is not None:
-        call.multiply(Sm90Gemm(p, product.one, device), *operands)
+        call.multiply(Sm90Gemm(p, product.one, call.device), *operands)
     elif product.tall is not None:
         tall = product.tall
         fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
@@ -35,7 +64,7 @@ def multiply_by(
         call.launch(tall.kernel, tall.ctas, fields, {"a": of_dg, "b": of_x, "parts": parts}, _plan.TALL_THREADS)
         add_parts(call, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
-        cublas = CublasGemm(p, precision, device, wide=product.wide)
+        cublas = CublasGemm(p, precision, call.device, wide=product.wide)
         call.multiply(cublas, *operands, call.lend(cublas.workspace))
     else:
         along = 0 if product.rows else 1  # narrow_product has b along what is summed over, gemm_tiled across
