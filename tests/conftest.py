@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
-if _WORKER:  # before NumPy is loaded: each worker's BLAS would take all cores, and tests on a GPU 2.7 times as long
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before NumPy is loaded, and for the programs that tests start: BLAS would take all cores, and make whoever runs beside
+# it (other workers, the compiler in CI) wait; tests on a GPU took 2.7 times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from harness import CPU_KINDS, GPU_KINDS, Kind, kind_of  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
