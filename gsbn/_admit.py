@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["tensor", "type_name"]
+from ._check import type_name
+
+__all__ = ["tensor"]
 
 _COMPILED = "call it through gsbn.torch"
 _ADVICE = {  # for subclasses that hold no memory themselves
@@ -58,7 +60,3 @@ def _transform(torch: Any, array: Any) -> str | None:
     """The transform that put this tensor in the place of the caller's, if one did; there is no public way to ask."""
     ask = torch._C._functorch
     return next((transform for question, transform in _TRANSFORMS.items() if getattr(ask, question)(array)), None)
-
-
-def type_name(array: Any) -> str:
-    return f"{type(array).__module__}.{type(array).__qualname__}"

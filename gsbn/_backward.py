@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, overload
 
 from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
+from ._check import VECTOR_PARAMETERS
 from ._copies import copied, move
 from ._device import hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
@@ -22,7 +23,6 @@ from .reference import Gradients
 
 __all__ = ["Gradients", "How", "backward", "backward_of", "backward_within", "run"]
 
-OF_VECTORS = Gradients._fields[2:]
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
@@ -174,7 +174,7 @@ class How(NamedTuple):
         *,
         wide: bool = False,
     ) -> How:
-        """What the forward left of it."""
+        """Of the call that a Saved is of, for the gradients with these names."""
         _, _, _, _, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
         return cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
 
@@ -271,7 +271,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
     call = Call(kind, device, ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks"))
-    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(OF_VECTORS)]
+    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTOR_PARAMETERS)]
     one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
     if one_scale:
         assert how.scale_shape is not None
@@ -280,7 +280,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     nbytes = {}
     made: list[str] = []
     for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
-        if dtype is not None and (how.norm if name in OF_VECTORS else how.linear):
+        if dtype is not None and (how.norm if name in VECTOR_PARAMETERS else how.linear):
             of[name] = call.make(f"gradient of {name}", shape, like, dtype)
             nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
             made.append(name)
@@ -308,7 +308,9 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         in_place=how.in_place,
         ranks=None if exchange is None else "inside" if exchange.waits and m else "between",
     )
-    codes = {name: 8 + _declared.kind_code(dtype) for name, dtype in zip(OF_VECTORS, dtypes[2:], strict=True) if dtype}
+    codes = {
+        name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTOR_PARAMETERS, dtypes[2:], strict=True) if dtype
+    }
     fields = {
         "m": m,
         "n": n,
@@ -328,7 +330,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
         "words": plan.limbs.maxima_bytes // 4,
         "vector_dy": plan.vector_dy,
-        **{f"to_{name}": codes.get(name, 0) for name in OF_VECTORS},
+        **{f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS},
     }
     copies = [copied(call, "dy", dy, plan.dy, like)] if plan.copy_dy and m else []
     for name, view, product in (("x", x, plan.weight), ("weight", weight, plan.x)):  # the operand b of the product
@@ -349,7 +351,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     if plan.dg and how.linear:
         dg = "deviations" if how.in_place else call.at(plan.dg_at)
         across = call.at(plan.across_at) if plan.across else dg
-    to_vectors = {f"to_{name}": of[name] for name in OF_VECTORS}
+    to_vectors = {f"to_{name}": of[name] for name in VECTOR_PARAMETERS}
     if one_scale:  # those of the features first, in float64
         to_vectors["to_scale"] = call.at(plan.workspace)
         fields["to_scale"] = 8 + _declared.kind_code("float64")
@@ -376,7 +378,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
             passed["gathered"] = of_gathered
         call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
         sums = totals
-        fields |= {"splits": 1, **{f"to_{name}": 0 for name in OF_VECTORS}}  # the gradients of vectors are there
+        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # the gradients of vectors are there
     if m and plan.narrow is not None:
         partials = call.at(plan.dg_at)
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ._admit import type_name
 from ._typing import Activation, Gemm, Precision
 
 __all__ = [
@@ -27,13 +26,15 @@ __all__ = [
     "sm_count",
     "span",
     "timeout_seconds",
+    "type_name",
 ]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 GEMMS: tuple[str, ...] = get_args(Gemm)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-VECTORS = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
+VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # those that have gradients, in the order of Gradients
+VECTORS = (*VECTOR_PARAMETERS, "running_mean", "running_var")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 
@@ -170,6 +171,11 @@ def shown(value: Any) -> str:
         return f"{value!r:.80}"
     except Exception:  # an int of thousands of digits refuses to be printed
         return f"a value of type {type(value).__name__} that cannot be printed"
+
+
+def type_name(array: Any) -> str:
+    """The type of a value as an error names it, with its module."""
+    return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
 def sm_count(value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._admit import type_name
+from ._check import type_name
 
 __all__ = ["Producer"]
 

@@ -314,9 +314,8 @@ def _forward(
             return _nothing(kind, arrays, options, views["weight"].shape[0])
     elif found.may_overlap(pointers):
         _views(kind, arrays, options, read_only)
-    exchange = (
-        None if options[_GROUP] is None else exchange_of(options[_GROUP], device, capturing)
-    )  # the first one waits
+    group = options[_GROUP]
+    exchange = None if group is None else exchange_of(group, device, capturing)  # the first one waits
     if found is None:
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = prepare_call(kind, arrays, views, options, device, prepared, limits, exchange)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from . import _check, _declared, _kernels, _plan, _tma
 from ._call import ABSENT, Call, Description, matrix_of, vector_codes
-from ._check import VECTORS
+from ._check import VECTOR_PARAMETERS, VECTORS
 from ._copies import Move, copied, move
 from ._cublas import CublasGemm
 from ._interop import Kind
@@ -14,7 +14,6 @@ from ._limbs import SPLIT_WORDS, Limbs
 from ._prepared import Prepared
 from ._ranks import Exchange, forward_words, letters, posts_at, signature
 from ._sm90 import Sm90Gemm
-from .reference import Gradients
 
 __all__ = ["ARRAYS", "CheckedCall", "ForwardCall", "prepare_call", "vector_dtypes"]
 
@@ -120,6 +119,7 @@ def prepare_call(
         alone=plan.one is not None and not plan.one.cooperative,
         running=not training,
     )
+    words = forward_words(views, n, k, x.dtype, momentum, eps, activation, number)
     fields = {
         "m": m,
         "n": n,
@@ -139,7 +139,7 @@ def prepare_call(
         "affine": plan.affine,
         "partials": plan.partials,
         "flags": flags,
-        "signature": signature(forward_words(views, n, k, x.dtype, momentum, eps, activation, number)) if group else 0,
+        "signature": 0 if group is None else signature(words),
         **vector_codes(views),
         "momentum": 0.0 if momentum is None else momentum,
         "eps": eps,
@@ -184,7 +184,7 @@ class _Names(NamedTuple):
     batches: str  # their number
 
 
-_OWN = {name: name for name in VECTORS}
+_OWN = {name: name for name in VECTORS}  # parameters of kernels, and what is passed as such, by one name
 
 
 def _one_launch(
@@ -286,5 +286,5 @@ def _product_and_passes(
 
 def vector_dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
     """Of bias, scale, gamma and beta."""
-    vectors = (arrays[ARRAYS.index(name)] for name in Gradients._fields[2:])
+    vectors = (arrays[ARRAYS.index(name)] for name in VECTOR_PARAMETERS)
     return tuple(None if a is None else kind.dtype(a) for a in vectors)

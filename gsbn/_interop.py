@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import _admit
-from ._admit import type_name
-from ._check import View
+from ._check import View, type_name
 from ._dlpack import Producer
 from ._dynamo import skip_frames
 

@@ -15,8 +15,11 @@ __all__ = ["add_parts", "multiply_both"]
 def multiply_both(
     call: Call, plan: _plan.BackwardPlan, names: dict[str, str], precision: str, gpu: _plan.Device
 ) -> None:
-    """dx and dweight of dg, which `across` may have transposed, by the plan of a backward; limbs of all three where a
-    product takes them. `names` are of these memories."""
+    """dx = dg w and dweight = dgᵀ x, or what is wanted of them, and the limbs that they take.
+
+    `names` are of the memory of "dg", of "across", dg or its transpose as dweight takes it, and of "x", "weight", "dx"
+    and "dweight".
+    """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(call, plan.limbs, of_limbs, gpu, call.device, cleared=plan.sums)
     results: list[Move] = []

@@ -19,8 +19,8 @@ struct Walk {
             commit_copies();
         }
     }
-    // From row `begin`, a multiple of SLOTS, to `end`. LONG: many rows, of which
-    // several at once hide what each waits for, and are worth their instructions.
+    // From row `begin`, a multiple of SLOTS, to `end`. LONG: many rows, of which several at once hide what each waits for, and
+    // are worth their instructions.
     template <bool LONG = false, typename Take>
     __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
         int i = begin;

@@ -11,7 +11,7 @@ import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
-    {"gsbn._admit", "gsbn._typing"},
+    {"gsbn._typing"},
     {
         "gsbn._check",
         "gsbn._driver",
@@ -20,7 +20,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
         "gsbn._plan.rates",
         "gsbn._prepared",
     },
-    {"gsbn._dlpack", "gsbn._group", "gsbn._plan.h200", "gsbn._plan.variants", "gsbn.reference"},
+    {"gsbn._admit", "gsbn._dlpack", "gsbn._group", "gsbn._plan.h200", "gsbn._plan.variants", "gsbn.reference"},
     {"gsbn._plan.copies", "gsbn._plan.limbs", "gsbn._plan.parts"},
     {"gsbn._plan.cost"},
     {"gsbn._plan.gemm"},

@@ -247,10 +247,13 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
     Few columns, so that many threads share one, each with no more than 8 splits; but CTAs that leave half of the SMs
     free, since they may wait for other ranks.
     """
+
+    def fits(columns: int) -> bool:
+        items = ceil_div(n, columns)
+        return 2 * columns * splits > 8 * THREADS and items == waiting_grid(items, device)
+
     columns = 8
-    while columns < THREADS and (
-        2 * columns * splits <= 8 * THREADS or ceil_div(n, columns) > waiting_grid(ceil_div(n, columns), device)
-    ):
+    while columns < THREADS and not fits(columns):
         columns *= 2
     return columns, waiting_grid(ceil_div(n, columns), device)
 

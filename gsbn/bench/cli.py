@@ -27,6 +27,7 @@ from . import publish as paper
 from .bounds import FAMILIES
 from .candidate import NAMES, names
 from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
+from .clock import LEAST_ROUNDS
 from .report import Settings
 from .terminal import spell_out
 
@@ -200,7 +201,7 @@ def bench_command(
         int, typer.Option(min=1, max=MILLION, help="Trials of each candidate, interleaved.")
     ] = Settings.rounds,
     seconds: Annotated[
-        float, typer.Option(callback=_positive, help="No new round after this long, but 7 at least.")
+        float, typer.Option(callback=_positive, help=f"No new round after this long, but {LEAST_ROUNDS} at least.")
     ] = Settings.seconds,
     settle: Annotated[
         float, typer.Option(callback=_not_negative, help="Seconds at most until the clocks settle.")

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._admit import type_name
-from .._check import PRECISIONS, choice
+from .._check import PRECISIONS, choice, type_name
 from .._typing import Precision
 from ._layer import LinearBatchNorm1d
 from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._backward import How, backward_of
+from .._check import VECTOR_PARAMETERS
 from .._forward import forward_of
 from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
 from ..reference import Gradients
@@ -93,7 +94,7 @@ def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more
 def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
     dtypes, scale_shape, needs = more[4:7]
     made = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape)}
-    for name, dtype in zip(Gradients._fields[2:], dtypes.split(), strict=True):
+    for name, dtype in zip(VECTOR_PARAMETERS, dtypes.split(), strict=True):
         shape = scale_shape if name == "scale" and scale_shape is not None else (weight.shape[0],)
         made[name] = None if dtype == "None" else dy.new_empty(shape, dtype=getattr(torch, dtype))
     return [made[name] for name in needs.split()]
