@@ -99,9 +99,8 @@ template <typename Then>
 __device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
     constexpr int AT_ONCE = 8;  // splits whose sums are on their way
-    const int parts = scratch == nullptr ? 1 : THREADS >> (31 - __clz(columns));
-    const int column = static_cast<int>(threadIdx.x) & (columns - 1),
-              part = static_cast<int>(threadIdx.x) >> (31 - __clz(columns));
+    const auto [column, part, sharers] = Sharers<THREADS>(columns);
+    const int parts = scratch == nullptr ? 1 : sharers;
     const long long c = col0 + column, step = parts * 2 * p.n;
     double S = 0.0, E = 0.0;
     if (part < parts && c < p.n) {

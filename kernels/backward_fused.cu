@@ -39,9 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
         const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, at_once.row, at_once.rows, col, inside, memory.ring));
 
-        const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);  // of which this thread gets the sums
-        const int part = static_cast<int>(threadIdx.x) >> (31 - __clz(at_once.columns)),
-                  parts = THREADS / at_once.columns;
+        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const Factors of{saved, p.n, col0 + column};
         if (of.c < p.n) of.ask(part, parts);
         const BeforeY before(p, saved, col, inside);

@@ -63,6 +63,19 @@ struct Places {
     }
 };
 
+// How the THREADS of a CTA share `columns` columns, a power of two: each has one of them, as one of `parts` threads.
+template <int THREADS>
+struct Sharers {
+    int column, part, parts;
+
+    __device__ explicit Sharers(int columns) {
+        const int thread = static_cast<int>(threadIdx.x), shift = 31 - __clz(columns);
+        column = thread & (columns - 1);
+        part = thread >> shift;
+        parts = THREADS >> shift;
+    }
+};
+
 // A per-feature vector is a pointer and a code, stride * 8 + kind, so that each may be absent, strided and of its own
 // dtype without a kernel for every combination; they are O(O) beside O(B O) work.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };

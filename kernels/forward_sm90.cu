@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
             mbar_expect(&sh.summed, SENT_BYTES);
         }
         if constexpr (MODE == WHOLE)
-            for (int half = 0; half < WARPGROUPS; half++) mbar_init(&sh.here[half], 1);
+            for (int half = 0; half < WARPGROUPS; half++) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
         sh.ready = sh.laid[0] = sh.laid[1] = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -47,11 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         if constexpr (RUNNING) {
             __shared__ __align__(16) G made[AFFINE_ROWS * WIDEST];
             __shared__ double arguments[Arguments::COUNT][WIDEST];
-            const int shift = 31 - __clz(at_once.columns), part = static_cast<int>(threadIdx.x) >> shift;
-            const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);
+            const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);
             const long long c = first_col + column;
 #pragma unroll 1
-            for (int i = part; c < p.n && i < Arguments::COUNT; i += THREADS >> shift)
+            for (int i = part; c < p.n && i < Arguments::COUNT; i += parts)
                 arguments[i][column] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
             __syncthreads();
             if (part == 0 && c < p.n)
@@ -63,57 +62,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         }
         if (inside == 0) return;
 
-        const Vector<G, VEC> m = load<G, VEC>(affine + AFFINE_M * pitch, inside);
-        const Vector<G, VEC> m_low = load<G, VEC>(affine + AFFINE_M_LOW * pitch, inside);
-        const Vector<G, VEC> a = load<G, VEC>(affine + AFFINE_A * pitch, inside);
-        const Vector<G, VEC> offset = load<G, VEC>(affine + AFFINE_BETA * pitch, inside);
-
-        Vector<G, VEC> inverse_unit = {}, slope = a;  // slope d / unit + offset, as the backward will have it
-        if (KEEPS && in_units<D>) {
+        const auto constant = [&](int row) { return load<G, VEC>(affine + row * pitch, inside); };
+        Normalize normalize{constant(AFFINE_M),
+                            constant(AFFINE_M_LOW),
+                            constant(AFFINE_A),
+                            constant(AFFINE_BETA),
+                            {},
+                            {},
+                            p.y_col,
+                            inside,
+                            inside == VEC && p.flags & FLAG_VECTOR_Y};
+        if (UNITS) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
-                    inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
-                    slope.at[j] = saved[SAVED_SLOPE * p.n + col + j];
+                    normalize.inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
+                    normalize.slope.at[j] = saved[SAVED_SLOPE * p.n + col + j];
                 }
         }
 
-        const auto apply = [&](const Vector<G, VEC>& in, Vector<D, VEC>& kept) {
-            Vector<Y, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const G d = (in.at[j] - m.at[j]) - m_low.at[j];
-                G u = fma(a.at[j], d, offset.at[j]);
-                if (KEEPS)
-                    kept.at[j] =
-                        deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], in_units<D> ? d * inverse_unit.at[j] : d,
-                                        slope.at[j], offset.at[j], u);
-                from_float(Activation<Y>::of(u), out.at[j]);
-            }
-            return out;
-        };
-
         Y* to = y + row * p.y_row + col * p.y_col;
         D* keep = deviations + row * p.ldg + col;
-        const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
         const auto put = [&](const Vector<G, VEC>& in) {
-            Vector<D, VEC> kept;
-            const Vector<Y, VEC> out = apply(in, kept);
-            if (whole) {
-                *reinterpret_cast<Vector<Y, VEC>*>(to) = out;
-                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
-            } else {
-#pragma unroll
-                for (int j = 0; j < VEC; ++j)
-                    if (j < inside) {
-                        to[j * p.y_col] = out.at[j];
-                        if (KEEPS) keep[j] = kept.at[j];
-                    }
-            }
+            normalize(in, to, keep);
             to += to_step;
             keep += from_step;
         };
-        for (; whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
+        for (; normalize.whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
             Vector<G, VEC> in[UNROLL];
 #pragma unroll
             for (int i = 0; i < UNROLL; ++i, from += from_step) in[i] = *reinterpret_cast<const Vector<G, VEC>*>(from);

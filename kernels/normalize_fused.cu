@@ -15,8 +15,6 @@
 #include "walk.cuh"
 #include "whole_columns.cuh"
 
-constexpr bool UNITS = KEEPS && in_units<D>;
-
 constexpr int SLOTS = 4;          // rows of a thread on their way at once
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
@@ -61,10 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const Walk<SLOTS, Rows> rows(count, Rows{first_g, at_once.rows * p.ldg, memory.ring + threadIdx.x, inside});
         const Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
 
-        const int column = static_cast<int>(threadIdx.x) & (at_once.columns - 1);  // of which this thread gets the sums
-        const int part = static_cast<int>(threadIdx.x) >> (31 - __clz(at_once.columns));
+        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const long long c = col0 + column;
-        const int parts = THREADS >> (31 - __clz(at_once.columns));
         if (c < p.n)
 #pragma unroll 1
             for (int i = part; i < Arguments::COUNT; i += parts)
@@ -91,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const Feature found(p, m, moments.mean, moments.m2, of);
             if (part == 0) {
                 store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, of.beta);
-                if (UNITS) {  // slope d / unit + offset, as the backward will have it
+                if (UNITS) {
                     const double unit = unit_near(sqrt(found.v));
                     memory.constants[OF_SLOPE][column] = static_cast<G>(static_cast<G>(found.a) * unit);
                     memory.constants[OF_INVERSE_UNIT][column] = static_cast<G>(1.0 / unit);
@@ -107,36 +103,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const auto constant = [&](int row) {
             return *reinterpret_cast<const Vector<G, VEC>*>(&memory.constants[row][at_once.column]);
         };
-        const Vector<G, VEC> m = constant(AFFINE_M), m_low = constant(AFFINE_M_LOW), a = constant(AFFINE_A);
-        const Vector<G, VEC> offset = constant(AFFINE_BETA), slope = UNITS ? constant(OF_SLOPE) : a;
-        const Vector<G, VEC> inverse_unit = UNITS ? constant(OF_INVERSE_UNIT) : a;
-        const bool whole = inside == VEC && p.flags & FLAG_VECTOR_Y;
+        const Normalize normalize{constant(AFFINE_M),
+                                  constant(AFFINE_M_LOW),
+                                  constant(AFFINE_A),
+                                  constant(AFFINE_BETA),
+                                  UNITS ? constant(OF_SLOPE) : Vector<G, VEC>(),
+                                  UNITS ? constant(OF_INVERSE_UNIT) : Vector<G, VEC>(),
+                                  p.y_col,
+                                  inside,
+                                  inside == VEC && p.flags & FLAG_VECTOR_Y};
         rows.up([&](int i, const Vector<G, VEC>& in) {
-            Vector<Y, VEC> out;
-            Vector<D, VEC> kept;
-#pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const G d = (in.at[j] - m.at[j]) - m_low.at[j];
-                G u = fma(a.at[j], d, offset.at[j]);
-                if (KEEPS)
-                    kept.at[j] = deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
-                                                 slope.at[j], offset.at[j], u);
-                from_float(Activation<Y>::of(u), out.at[j]);
-            }
             const long long row = at_once.row + i * at_once.rows;
-            Y* to = y + row * p.y_row + col * p.y_col;
-            D* keep = deviations + row * p.ldg + col;
-            if (whole) {
-                *reinterpret_cast<Vector<Y, VEC>*>(to) = out;
-                if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
-            } else {
-#pragma unroll
-                for (int j = 0; j < VEC; ++j)
-                    if (j < inside) {
-                        to[j * p.y_col] = out.at[j];
-                        if (KEEPS) keep[j] = kept.at[j];
-                    }
-            }
+            normalize(in, y + row * p.y_row + col * p.y_col, deviations + row * p.ldg + col);
         });
     });
 }

@@ -1,4 +1,4 @@
-// What normalize and normalize_fused are compiled for: a y of Y_TYPE and, with D_TYPE, what is kept of g beside it. No kernels.
+// What normalize and normalize_fused share: a y of Y_TYPE and, with D_TYPE, what is kept of g beside it. No kernels.
 #pragma once
 #include "activation.cuh"
 #include "features.cuh"
@@ -14,3 +14,39 @@ constexpr bool KEEPS = false;
 #define D_TYPE float
 #endif
 using D = D_TYPE;
+constexpr bool UNITS = KEEPS && in_units<D>;
+
+// How y, and what is kept beside it, is made of VEC columns.
+struct Normalize {
+    Vector<G, VEC> m, m_low, a, offset;
+    Vector<G, VEC> slope, inverse_unit;  // with UNITS: slope d / unit + offset, as the backward will have it
+    long long y_col;
+    int inside;  // columns that there are
+    bool whole;  // y takes all VEC at once
+
+    // Of a row of g, to the first of these columns in a row of y, and of what is kept.
+    __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* keep) const {
+        Vector<Y, VEC> out;
+        Vector<D, VEC> kept;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const G d = (in.at[j] - m.at[j]) - m_low.at[j];
+            G u = fma(a.at[j], d, offset.at[j]);
+            if (KEEPS)
+                kept.at[j] = deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
+                                             UNITS ? slope.at[j] : a.at[j], offset.at[j], u);
+            from_float(Activation<Y>::of(u), out.at[j]);
+        }
+        if (whole) {
+            *reinterpret_cast<Vector<Y, VEC>*>(y) = out;
+            if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) {
+                    y[j * y_col] = out.at[j];
+                    if (KEEPS) keep[j] = kept.at[j];
+                }
+        }
+    }
+};

@@ -82,8 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    const int columns = static_cast<int>(p.merge_columns), shift = 31 - __clz(columns), parts = THREADS >> shift;
-    const int at = static_cast<int>(threadIdx.x) & (columns - 1), part = static_cast<int>(threadIdx.x) >> shift;
+    const int columns = static_cast<int>(p.merge_columns);
+    const Sharers<THREADS> sharers(columns);
+    const int at = sharers.column, part = sharers.part, parts = sharers.parts;
     const auto merge = [&](long long item, const Exchange* exchange) {
         const long long c = item * columns + at;
         const bool there = c < p.n;

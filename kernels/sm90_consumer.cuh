@@ -275,16 +275,23 @@ struct Consumer : Cta {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
-        if (storer) mbar_expect(here, CLUSTER_CTAS * 64 * sizeof(float2));
         const int h = lane & 1, mine = within + 8 * h;
         const float own = h ? mean[1] : mean[0];
-        // of four lanes with the same two features, two send one each to every other CTA
-        for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)
-            send(&sh.gathered[rank][mine], own, h ? m2[1] : m2[0], here, cta);
-        mbar_wait_sent(here, 0);
-        Merged all;
-        float m2_of_all;
-        merge_feature(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
+        Merged all = {own, 0.f, 1.f};
+        float m2_of_all = h ? m2[1] : m2[0];
+        // of four lanes with the same two features, two speak for one each
+        if constexpr (CLUSTER_CTAS == 1) {
+            if ((lane & 2) == 0) {  // to the merger alone
+                sh.gathered[0][mine] = make_float2(own, m2_of_all);
+                mbar_arrive(here);
+            }
+        } else {
+            if (storer) mbar_expect(here, CLUSTER_CTAS * 64 * sizeof(float2));
+            for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // one to every other CTA
+                send(&sh.gathered[rank][mine], own, m2_of_all, here, cta);
+            mbar_wait_sent(here, 0);
+            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
+        }
         const float var = m2_of_all / (float)m;
         mbar_wait(&sh.laid_out, 0);
         const Affine u = sh.arguments[mine];

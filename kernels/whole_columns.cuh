@@ -10,8 +10,7 @@ struct Totals {
 };
 
 // The sums over the CTA of what its threads have of their VEC columns (Places, `along` up to 16), in an order that depends on
-// `along` alone. Afterwards a thread has one column, threadIdx.x % (along * VEC), as others have (parts); all of them get its two
-// sums.
+// `along` alone. Afterwards a thread has one column (Sharers), of which it gets the two sums.
 template <int THREADS, int VEC>
 __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, double (&first)[VEC],
                                       double (&second)[VEC], double& first_of_column, double& second_of_column) {
@@ -26,20 +25,21 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, d
         }
     }
     __syncthreads();
-    const int columns = along * VEC, column = thread & (columns - 1), part = thread >> (31 - __clz(columns));
+    const int columns = along * VEC;
+    const Sharers<THREADS> of(columns);
     double of_part[2] = {};
 #pragma unroll
     for (int i = 0; i < VEC / 2; ++i) {
-        const int at = (part * (VEC / 2) + i) * along + column / VEC;
-        of_part[0] += shared.of_threads[0][column % VEC][at];
-        of_part[1] += shared.of_threads[1][column % VEC][at];
+        const int at = (of.part * (VEC / 2) + i) * along + of.column / VEC;
+        of_part[0] += shared.of_threads[0][of.column % VEC][at];
+        of_part[1] += shared.of_threads[1][of.column % VEC][at];
     }
     shared.of_parts[0][thread] = of_part[0];
     shared.of_parts[1][thread] = of_part[1];
     __syncthreads();
     double high[2] = {}, low[2] = {};  // with what the roundings of high leave over (Knuth): parts may be 32
 #pragma unroll 2
-    for (int at = column; at < THREADS; at += columns) {
+    for (int at = of.column; at < THREADS; at += columns) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const double v = shared.of_parts[i][at], sum = high[i] + v, back = sum - high[i];
