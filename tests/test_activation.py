@@ -262,13 +262,13 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLITS_OF_K], ids=str)
+@pytest.mark.parametrize("tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLITS_OF_K["training"]], ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
 @pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # parks tiles
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
-    if tile in SPLITS_OF_K and shape[1] < 4096:
+    if tile in SPLITS_OF_K["training"] and shape[1] < 4096:
         pytest.skip("k is too short to be shared")
     kind, within = kind_of("cupy"), Limits(sm90=tile)
     arrays, options = drawn(shape, dtype, True)

@@ -47,7 +47,7 @@ from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import ELEMENTS, MODES, SPLITS_OF_K, SPLITS_OF_ROWS, THREADS, TILES_OF_X, split_rows_at_once
+from gsbn._plan.variants import ELEMENTS, MODES, SPLITS, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -775,13 +775,14 @@ def test_a_choice_can_be_limited() -> None:
 
 def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     few = contiguous(256, 1024, 16384, "bfloat16")
-    assert {tile.shape for tile in candidates(few, "training", "bfloat16") if tile.split > 1} == set(SPLITS_OF_K)
+    for mode, tiles in SPLITS_OF_K.items():
+        assert {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1} == set(tiles)
     one = plan(few, training=True, gemm="sm90").one
     assert one is not None and one.split > 2 and (one.ctas, one.cooperative) == (16 * one.split, True)
     of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
-    tiles = [(of, tile) for of in ELEMENTS for tile in (of_x if of == "limbs_of_x" else SPLITS_OF_K)]
-    for (element, tile), saved, training in itertools.product(tiles, (False, True), (False, True)):
-        if training or not saved:
+    for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLITS_OF_K):
+        training = mode == "training"
+        for tile in (of_x if element == "limbs_of_x" else SPLITS_OF_K[mode]) if training or not saved else ():
             of_float32 = {"tf32": "high", "limbs": "highest", "limbs_of_x": "highest"}
             dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
             p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_of_x=element == "limbs_of_x"))
@@ -791,8 +792,8 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     fewer = contiguous(50, 1024, 16384, "bfloat16")
     found = candidates(fewer, "training", "bfloat16")
     whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
-    assert whole == {(m, 1, split) for m, split in SPLITS_OF_ROWS if m * split >= 50}
-    for m, split in SPLITS_OF_ROWS:
+    assert whole == {(m, 1, split) for m, split in SPLITS if m * split >= 50}
+    for m, split in SPLITS:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
         p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
         one = plan(p, training=True, gemm="sm90").one

@@ -18,22 +18,26 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "of_x", "tile"),
+    ("dtype", "precision", "of_x", "tile", "training"),
     [
-        *((*of, False, tile) for of in ELEMENTS for tile in SPLITS_OF_K),
-        *(("float32", "highest", True, tile) for tile in TILES_OF_X if tile[2] > 1),
+        *(
+            (*of, False, tile, mode == "training")
+            for of in ELEMENTS
+            for mode in SPLITS_OF_K
+            for tile in SPLITS_OF_K[mode]
+        ),
+        *(
+            ("float32", "highest", True, tile, training)
+            for tile in TILES_OF_X
+            if tile[2] > 1
+            for training in (False, True)
+        ),
     ],
 )
-@pytest.mark.parametrize(
-    ("shape", "training"),
-    [
-        ((2, 4104, 8), True),  # most CTAs have neither rows nor features of their own
-        ((129, 16384, 264), True),
-        ((512, 8200, 136), False),
-    ],
-)
+# in the first most CTAs have neither rows nor features of their own
+@pytest.mark.parametrize("shape", [(2, 4104, 8), (129, 16384, 264), (512, 8200, 136)])
 def test_sums_over_parts_of_k(
-    shape: tuple[int, int, int], training: bool, dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int]
+    shape: tuple[int, int, int], dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int], training: bool
 ) -> None:
     """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
     arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True, whole=False, limbs_of_x=of_x)

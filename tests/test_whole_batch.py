@@ -14,7 +14,7 @@ from strategies import Case
 from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import SPLITS_OF_ROWS, TILES_OF_ROWS, largest_block
+from gsbn._plan.variants import SPLITS, TILES_OF_ROWS, TILES_OF_X, largest_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -37,8 +37,16 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
         assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
 
 
+@pytest.mark.parametrize("tile", [tile for tile in TILES_OF_X if tile[2] == 1], ids=str)
+def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int]) -> None:
+    block_m, *_ = tile
+    limits = Limits(sm90=tile[:2], split=False, whole=True, limbs_of_x=True)
+    for rows in {2, block_m - 5, block_m}:
+        assert_right_and_repeated(Case((rows, 776, 200), "float32", True).arrays(), "float32", "highest", limits)
+
+
 @pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
-@pytest.mark.parametrize("tile", SPLITS_OF_ROWS, ids=str)
+@pytest.mark.parametrize("tile", SPLITS, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
     """As above, of a k whose parts are not alike."""

@@ -41,8 +41,8 @@ from gsbn._plan.variants import (
     NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_SIZES,
+    SPLITS,
     SPLITS_OF_K,
-    SPLITS_OF_ROWS,
     TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
@@ -271,17 +271,15 @@ def variants():
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
-    of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
-    splits = [(of, tile) for of in ELEMENTS for tile in (of_x if of == "limbs_of_x" else SPLITS_OF_K)]
-    for (element, tile), mode, keeps in product(splits, ("inference", "training"), (False, True)):
-        for activation in (None, *ACTIVATIONS) if mode == "training" or not keeps else ():
+    whole = tuple((block_m, 1, split) for block_m, split in SPLITS)
+    splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLITS_OF_K.items() for tile in tiles]
+    splits += [(of, "whole", tile) for of in ELEMENTS for tile in whole]
+    for (element, mode, tile), keeps, activation in product(splits, yes_or_no, activations):
+        kernel = with_activation(_plan.forward_sm90(element, mode, *tile[:2], keeps, split=tile[2]), activation)
+        if kernel in known:
+            name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile)
             end = " keeps" * keeps + (f" {activation}" if activation else "")
-            name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile) + end
-            yield name, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
-    for element, (block_m, split), keeps, activation in product(ELEMENTS, SPLITS_OF_ROWS, yes_or_no, activations):
-        end = " keeps" * keeps + (f" {activation}" if activation else "")
-        choice = element, "whole", block_m, 1, keeps, activation, False, split
-        yield f"sm90 {element} whole {block_m}x1x{split}" + end, sm90, choice
+            yield name + end, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
     for tile in TILES_OF_X:
         yield "sm90 limbs_of_x gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):

@@ -17,8 +17,8 @@ from .variants import (
     CLUSTERS_OF_RANKS,
     COLUMN,
     SM90_BLOCK_N,
+    SPLITS,
     SPLITS_OF_K,
-    SPLITS_OF_ROWS,
     TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
@@ -145,18 +145,17 @@ def candidates(
     batches that one raises.
     """
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
-    tiles += SPLITS_OF_K if mode != "gemm" and not ranks else ()
+    tiles += SPLITS_OF_K.get(mode, ()) if not ranks else ()
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
-    of_rows = [("whole", m, 1, split) for m, split in SPLITS_OF_ROWS]
-    if mode != "training" or ranks or cumulative:
-        of_rows = []
-    else:
-        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + of_rows
+    hows = [mode]
+    if mode == "training" and not (ranks or cumulative):
+        hows += ["whole"]
+        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + [("whole", m, 1, split) for m, split in SPLITS]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        ways += [("limbs_of_x", mode, *tile) for tile in TILES_OF_X] + [("limbs_of_x", *way) for way in of_rows]
+        ways += [("limbs_of_x", how, *tile) for how in hows for tile in TILES_OF_X]
     made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 

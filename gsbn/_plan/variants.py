@@ -23,8 +23,8 @@ __all__ = [
     "RING",
     "SM90_BLOCK_N",
     "SM90_THREADS",
+    "SPLITS",
     "SPLITS_OF_K",
-    "SPLITS_OF_ROWS",
     "SPLIT_WIDTHS",
     "TALL_SIDE",
     "TALL_THREADS",
@@ -74,15 +74,17 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 # BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most
 TILES_OF_ROWS = ((32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1), (256, 8))
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
-# BLOCK_M, CLUSTER and SPLIT where CTAs share k. They multiply 64 or 128 rows of x: of 256 they would load as much, and
-# send each other twice as many sums.
-SPLITS_OF_K = ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8))
-# BLOCK_M and SPLIT where these CTAs have the whole batch, too
-SPLITS_OF_ROWS = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
-# As SPLITS_OF_K, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows.
-# "gemm" reads a weight that lies across k alone, as the backward's do.
-TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128))
-TILES_OF_X += ((16, 1, 2), (32, 1, 2), (64, 1, 2), (16, 1, 4), (32, 1, 4), (16, 1, 8))
+# BLOCK_M and SPLIT where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
+# each other twice as many sums.
+SPLITS = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
+# BLOCK_M, CLUSTER and SPLIT, by mode; of fewer rows they train as "whole"
+SPLITS_OF_K = {
+    "inference": (*((block_m, 1, split) for block_m, split in SPLITS), (32, 2, 4)),
+    "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
+}
+# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
+# reads a weight that lies across k alone, as the backward's do.
+TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLITS_OF_K["inference"][:-1]
 SM90_BLOCK_N = 128
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
@@ -163,7 +165,7 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element, (block_m, cluster), keeps in itertools.product(elements, TILES_OF_ROWS, (False, True)):
         if block_m <= largest_block(element):
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
-    for element, (block_m, split), keeps in itertools.product(ELEMENTS, SPLITS_OF_ROWS, (False, True)):
+    for element, (block_m, split), keeps in itertools.product(elements, SPLITS, (False, True)):
         yield forward_sm90(element, "whole", block_m, 1, keeps, split=split)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
@@ -172,9 +174,10 @@ def _plain_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_across=x_across, w_across=True)
                 if x_across:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_across=True, w_across=True, wide=True)
-    tiles = [(element, *tile) for element in elements for tile in SPLITS_OF_K] + [(of_x, *tile) for tile in TILES_OF_X]
-    for (element, block_m, cluster, split), mode in itertools.product(tiles, ("inference", "training")):
-        for keeps in (False, True) if mode == "training" else (False,):
+    tiles = [(element, mode, *tile) for mode in SPLITS_OF_K for element in elements for tile in SPLITS_OF_K[mode]]
+    tiles += [(of_x, mode, *tile) for mode in ("inference", "training", "whole") for tile in TILES_OF_X]
+    for element, mode, block_m, cluster, split in tiles:
+        for keeps in (False,) if mode == "inference" else (False, True):
             yield forward_sm90(element, mode, block_m, cluster, keeps, split=split)
     for block_m, cluster, split in TILES_OF_X:
         yield forward_sm90(of_x, "gemm", block_m, cluster, w_across=True, split=split)
