@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).with_name("group_contract.py")
 KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # of arrays: an engine knows nothing of them
 OF_GPUS = [  # what a call on a GPU promises of TOGETHER
     "every_dtype", "several_blocks", "every_argument", "a_mean_far_from_zero", "one_row_a_rank", "no_row_at_all",
-    "backward_of_some", "many_calls", *ON_GPUS,
+    "backward_of_some", "many_short_rows", "many_calls", *ON_GPUS,
 ]  # fmt: skip
 OF_THREE = [  # what depends on how many ranks there are, but for what takes long where there are fewer cores
     *[("gloo", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features")],

@@ -288,6 +288,33 @@ def test_nothing_is_kept_where_nothing_needs_a_gradient(monkeypatch: pytest.Monk
     assert kept == [False, False, False, True]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [512, 4096])  # one node, and two
+@pytest.mark.parametrize("autocast", [False, True])
+def test_only_what_a_gradient_needs_is_kept(features: int, autocast: bool) -> None:
+    """Of a first layer, whose x needs no gradient, the weight, cast or not; of a frozen one x."""
+    layer = LinearBatchNorm1d(features, features, device="cuda")
+    x = torch.randn(2048, features, device="cuda")
+    for first in (True, False):
+        layer.linear.weight.requires_grad_(first)
+        x = x.detach().requires_grad_(not first)
+        kept: list[Any] = []
+
+        def keep(t: Any, kept: list[Any] = kept) -> Any:
+            kept.append(t)
+            return t
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast), hooks:
+            y = layer(x)
+        shapes = [tuple(t.shape) for t in kept]
+        assert shapes.count((features, features)) == (0 if first else int(not autocast or features < 4096))
+        assert shapes.count((2048, features)) == (2 if first else 1)  # x and the deviations
+        y.sum().backward()
+        assert (x.grad is None) == first and (layer.linear.weight.grad is None) != first
+        layer.zero_grad()
+
+
 def test_second_derivatives_are_an_error() -> None:
     layer, _ = pair(scale=True)
     y = layer(batch())

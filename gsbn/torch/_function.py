@@ -179,7 +179,7 @@ class _Whole(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
-        ctx.save_for_backward(*saved[:4])
+        ctx.save_for_backward(*_operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
         return y
 
     @staticmethod
@@ -195,8 +195,9 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
-        ctx.save_for_backward(saved.x, *[saved.weight] * (not how.wide))
-        ctx.cast = saved.weight if how.wide else None  # gsbn's own
+        x, weight = _operands(saved, *ctx.needs_input_grad[:2])
+        ctx.save_for_backward(x, *[weight] * (not how.wide))
+        ctx.cast = weight if how.wide else None  # gsbn's own
         ctx.how = how
         between += (saved.deviations, saved.vectors, how)
         return y
@@ -268,6 +269,15 @@ def _forward(
     x, weight = _cast(x, dtype), _cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
     return y, saved, How.of(saved, (), wide=wide)
+
+
+def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
+    """x and weight, each where the gradient of the other is wanted: else it is free, if it was cast, or may change."""
+    x, weight = saved.x, saved.weight
+    if not x.is_cuda:  # NumPy's backward takes both
+        return x, weight
+    narrow = max(weight.shape) <= NARROW_BACKWARD.get(str(weight.dtype).removeprefix("torch."), 0)
+    return x if of_weight else None, weight if of_x or narrow else None  # narrow_backward reads the weight in any case
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
