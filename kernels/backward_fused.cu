@@ -1,5 +1,6 @@
-// backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows: a CTA has
-// all rows of its columns, so that their sums need nobody else's, or other ranks' alone (ranks.cuh).
+// backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows a CTA: a CTA,
+// or with CLUSTER a cluster of them, has all rows of its columns, so that their sums need nobody else's, or other ranks' alone
+// (ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
 //   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
@@ -19,25 +20,31 @@ struct Memory {
     uint4 ring[STAGES * CHUNKS * THREADS];
     Totals<THREADS, VEC> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
+    ClusterTotals<WIDEST> of_cluster;
 };
 #ifdef SHARED
 static_assert(sizeof(Memory) <= SHARED, "gsbn/_plan/variants.py asks for as much");
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
-    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
-                   void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
+                       void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
     await_kernel_ahead(ranks != nullptr);
     clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
     Memory& memory = *reinterpret_cast<Memory*>(dynamic);
 
     const Places<THREADS, VEC> at_once(p.along);
-    for_each_item(at_once.blocks(p.n), [&](unsigned item) {
+    const int rank = rank_in_cluster(), first_row = rank * at_once.rows + at_once.row, step = CLUSTER * at_once.rows;
+    memory.of_cluster.begin(at_once.columns);
+    const auto work = [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
-        const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, at_once.row, at_once.rows, col, inside, memory.ring));
+        const int count = inside > 0 ? count_every(static_cast<int>(p.m), first_row, step) : 0;
+        const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, first_row, step, col, inside, memory.ring));
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const Factors of{saved, p.n, col0 + column};
@@ -50,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
         add_rows<false>(rows, centre, before, sum, dot);
         double S, E;
         total(memory.totals, static_cast<int>(p.along), sum, dot, S, E);
+        memory.of_cluster.add(rank, column, part == 0, S, E);
         if (of.c < p.n) {
             double S_of_all = S, E_of_all = E;
             if (TRAINING && ranks != nullptr && part == 0) {
@@ -60,16 +68,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
             }
             if (part == 0) store_coefficients(p, of, S_of_all, E_of_all, &memory.coefficients[0][0], WIDEST, column);
 #pragma unroll 1
-            for (int i = parts - 1 - part; i < GRADIENTS; i += parts)
+            for (int i = parts - 1 - part; rank == 0 && i < GRADIENTS; i += parts)
                 store_gradient(i, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
         }
         if (dg == nullptr) return;
         __syncthreads();
 
         const Coefficients make(before, &memory.coefficients[0][0], WIDEST, at_once.column, p, saved, col, inside);
-        T* const first_dg = dg + at_once.row * p.lddg + col;
-        rows.up([&](int i, const Row& row) { store_dg(first_dg + i * at_once.rows * p.lddg, make.dg(row), inside); });
-    });
+        T* const first_dg = dg + first_row * p.lddg + col;
+        rows.up([&](int i, const Row& row) { store_dg(first_dg + i * step * p.lddg, make.dg(row), inside); });
+    };
+    if constexpr (CLUSTER == 1)
+        for_each_item(at_once.blocks(p.n), work);
+    else
+        work(blockIdx.x / CLUSTER);  // as many clusters as blocks of columns
     if (ranks == nullptr) return;
     __syncthreads();
     if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);

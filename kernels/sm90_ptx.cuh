@@ -54,16 +54,6 @@ __device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
         : "memory");
 }
 
-// where other CTAs of the cluster have written what the barrier counts
-__device__ __forceinline__ void mbar_wait_sent(u64* bar, int phase) {
-    asm volatile(
-        "{\n.reg .pred done;\nWAIT:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
-        "r"(phase)
-        : "memory");
-}
-
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -33,3 +33,13 @@ __device__ __forceinline__ void mbar_wait(unsigned long long* bar, int phase) {
         "r"(phase)
         : "memory");
 }
+
+// where other CTAs of the cluster have written what the barrier counts
+__device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(smem(bar)),
+        "r"(phase)
+        : "memory");
+}

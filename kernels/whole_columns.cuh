@@ -1,6 +1,12 @@
-// For kernels whose CTA has all rows of its columns: how its threads add up what each has of a column. No kernels.
+// For kernels whose CTA has all rows of its columns, or with CLUSTER a cluster of CTAs has them: how they add up what each
+// thread has of a column. No kernels.
 #pragma once
 #include "common.cuh"
+#include "warp_roles.cuh"
+
+#ifndef CLUSTER
+#define CLUSTER 1  // CTAs that share the rows of the same columns: 1, 2, 4, 8
+#endif
 
 template <int THREADS, int VEC>
 struct Totals {
@@ -50,3 +56,53 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, d
     first_of_column = high[0] + (isfinite(high[0]) ? low[0] : 0.0);
     second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
 }
+
+__device__ __forceinline__ int rank_in_cluster() {
+    int rank = 0;
+    if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The sums of all CTAs of a cluster, of up to WIDEST columns each, once.
+template <int WIDEST>
+struct ClusterTotals {
+    double2 of_rank[CLUSTER > 1 ? CLUSTER : 1][CLUSTER > 1 ? WIDEST : 1];
+    unsigned long long here;  // a barrier: all of them
+
+    // By all threads, before anything is sent.
+    __device__ __forceinline__ void begin(int columns) {
+        if constexpr (CLUSTER > 1) {
+            if (threadIdx.x == 0) {
+                mbar_init(&here, 1);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                mbar_expect(&here, CLUSTER * columns * static_cast<int>(sizeof(double2)));
+            }
+            __syncthreads();
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        }
+    }
+    // By all threads: of one column each, the CTA's sums become the cluster's. One of those with the same column `sends` it. They
+    // are pushed, so that no CTA has to stay for others once it has all; and added in the order of the ranks.
+    __device__ __forceinline__ void add(int rank, int column, bool sends, double& first, double& second) {
+        if constexpr (CLUSTER > 1) {
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            if (sends)
+#pragma unroll
+                for (int cta = 0; cta < CLUSTER; ++cta)
+                    asm volatile(
+                        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\n"
+                        "mapa.shared::cluster.u32 there, %3, %4;\n"
+                        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [place], {%1, %2}, [there];\n}" ::
+                            "r"(smem(&of_rank[rank][column])),
+                        "d"(first), "d"(second), "r"(smem(&here)), "r"(cta)
+                        : "memory");
+            mbar_wait_sent(&here, 0);
+            first = second = 0.0;
+#pragma unroll
+            for (int cta = 0; cta < CLUSTER; ++cta) {
+                first += of_rank[cta][column].x;
+                second += of_rank[cta][column].y;
+            }
+        }
+    }
+};

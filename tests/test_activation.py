@@ -235,13 +235,17 @@ def test_what_nobody_needs_changes_nothing(needs: tuple[str, ...], dtype: str, t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True], ids=["two passes", "fused"])
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(fused=False), Limits(fused=True, cluster=1), Limits(fused=True, cluster=4)],
+    ids=["two passes", "fused", "fused in clusters"],
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_both_ways_through_the_backward(dtype: str, training: bool, fused: bool) -> None:
+def test_all_ways_through_the_backward(dtype: str, training: bool, limits: Limits) -> None:
     arrays, options = drawn(SHAPES["ragged"], dtype, training)
     dy = draw_integers(arrays)
-    y, got = step(kind_of("cupy"), arrays, dy, limits=Limits(fused=fused), **options)
+    y, got = step(kind_of("cupy"), arrays, dy, limits=limits, **options)
     assert_gradients_within(y, got, arrays, dy, options, tf32=False)
 
 

@@ -33,6 +33,7 @@ import gsbn
 from gsbn import reference
 from gsbn._plan import Limits
 from gsbn._plan.backward import FUSED_ROWS
+from gsbn._plan.variants import CLUSTERS_OF_COLUMNS
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
@@ -89,6 +90,29 @@ def test_long_sides(shape: tuple[int, int, int], fused: bool, dtype: str, traini
         pytest.skip("too many rows for one CTA")
     arrays, limits = Case(shape, dtype, training).arrays(), Limits(fused=fused)
     assert_right(kind_of("cupy"), arrays, draw_dy(arrays), gemm=gemm, training=training, limits=limits)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cluster", CLUSTERS_OF_COLUMNS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+# in the first some CTAs have no row; columns that fill no block; as many rows as fit
+@pytest.mark.parametrize("shape", [(19, 8, 40), (300, 72, 520), (1001, 24, 2047), (8192, 8, 136)])
+def test_ctas_share_columns(shape: tuple[int, int, int], dtype: str, cluster: int) -> None:
+    """Whoever of a cluster is first: call after call, beside what keeps part of the GPU busy."""
+    if shape[0] > FUSED_ROWS * cluster:
+        pytest.skip("too many rows for such a cluster")
+    arrays, limits = Case(shape, dtype, True).arrays(), Limits(fused=True, cluster=cluster)
+    dy = draw_dy(arrays)
+    assert_right(kind_of("cupy"), arrays, dy, gemm="cublas", training=True, limits=limits)
+    options = {"gemm": "cublas", "training": True, "limits": limits}
+    _, first = step(kind_of("cupy"), arrays, dy, **options)
+    busy = cupy.ones(1 << 24)
+    for _ in range(10):
+        with cupy.cuda.Stream(non_blocking=True):
+            cupy.sqrt(busy, out=busy)
+        _, again = step(kind_of("cupy"), arrays, dy, **options)
+        for name, gradient in first.items():
+            assert_same_bits(again[name], gradient)
 
 
 @pytest.mark.parametrize("name", GPU_KINDS)

@@ -773,6 +773,26 @@ def test_a_choice_can_be_limited() -> None:
         assert plan(limited, training=True, gemm="tiled").one_pass == fused
 
 
+@given(
+    m=st.integers(17, 9000), n=st.integers(1, 9000), dtype=st.sampled_from(["float32", "bfloat16"]), sms=st.booleans()
+)
+def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int, n: int, dtype: str, sms: bool) -> None:
+    p = contiguous(m, n, 64, dtype)
+    p = p._replace(device=p.device.at_most(100 if sms else None))
+    decided = backward_plan(p, training=True, needs=FIELDS)
+    cluster = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
+    if cluster > 1:
+        blocks, rest = divmod(decided.sums_grid, cluster)
+        assert decided.fused and rest == 0 and blocks * decided.along * (16 // ITEMSIZE[dtype]) >= n
+        assert m <= FUSED_ROWS * cluster and blocks <= FUSED_CTAS * p.device.clusters(cluster)
+        assert not sms or decided.sums_grid <= 100
+    other = backward_plan(p._replace(limits=Limits(cluster=1)), training=True, needs=FIELDS)
+    assert "CLUSTER" not in dict(other.sums_kernel.defines)
+    for needs in (("x",), ("weight", "gamma")):  # whose bits are to be the same
+        some = backward_plan(p, training=True, needs=needs)
+        assert (some.sums_kernel, some.along) == (decided.sums_kernel, decided.along) or not some.sums
+
+
 def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     few = contiguous(256, 1024, 16384, "bfloat16")
     for mode, tiles in SPLITS_OF_K.items():

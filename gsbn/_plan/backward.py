@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple
 
 from .copies import in_rows
@@ -38,11 +39,13 @@ from .tall import Tall, tall
 from .variants import (
     BLOCKS_M,
     CLUSTERS,
+    CLUSTERS_OF_COLUMNS,
     RING,
     SM90_BLOCK_N,
     SPLIT_WIDTHS,
     THREADS,
     Kernel,
+    backward_fused,
     backward_kernels,
     by_limbs,
     element_for,
@@ -52,7 +55,8 @@ from .variants import (
 __all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan"]
 
 SUMS_CTAS, DG_CTAS = 1, 2  # CTAs on an SM, of backward_sums and of backward_dg
-FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows, and CTAs on an SM, up to which backward_fused makes one launch of the two
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to which backward_fused does what both do
+SHARED_ROWS, SHARED_MB = 128, 40.0  # rows of each CTA from which a cluster shares columns; dy and d that L2 holds
 FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
 
 
@@ -177,13 +181,17 @@ def backward_plan(
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
     # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
     # `needs` leaves out: the bits of the rest are the same.
-    fused = sums and ranks != "between" and m <= FUSED_ROWS and (dtype != "float32" or precision == "highest")
+    fused = sums and ranks != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if ranks else device).ctas(FUSED_CTAS)
     kept = kept_dtype(dtype, m, training=training)
     # 64 bytes of a row, or more where only then all CTAs are there at once
     fused_along = next((along for along in (4, 8) if ceil_div(n, along * 16 // size) <= resident), 16)
-    columns = ceil_div(n, fused_along * 16 // size)  # CTAs
-    fused = fused and (columns <= resident if limits.fused is None else limits.fused)  # several waves lose up to 5 us
+    cluster = 1
+    if training and kept == dtype != "float64" and ranks is None and narrow is None:
+        fused_along, cluster = _shared_columns(p, fused_along)
+    columns = ceil_div(n, fused_along * 16 // size)  # CTAs, or clusters
+    at_once = columns <= resident or cluster > 1  # several waves lose up to 5 us
+    fused = fused and m <= FUSED_ROWS * cluster and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
     if "weight" not in needs or fused or kept != dtype:
@@ -200,6 +208,8 @@ def backward_plan(
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
+    if cluster > 1:
+        kernels = (*kernels[:2], backward_fused(kernels[0].defines, dtype, kept, cluster), *kernels[3:])
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
         narrow=narrow,
@@ -217,7 +227,7 @@ def backward_plan(
         along=fused_along if fused else along,
         pitch=pitch,
         across=across,
-        sums_grid=device.grid(columns if fused else blocks * splits),
+        sums_grid=device.grid(columns if fused else blocks * splits) * (cluster if fused else 1),
         sums_rows=sums_rows,
         splits=splits,
         dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
@@ -238,6 +248,23 @@ def backward_plan(
         x=dx,
         weight=dw,
     )
+
+
+def _shared_columns(p: Matmul, along: int) -> tuple[int, int]:
+    """Threads along a row, and CTAs of a cluster that shares the rows of its columns, in backward_fused: the least work
+    for a CTA with all of them there at once. `along` is what serves without clusters."""
+    m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
+    found = []
+    for cluster, wide in itertools.product(CLUSTERS_OF_COLUMNS if p.device.hopper else (), (4, 8, 16)):
+        blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
+        resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
+        wins = rows >= SHARED_ROWS and 2e-6 * m * n * size <= SHARED_MB
+        if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
+            found.append((rows * wide, cluster, wide))
+    if asked is None or not found:
+        found.append((m * along, 1, along))
+    _, cluster, along = min(found)
+    return along, cluster
 
 
 def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:

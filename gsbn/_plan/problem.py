@@ -123,6 +123,7 @@ class Limits(NamedTuple):
     narrow: bool | None = None  # whether the kernels of narrow.cu may serve; True: wherever they can
     tall: bool | None = None  # whether tall_product may make dw; True: wherever it can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
+    cluster: int | None = None  # CTAs of backward_fused that share columns, where they can; 1: none
     gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs
 
 

@@ -12,6 +12,7 @@ from .problem import C_TYPE, ITEMSIZE
 __all__ = [
     "BLOCKS_M",
     "CLUSTERS",
+    "CLUSTERS_OF_COLUMNS",
     "CLUSTERS_OF_RANKS",
     "COLUMN",
     "ELEMENTS",
@@ -34,6 +35,7 @@ __all__ = [
     "TILES_OF_X",
     "Kernel",
     "add_parts",
+    "backward_fused",
     "backward_kernels",
     "by_limbs",
     "copy_matrix",
@@ -86,6 +88,7 @@ SPLITS_OF_K = {
 # reads a weight that lies across k alone, as the backward's do.
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLITS_OF_K["inference"][:-1]
 SM90_BLOCK_N = 128
+CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
@@ -135,7 +138,10 @@ def _plain_kernels() -> Iterator[Kernel]:
         wide = "float64" if dtype == "float64" else "float32"
         kept_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
         for training, kept in [(False, wide), *((True, kept) for kept in sorted(kept_in_training))]:
-            yield from backward_kernels(dtype, kept, training=training)
+            kernels = backward_kernels(dtype, kept, training=training)
+            yield from kernels
+            if training and kept == dtype != "float64":
+                yield from (backward_fused(kernels[0].defines, dtype, kept, cluster) for cluster in CLUSTERS_OF_COLUMNS)
             if dtype == "float32":
                 yield backward_kernels(dtype, kept, training=training, across=True)[1]
         yield normalize(dtype, running=True)
@@ -308,20 +314,30 @@ def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = Fa
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     names = ("backward_sums", "backward_dg", "sum_features", "merge_sums")[: 3 + training]
     sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
-    fused = Kernel("backward_fused", "backward_fused", defines, shared=_shared_of_fused(dtype, kept))
-    fused = fused._replace(defines=(*defines, ("SHARED", str(fused.shared))))
+    fused = backward_fused(defines, dtype, kept)
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
     return sums, dg, fused, *others
 
 
-def _shared_of_fused(dtype: str, kept: str) -> int:
-    """Bytes of shared memory of a CTA of backward_fused: its rings, its sums in float64, and its coefficients."""
+def backward_fused(defines: tuple[tuple[str, str], ...], dtype: str, kept: str, cluster: int = 1) -> Kernel:
+    """The variant of backward_fused with the macros of backward_sums, for so many CTAs that share columns."""
+    shared = _shared_of_fused(dtype, kept, cluster)
+    fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
+    if cluster == 1:
+        return fused
+    return fused._replace(defines=(*fused.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
+
+
+def _shared_of_fused(dtype: str, kept: str, cluster: int) -> int:
+    """Bytes of shared memory of a CTA of backward_fused: rings, sums in float64, coefficients, its cluster's sums."""
     columns, chunks = 16 // ITEMSIZE[dtype], 1 + ITEMSIZE[kept] // ITEMSIZE[dtype]  # of a thread, 16 bytes each
     rings = {2: RING, 3: 2, 5: 1}[chunks] * chunks * 16 * THREADS
     sums = 2 * 8 * (columns * (THREADS // 2 + 16 // columns) + THREADS)
-    return rings + sums + 4 * 16 * columns * max(4, ITEMSIZE[kept] * (kept == "float64"))
+    of_cluster = 16 * (1 if cluster == 1 else cluster * 16 * columns) + 16
+    nbytes = rings + sums + 4 * 16 * columns * max(4, ITEMSIZE[kept] * (kept == "float64")) + of_cluster
+    return nbytes + -nbytes % 64  # as coefficients lie
 
 
 def split_limbs(k: int) -> Kernel:
