@@ -133,8 +133,10 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
         before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)  # as gsbn.bench.bounds judges
         want = reference.backward(before, **taken, training=training)
-        for fused in (False, True):  # two launches, and one
-            got = backward_within(limits(sms, tiled=tile, fused=fused), cp.asarray(dy), saved)
+        # two launches, and one, of one CTA for all rows of some columns and of a cluster
+        for fused, cluster in ((False, 1), (True, 1), (True, 4)):
+            within = limits(8 if cluster > 1 else sms, tiled=tile, fused=fused, cluster=cluster)
+            got = backward_within(within, cp.asarray(dy), saved)
             for name in ("x", "weight", "gamma", "beta"):
                 agree(getattr(got, name), getattr(want, name))
 
