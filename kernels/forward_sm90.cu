@@ -63,6 +63,9 @@
 // No CTA waits for one of another cluster, so the launch is an ordinary one, without a number and without a workspace. CTAs
 // that have no rows load their part of w for the others.
 //
+// Two on an SM. With RESIDENT 2 a CTA has half of an SM, its ring half of the stages: CTAs of the next launch are there, and
+// have begun, before those of this one have ended. That pays where a tile is small, and one wave of them fills the SMs.
+//
 // Ranks. With RANKS the batch is spread over several GPUs: in step 4 the merger posts the statistics of its share to all
 // of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
 // (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
@@ -99,7 +102,7 @@
 #include "sm90_producer.cuh"
 #include "sm90_recompute.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,
     const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / X_SHARERS rows x 128 bytes, swizzled, as all
     const __grid_constant__ TensorMap w_map,  // of BLOCK_N / W_SHARERS rows; across: BLOCK_K of k x 128 bytes

@@ -14,6 +14,7 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two trai
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
 #define CLUSTER 2          // CTAs that share an x tile, or in WHOLE a w tile: 1, 2; 4, 8 in WHOLE
+#define RESIDENT 1         // CTAs on an SM: 1, 2
 #define SPLIT 1     // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8; CLUSTER is 1 in WHOLE
 #define KEEP 0      // 1, in all that trains: write g - mean, too
 #define W_ACROSS 0  // 1: w is (k, n) in memory, row-major
@@ -46,9 +47,9 @@ constexpr int WARPGROUPS = 2;                // of consumers
 constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
 // of warpgroup 0: neither side spills
-constexpr int HELPER_REGISTERS = ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;
-// 384 threads start with 168 each; to ask for more waits for ever
-constexpr int CONSUMER_REGISTERS = (3 * 168 - HELPER_REGISTERS) / 2;
+constexpr int HELPER_REGISTERS = RESIDENT == 2 ? 64 : ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;
+// what the threads of an SM start with; to ask for more waits for ever
+constexpr int CONSUMER_REGISTERS = (3 * (RESIDENT == 2 ? 80 : 168) - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
 constexpr int MERGERS = MODE == WHOLE ? 3 : 1;          // that merge statistics: others have nothing to finish
 constexpr int LAYING_WARPS = 3;                         // warps that lay out constants in inference

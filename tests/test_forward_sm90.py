@@ -19,7 +19,7 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS, SPLITS_OF_K, TILES_OF_X, largest_block
+from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X, largest_block
 from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -50,7 +50,7 @@ CHOICES += [Limits(sm90=tile, split=True, whole=False, limbs_of_x=False) for til
 OF_X = {"recompute": False, "whole": False, "limbs_of_x": True}
 CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in TILES_OF_X]
 CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
-CHOICES += [Limits(sm90=(m, 1, split), split=True, whole=True, limbs_of_x=False) for m, split in SPLITS]
+CHOICES += [Limits(sm90=(m, 1, split), split=True, whole=True, limbs_of_x=False) for m, split in SPLIT_TILES]
 
 
 def name_of(limits: Limits) -> str:
@@ -247,7 +247,7 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLITS)}))
+@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLIT_TILES)}))
 @pytest.mark.parametrize("element", ELEMENTS_OF_KERNEL)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id
@@ -257,7 +257,8 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
             size, function = int(defines["CLUSTER"]) * int(defines["SPLIT"]), _kernels.launcher(kernel, device).pointer
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)
-            assert resident == _kernels.gpu(device).clusters(size)
+            gpu = _kernels.gpu(device)
+            assert resident == (gpu.ctas(2) if defines["RESIDENT"] == "2" else gpu.clusters(size))
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])

@@ -43,11 +43,11 @@ from gsbn._plan import (
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.forward import STATS_GROUP
-from gsbn._plan.gemm import CUBLAS_SMS, LEAST_TERMS, MAX_TERMS, candidates
+from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import ELEMENTS, MODES, SPLITS, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
+from gsbn._plan.variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)
@@ -170,8 +170,10 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
-    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster * one.split))
-    assert one.ctas <= p.device.sms
+    two = dict(one.kernel.defines)["RESIDENT"] == "2"
+    assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
+    assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
+    assert one.ctas <= p.device.ctas(1 + two)
     if one.split > 1:  # each CTA has one tile, and a part of k
         assert one.clusters == tiles and p.k > one.split and not makes_g_twice(one)
     features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
@@ -642,7 +644,8 @@ def test_auto_takes_what_was_measured_to_win(
         ((4096, 1024, 1024), {}, "cublas", "cublas"),  # 20.0 and 20.8: one wave; 17.7 and 19.2: cuBLAS splits k
         ((32768, 1024, 1024), {}, "sm90", "cublas"),  # 122 and 121; 99 and 142
         ((128, 1024, 512), {}, "sm90", "sm90"),  # 6.5 and 7.1, 6.8 and 7.6: the host takes 8 to call cuBLAS
-        ((256, 2048, 2048), {}, "cublas", "cublas"),  # 10.6 and 13.1, 10.4 and 10.7
+        ((256, 2048, 2048), {}, "cublas", "sm90"),  # 10.6 and 13.1; with the sums before 11.3 and 11.1
+        ((32, 2048, 8192), {}, "cublas", "sm90"),  # dw with the sums before 20.2 and 15.3
         ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
         ((128, 1020, 512), {"gemm": "sm90"}, "sm90", "sm90"),  # rows of dx off 16 bytes: it is copied
         ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
@@ -656,6 +659,16 @@ def test_a_backward_takes_what_was_measured_to_win(
     decided = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), **options)
     assert decided.x is not None and decided.weight is not None
     assert (decided.x.gemm, decided.weight.gemm) == (dx, dw)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
+    """Clusters take all columns of some rows of dw before the next."""
+    for B in (64, FEW_TERMS, FEW_TERMS + 8):
+        decided = backward_plan(contiguous(B, 8192, 8192, dtype), training=True, needs=("weight",), gemm="sm90").weight
+        assert decided is not None and decided.one is not None
+        columns = -(-8192 // (SM90_BLOCK_N * decided.one.cluster))
+        assert (decided.one.panel == columns) == (B <= FEW_TERMS)
 
 
 @pytest.mark.parametrize(
@@ -812,8 +825,8 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     fewer = contiguous(50, 1024, 16384, "bfloat16")
     found = candidates(fewer, "training", "bfloat16")
     whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
-    assert whole == {(m, 1, split) for m, split in SPLITS if m * split >= 50}
-    for m, split in SPLITS:
+    assert whole == {(m, 1, split) for m, split in SPLIT_TILES if m * split >= 50}
+    for m, split in SPLIT_TILES:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
         p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
         one = plan(p, training=True, gemm="sm90").one
@@ -984,7 +997,10 @@ def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
     for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
         p = contiguous(128, 512, 1024, device=device)
         found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "whole"]
-        assert found and all(tile.clusters <= device.clusters(tile.cluster) for tile in found)
+        assert found and all(
+            tile.clusters <= (device.ctas(2) if tile.shape == (32, 1) else device.clusters(tile.cluster))
+            for tile in found
+        )
 
 
 def test_the_planner_loses_little_on_what_was_measured() -> None:

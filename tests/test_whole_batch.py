@@ -14,7 +14,7 @@ from strategies import Case
 from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import SPLITS, TILES_OF_ROWS, TILES_OF_X, largest_block
+from gsbn._plan.variants import SPLIT_TILES, TILES_OF_ROWS, TILES_OF_X, largest_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
@@ -46,7 +46,7 @@ def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int
 
 
 @pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
-@pytest.mark.parametrize("tile", SPLITS, ids=str)
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
     """As above, of a k whose parts are not alike."""

@@ -41,7 +41,7 @@ from gsbn._plan.variants import (
     NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_SIZES,
-    SPLITS,
+    SPLIT_TILES,
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
@@ -273,7 +273,7 @@ def variants():
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
             end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
-    whole = tuple((block_m, 1, split) for block_m, split in SPLITS)
+    whole = tuple((block_m, 1, split) for block_m, split in SPLIT_TILES)
     splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLITS_OF_K.items() for tile in tiles]
     splits += [(of, "whole", tile) for of in ELEMENTS for tile in whole]
     for (element, mode, tile), keeps, activation in product(splits, yes_or_no, activations):

@@ -5,10 +5,10 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "twice" where it makes g twice, "whole" where a
-cluster has all rows, and "of x" where it makes limbs of the weight in registers; "narrow", the kernels that make g
-twice; "sm90", its bare GEMM and two launches, where it has no tiles; and the portable path on cuBLAS, with PyTorch
-eager beside them. Times are of the device, calls back to back behind a kernel that keeps it busy while the
+tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "of x" where it makes limbs of the weight in registers,
+"twice" where it makes g twice and "whole" where a cluster has all rows; "narrow", the kernels that make g twice;
+"sm90", its bare GEMM and two launches, where it has no tiles; and the portable path on cuBLAS, with PyTorch eager
+beside them. Times are of the device, calls back to back behind a kernel that keeps it busy while the
 host enqueues; each choice's result is held to cuBLAS's.
 """
 
@@ -108,7 +108,7 @@ def planned(shape, dtype, mode, among):
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
     allowed = {"recompute": twice, "whole": whole, "split": split, "narrow": "narrow" in among}
-    allowed["limbs_of_x"] = any(name.endswith(OF_X) for name in among)
+    allowed["limbs_of_x"] = any(OF_X in name for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
@@ -118,7 +118,7 @@ def planned(shape, dtype, mode, among):
 
 
 def name_of(tile, mode):
-    end = OF_X if tile.element == "limbs_of_x" else WAYS.get(mode, "")
+    end = OF_X * (tile.element == "limbs_of_x") + WAYS.get(mode, "")
     return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + end
 
 

@@ -19,6 +19,7 @@ from .gemm import (
     takes_limbs,
     tiled,
     waiting_grid,
+    writes,
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
@@ -56,7 +57,9 @@ __all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan
 
 SUMS_CTAS, DG_CTAS = 1, 2  # CTAs on an SM, of backward_sums and of backward_dg
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to which backward_fused does what both do
-SHARED_ROWS, SHARED_MB = 128, 40.0  # rows of each CTA from which a cluster shares columns; dy and d that L2 holds
+# Rows of each CTA from which a cluster shares columns; elements of dy up to which it does, with one CTA on an SM and
+# with two, of which one loads while the other waits for its cluster
+SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
 FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
 
 
@@ -258,13 +261,12 @@ def _shared_columns(p: Matmul, along: int) -> tuple[int, int]:
     for cluster, wide in itertools.product(CLUSTERS_OF_COLUMNS if p.device.hopper else (), (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
-        wins = rows >= SHARED_ROWS and 2e-6 * m * n * size <= SHARED_MB
+        wins = rows >= SHARED_ROWS and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
         if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
             found.append((rows * wide, cluster, wide))
-    if asked is None or not found:
-        found.append((m * along, 1, along))
-    _, cluster, along = min(found)
-    return along, cluster
+    work, cluster, wide = min(found, default=(0, 0, 0))
+    alone = asked is None and m <= FUSED_ROWS and m * along <= work
+    return (along, 1) if alone or not found else (wide, cluster)
 
 
 def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
@@ -369,7 +371,8 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
     ours = cheapest_tile(p, "gemm", p.dtype).us
     if p != theirs:
         return ours + copies_us(p) < product_us(theirs, p.dtype, to_y=True) + copies_us(theirs)
-    return _fills_waves(p) or ours <= H200.cublas_host_us
+    of_few_rows = p.x.strides[1] != 1 and writes(p)  # dw
+    return of_few_rows or _fills_waves(p) or ours <= H200.cublas_host_us
 
 
 def _fills_waves(p: Matmul) -> bool:

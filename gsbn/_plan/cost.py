@@ -7,7 +7,7 @@ from .h200 import H200
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .variants import SM90_BLOCK_N, by_limbs, stages
+from .variants import SM90_BLOCK_N, by_limbs, resident, stages
 
 __all__ = [
     "copies_us",
@@ -52,8 +52,9 @@ def one_launch_us(
     groups = ceil_div(rows, split)  # of tiles
     distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * width
     distinct *= limbs * split * 128e-6  # each part of k has its own
-    stays_in_l2 = limbs * (m + n) * k * size <= 1e6 * rates.l2_mb
-    feed = loaded / rates.l2_rate + (0.0 if stays_in_l2 else distinct / rates.memory_rate)
+    operands = 1e-6 * limbs * (m + n) * k * size
+    cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # how much of them L2 does not keep
+    feed = loaded / rates.l2_rate + cold * distinct / rates.memory_rate
     if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
     products = 3 if by_limbs(element) else 1
@@ -63,14 +64,15 @@ def one_launch_us(
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
-    if not stays_in_l2:
-        pace.append(rates.memory_us / stages(element, product_m))
-        pace.append(1e-6 * limbs * (m + n) * k * size / rates.copy_rate / (waves * steps))
+    on_an_sm = resident(element, mode, block_m, cluster * split)
+    ring = stages(element, product_m, mode if on_an_sm == 2 else None)
+    pace.append((cold * rates.memory_us + (1 - cold) * rates.l2_us) / ring)
+    pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6
     y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
     y *= 1 + keeps  # g - m is written as y is
-    tile = steps * step + rates.tile_us[mode] + y / rates.y_rate[mode]
+    tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + y / rates.y_rate[mode]
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
         tile += rates.exchange_us + sent / rates.exchange_rate
@@ -85,6 +87,8 @@ def one_launch_us(
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us
+    if on_an_sm > 1 and p.device.sms < 2 * ctas <= 2 * p.device.sms:
+        us -= rates.early_us
     return us
 
 
@@ -98,6 +102,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * (rates.alone if alone else 1.0)
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
+    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
     first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
     return rates.call_us["recompute"] + waves * first + (waves - 1) * again + y
 

@@ -17,7 +17,7 @@ from .variants import (
     CLUSTERS_OF_RANKS,
     COLUMN,
     SM90_BLOCK_N,
-    SPLITS,
+    SPLIT_TILES,
     SPLITS_OF_K,
     TILES,
     TILES_OF_ROWS,
@@ -28,11 +28,13 @@ from .variants import (
     forward_sm90,
     gemm_tiled,
     largest_block,
+    resident,
     split_limbs,
 )
 
 __all__ = [
     "CUBLAS_SMS",
+    "FEW_TERMS",
     "LEAST_TERMS",
     "MAX_TERMS",
     "LimbsOfRows",
@@ -51,11 +53,14 @@ __all__ = [
     "takes_limbs",
     "tile_of",
     "tiled",
+    "writes",
 ]
 
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
 LEAST_STEPS = 8  # of k, 128 bytes each, for each CTA that shares it: below, exchanging sums takes longer than it saves
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
+# Terms up to which it takes long as it writes: in full rows then, and without the words that cuBLAS clears before
+FEW_TERMS = 512
 # Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
 # the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
 MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
@@ -152,7 +157,7 @@ def candidates(
     hows = [mode]
     if mode == "training" and not (ranks or cumulative):
         hows += ["whole"]
-        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + [("whole", m, 1, split) for m, split in SPLITS]
+        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + [("whole", m, 1, split) for m, split in SPLIT_TILES]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
         ways += [("limbs_of_x", how, *tile) for how in hows for tile in TILES_OF_X]
@@ -184,18 +189,20 @@ def tile_of(
     # of a cluster's tile
     along, across = (cluster, 1) if mode == "whole" else (1, cluster)  # its CTAs, but for those that share k
     rows, columns = block_m * split * along, SM90_BLOCK_N * across
-    tiles, resident = ceil_div(p.m, rows) * ceil_div(p.n, columns), p.device.clusters(cluster * split)
-    if resident == 0 or (mode == "whole" and (p.m > rows or tiles > resident)):  # a cluster has one tile, of all rows
+    tiles, at_once = ceil_div(p.m, rows) * ceil_div(p.n, columns), p.device.clusters(cluster * split)
+    if resident(element, mode, block_m, cluster * split) == 2:
+        at_once = p.device.ctas(2)
+    if at_once == 0 or (mode == "whole" and (p.m > rows or tiles > at_once)):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
-    if split > 1 and (tiles > resident or steps < LEAST_STEPS * split):
+    if split > 1 and (tiles > at_once or steps < LEAST_STEPS * split):
         return None
     # Where g is made twice, each cluster keeps to its features.
     apart = ceil_div(p.n, columns) if mode == "recompute" else 1
-    if apart > resident:
+    if apart > at_once:
         return None
-    waves = ceil_div(tiles // apart, resident // apart)
+    waves = ceil_div(tiles // apart, at_once // apart)
     # As few clusters as need no more waves: the power that the others would draw goes to these.
     clusters = ceil_div(tiles // apart, waves) * apart
     if mode != "recompute":
@@ -251,13 +258,18 @@ def one_launch(
         cluster=cluster,
         clusters=clusters,
         split=split,
-        panel=columns if mode == "recompute" else _panel(p, mode, element),
+        panel=columns if mode == "recompute" or (mode == "gemm" and writes(p)) else _panel(p, mode, element),
         merged=merged,
         roll=roll,
         workspace=workspace,
         wide=wide,
         along_rows=mode == "whole",
     )
+
+
+def writes(p: Matmul) -> bool:
+    """Whether a product takes as long as it writes, or not much longer."""
+    return p.k <= FEW_TERMS
 
 
 def _panel(p: Matmul, mode: str, element: str) -> int:

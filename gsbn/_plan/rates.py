@@ -16,13 +16,16 @@ class Rates(NamedTuple):
     l2_rate: float  # MB/us of all that the CTAs load
     memory_rate: float  # MB/us of what differs among them, where it comes from memory
     memory_us: float  # from asking memory for a step of a ring to its arrival
+    l2_us: float  # the same of L2
     off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
     off_line_y: float  # and where rows of y do not
     tile_us: dict[str, float]  # beginning and end of a tile, by mode
+    row_us: dict[str, float]  # of a tile, beside its mode's tile_us: each of its rows
     y_rate: dict[str, float]  # MB/us, by mode
     exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
     exchange_rate: float  # MB/us that a CTA receives meanwhile
     cluster_us: float  # more, where CTAs are launched in clusters
+    early_us: float  # less, where an SM has room for two CTAs and gets one: the next launch begins beside it
     parked_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
     laying_us: float  # inference: a round of constants, 96 features by three warps

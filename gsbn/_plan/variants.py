@@ -24,8 +24,8 @@ __all__ = [
     "RING",
     "SM90_BLOCK_N",
     "SM90_THREADS",
-    "SPLITS",
     "SPLITS_OF_K",
+    "SPLIT_TILES",
     "SPLIT_WIDTHS",
     "TALL_SIDE",
     "TALL_THREADS",
@@ -56,6 +56,7 @@ __all__ = [
     "narrow_threads",
     "normalize",
     "normalize_fused",
+    "resident",
     "scale_stats",
     "split_limbs",
     "split_rows_at_once",
@@ -78,10 +79,10 @@ TILES_OF_ROWS = ((32, 1), (32, 2), (32, 4), (64, 1), (64, 2), (64, 4), (64, 8), 
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 # BLOCK_M and SPLIT where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
 # each other twice as many sums.
-SPLITS = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
+SPLIT_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
 # BLOCK_M, CLUSTER and SPLIT, by mode; of fewer rows they train as "whole"
 SPLITS_OF_K = {
-    "inference": (*((block_m, 1, split) for block_m, split in SPLITS), (32, 2, 4)),
+    "inference": (*((block_m, 1, split) for block_m, split in SPLIT_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
 }
 # The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
@@ -171,7 +172,7 @@ def _plain_kernels() -> Iterator[Kernel]:
     for element, (block_m, cluster), keeps in itertools.product(elements, TILES_OF_ROWS, (False, True)):
         if block_m <= largest_block(element):
             yield forward_sm90(element, "whole", block_m, cluster, keeps)
-    for element, (block_m, split), keeps in itertools.product(elements, SPLITS, (False, True)):
+    for element, (block_m, split), keeps in itertools.product(elements, SPLIT_TILES, (False, True)):
         yield forward_sm90(element, "whole", block_m, 1, keeps, split=split)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
@@ -373,6 +374,8 @@ def forward_sm90(
     that ranks share; `split`: how many CTAs share k.
     """
     limbs, rows = 2 if by_limbs(element) else 1, split * block_m  # that a CTA multiplies
+    on_an_sm = resident(element, mode, block_m, cluster * split)
+    ring = stages(element, rows, mode if on_an_sm == 2 else None)
     of_float32 = wide or element == "tf32" or by_limbs(element)
     staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
@@ -380,11 +383,12 @@ def forward_sm90(
     # of its CTAs (8), for which y has half the buffers.
     of_features = SM90_BLOCK_N * ({"recompute": 20, "whole": 16 + 8 * cluster * split}.get(mode, 16))
     buffers = 2 if mode == "whole" else 4
-    shared = limbs * stages(element, rows) * (SM90_BLOCK_N + rows) * 128 + buffers * staging * 128 + of_features + 256
+    shared = limbs * ring * (SM90_BLOCK_N + rows) * 128 + buffers * staging * 128 + of_features + 256
     defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m}
-    defines["STAGES"] = stages(element, rows)
     defines |= {
+        "STAGES": ring,
         "SHARED": shared,
+        "RESIDENT": on_an_sm,
         "CLUSTER": cluster,
         "SPLIT": split,
         "KEEP": int(keeps),
@@ -402,9 +406,17 @@ def forward_sm90(
     )
 
 
-def stages(element: str, block_m: int) -> int:
-    """Of forward_sm90's ring: steps of k that are on their way at once."""
-    return {256: 4, 128: 6, 64: 8, 32: 8}[block_m] // (2 if by_limbs(element) else 1)
+def stages(element: str, rows: int, two: str | None = None) -> int:
+    """Of forward_sm90's ring: steps of k that are on their way at once; `two`: the mode where an SM has two CTAs."""
+    if two is not None:
+        return {"inference": 4, "whole": 5}[two]
+    return {256: 4, 128: 6, 64: 8, 32: 8}[rows] // (2 if by_limbs(element) else 1)
+
+
+def resident(element: str, mode: str, block_m: int, ctas: int) -> int:
+    """CTAs of forward_sm90 on an SM, a cluster being of so many."""
+    small = block_m == 32 and ctas == 1 and element in ("float16", "bfloat16")
+    return 2 if small and mode in ("inference", "whole") else 1
 
 
 def largest_block(element: str) -> int:
