@@ -96,7 +96,9 @@
 // bytes per CTA and feature. CTAs that share k read x and w no more often than tiles of SPLIT * BLOCK_M rows, and send 512
 // bytes for each of these rows, once. In WHOLE x streams once for each block of features, w and y once.
 
+#if !defined(MODE) || MODE != 1  // all but INFERENCE, which wants what it fetches before a short main loop ends
 #define BESIDE_TENSOR_CORES 1
+#endif
 #include "sm90_finisher.cuh"
 #include "sm90_merger.cuh"
 #include "sm90_producer.cuh"

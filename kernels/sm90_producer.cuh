@@ -49,10 +49,9 @@ __device__ __forceinline__ void Cta::lay_out_constants(int warp, int lane, int r
         // the run before has begun: nobody reads this slot any more
         for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_NAP);
         start = nth;
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS) {
-            const int feature = block * BLOCK_N + c;
-            sh.constants[run.number % 2][c] = feature < n ? f.frozen(feature) : make_float2(0.f, 0.f);
-        }
+#pragma unroll 1
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS)  // beyond n what nobody stores
+            sh.constants[run.number % 2][c] = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
         __syncwarp();
         if (lane == 0) count_up(&sh.laid[run.number % 2]);
     }
