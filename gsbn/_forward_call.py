@@ -267,7 +267,10 @@ def _product_and_passes(
         passed |= {"num_batches_tracked": count, "saved": vectors}
         if exchange is not None and not exchange.waits:
             passed |= {"posted": call.at(posted), "gathered": call.at(gathered)}
-            call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
+            if m == 0:
+                call.clear(passed["posted"], 8 * letters(n))
+            else:
+                call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
             call.gather(exchange, letters(n), passed["posted"], passed["gathered"])
             passed["posted"] = ABSENT
         if ranks:

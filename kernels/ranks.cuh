@@ -125,7 +125,9 @@ struct Exchange {
             const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
             here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
                     peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
-            wrong |= header && __double_as_longlong(theirs) != __double_as_longlong(signature);
+            // A rank without rows has nothing else to say where another library gathers.
+            const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
+            wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
         }
         if (wrong) fail(STATUS_OTHER_CALL);
         if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return NEVER;
