@@ -59,7 +59,8 @@ __all__ = [
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
 LEAST_STEPS = 8  # of k, 128 bytes each, for each CTA that shares it: below, exchanging sums takes longer than it saves
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
-# Terms up to which it takes long as it writes: in full rows then, and without the words that cuBLAS clears before
+# Terms of a sum up to which a product takes about as long as its result is written: then in full rows, and dw by
+# forward_sm90, since cuBLAS would clear words before it
 FEW_TERMS = 512
 # Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
 # the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
@@ -268,7 +269,7 @@ def one_launch(
 
 
 def writes(p: Matmul) -> bool:
-    """Whether a product takes as long as it writes, or not much longer."""
+    """Whether a product takes about as long as its result is written."""
     return p.k <= FEW_TERMS
 
 
