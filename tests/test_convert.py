@@ -296,6 +296,17 @@ def test_sync_batch_norm_that_comes_later(calls: list[Any]) -> None:
     assert calls == ["relu"]
 
 
+def test_revert_finds_a_sync_batch_norm_that_was_moved() -> None:
+    model = nn.ModuleDict({"of": nn.Sequential(nn.Linear(I, 6), nn.SyncBatchNorm(6))})
+    convert(model)
+    norm = model["norm"] = model["of"].pop(1)
+    model["own"] = layer = gsbn.torch.LinearBatchNorm1d(I, 6)
+    layer.norm = gsbn.torch.SyncBatchNorm(6)
+    assert type(norm) is gsbn.torch.SyncBatchNorm
+    revert(model)
+    assert (type(norm), type(layer.norm)) == (nn.SyncBatchNorm, gsbn.torch.SyncBatchNorm)
+
+
 def test_lazy_modules_that_have_run(calls: list[Any]) -> None:
     model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Linear(6, 6), nn.BatchNorm1d(6))
     assert len(convert(model).left) == 1

@@ -151,6 +151,9 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
 def revert(model: nn.Module) -> None:
     """Undo `convert`: every `gsbn.torch.Sequential` in the model, and the model itself, is an ``nn.Sequential`` again.
 
+    And every `gsbn.torch.SyncBatchNorm`, wherever it stands by now, is an ``nn.SyncBatchNorm`` again, but in a
+    `LinearBatchNorm1d`.
+
     Parameters
     ----------
     model : nn.Module
@@ -165,11 +168,11 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Sequential:
             module.__class__ = nn.Sequential
-            for child in module._modules.values():
-                if child.__class__ is SyncBatchNorm:
-                    child.__class__ = nn.SyncBatchNorm
             for name in _OURS:
                 module.__dict__.pop(name, None)
+        for child in () if isinstance(module, LinearBatchNorm1d) else module._modules.values():
+            if child.__class__ is SyncBatchNorm:
+                child.__class__ = nn.SyncBatchNorm
 
 
 def _module(model: Any) -> None:
