@@ -15,11 +15,11 @@ from .gemm import (
     cublas_obstacle,
     for_cublas,
     lies_across,
+    mostly_writes,
     one_launch,
     takes_limbs,
     tiled,
     waiting_grid,
-    writes,
 )
 from .h200 import H200
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
@@ -371,7 +371,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
     ours = cheapest_tile(p, "gemm", p.dtype).us
     if p != theirs:
         return ours + copies_us(p) < product_us(theirs, p.dtype, to_y=True) + copies_us(theirs)
-    of_few_rows = p.x.strides[1] != 1 and writes(p)  # dw
+    of_few_rows = p.x.strides[1] != 1 and mostly_writes(p)  # dw
     return of_few_rows or _fills_waves(p) or ours <= H200.cublas_host_us
 
 

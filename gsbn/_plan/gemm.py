@@ -48,12 +48,12 @@ __all__ = [
     "for_tiled",
     "lies_across",
     "limbs_of_rows",
+    "mostly_writes",
     "one_launch",
     "sm90_obstacle",
     "takes_limbs",
     "tile_of",
     "tiled",
-    "writes",
 ]
 
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
@@ -259,7 +259,7 @@ def one_launch(
         cluster=cluster,
         clusters=clusters,
         split=split,
-        panel=columns if mode == "recompute" or (mode == "gemm" and writes(p)) else _panel(p, mode, element),
+        panel=columns if mode == "recompute" or (mode == "gemm" and mostly_writes(p)) else _panel(p, mode, element),
         merged=merged,
         roll=roll,
         workspace=workspace,
@@ -268,7 +268,7 @@ def one_launch(
     )
 
 
-def writes(p: Matmul) -> bool:
+def mostly_writes(p: Matmul) -> bool:
     """Whether a product takes about as long as its result is written."""
     return p.k <= FEW_TERMS
 
