@@ -48,7 +48,7 @@ constexpr int CONSUMERS = 128 * WARPGROUPS;  // threads
 constexpr int THREADS = 128 + CONSUMERS;
 // of warpgroup 0: neither side spills
 constexpr int HELPER_REGISTERS = RESIDENT == 2 ? 64 : ELEMENT == TF32 || ELEMENT == LIMBS_OF_X ? 136 : 152;
-// what the threads of an SM start with; to ask for more waits for ever
+// 384 threads start with 168 each, or where two CTAs share an SM with 80; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * (RESIDENT == 2 ? 80 : 168) - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
 constexpr int MERGERS = MODE == WHOLE ? 3 : 1;          // that merge statistics: others have nothing to finish

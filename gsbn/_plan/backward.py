@@ -46,7 +46,6 @@ from .variants import (
     SPLIT_WIDTHS,
     THREADS,
     Kernel,
-    backward_fused,
     backward_kernels,
     by_limbs,
     element_for,
@@ -210,9 +209,7 @@ def backward_plan(
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
-    kernels = backward_kernels(dtype, kept, training=training, across=across > 0)
-    if cluster > 1:
-        kernels = (*kernels[:2], backward_fused(kernels[0].defines, dtype, kept, cluster), *kernels[3:])
+    kernels = backward_kernels(dtype, kept, training=training, across=across > 0, cluster=cluster)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
         narrow=narrow,

@@ -64,9 +64,8 @@ def one_launch_us(
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
-    on_an_sm = resident(element, mode, block_m, cluster * split)
-    ring = stages(element, product_m, mode if on_an_sm == 2 else None)
-    pace.append((cold * rates.memory_us + (1 - cold) * rates.l2_us) / ring)
+    latency = cold * rates.memory_us + (1 - cold) * rates.l2_us
+    pace.append(latency / stages(element, mode, block_m, cluster, split))
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6
@@ -87,7 +86,7 @@ def one_launch_us(
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us
-    if on_an_sm > 1 and p.device.sms < 2 * ctas <= 2 * p.device.sms:
+    if resident(element, mode, block_m, cluster * split) == 2 and p.device.sms < 2 * ctas <= 2 * p.device.sms:
         us -= rates.early_us
     return us
 

@@ -190,9 +190,9 @@ def tile_of(
     # of a cluster's tile
     along, across = (cluster, 1) if mode == "whole" else (1, cluster)  # its CTAs, but for those that share k
     rows, columns = block_m * split * along, SM90_BLOCK_N * across
-    tiles, at_once = ceil_div(p.m, rows) * ceil_div(p.n, columns), p.device.clusters(cluster * split)
-    if resident(element, mode, block_m, cluster * split) == 2:
-        at_once = p.device.ctas(2)
+    tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
+    two = resident(element, mode, block_m, cluster * split) == 2
+    at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
     if at_once == 0 or (mode == "whole" and (p.m > rows or tiles > at_once)):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.

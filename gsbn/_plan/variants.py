@@ -35,7 +35,6 @@ __all__ = [
     "TILES_OF_X",
     "Kernel",
     "add_parts",
-    "backward_fused",
     "backward_kernels",
     "by_limbs",
     "copy_matrix",
@@ -140,10 +139,10 @@ def _plain_kernels() -> Iterator[Kernel]:
         wide = "float64" if dtype == "float64" else "float32"
         kept_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
         for training, kept in [(False, wide), *((True, kept) for kept in sorted(kept_in_training))]:
-            kernels = backward_kernels(dtype, kept, training=training)
-            yield from kernels
+            yield from backward_kernels(dtype, kept, training=training)
             if training and kept == dtype != "float64":
-                yield from (backward_fused(kernels[0].defines, dtype, kept, cluster) for cluster in CLUSTERS_OF_COLUMNS)
+                for cluster in CLUSTERS_OF_COLUMNS:
+                    yield backward_kernels(dtype, kept, training=training, cluster=cluster)[2]
             if dtype == "float32":
                 yield backward_kernels(dtype, kept, training=training, across=True)[1]
         yield normalize(dtype, running=True)
@@ -308,28 +307,27 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
     return maxima, tiles
 
 
-def backward_kernels(dtype: str, kept: str, *, training: bool, across: bool = False) -> tuple[Kernel, ...]:
+def backward_kernels(
+    dtype: str, kept: str, *, training: bool, across: bool = False, cluster: int = 1
+) -> tuple[Kernel, ...]:
     """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
-    dtype and what was kept."""
+    dtype and what was kept.
+
+    `across`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused.
+    """
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     names = ("backward_sums", "backward_dg", "sum_features", "merge_sums")[: 3 + training]
     sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
-    fused = backward_fused(defines, dtype, kept)
+    shared = _shared_of_fused(dtype, kept, cluster)
+    fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
+    if cluster > 1:
+        fused = fused._replace(defines=(*fused.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
     return sums, dg, fused, *others
-
-
-def backward_fused(defines: tuple[tuple[str, str], ...], dtype: str, kept: str, cluster: int = 1) -> Kernel:
-    """The variant of backward_fused with the macros of backward_sums, for so many CTAs that share columns."""
-    shared = _shared_of_fused(dtype, kept, cluster)
-    fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
-    if cluster == 1:
-        return fused
-    return fused._replace(defines=(*fused.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
 
 
 def _shared_of_fused(dtype: str, kept: str, cluster: int) -> int:
@@ -375,8 +373,7 @@ def forward_sm90(
     that ranks share; `split`: how many CTAs share k.
     """
     limbs, rows = 2 if by_limbs(element) else 1, split * block_m  # that a CTA multiplies
-    on_an_sm = resident(element, mode, block_m, cluster * split)
-    ring = stages(element, rows, mode if on_an_sm == 2 else None)
+    ring = stages(element, mode, block_m, cluster, split)
     of_float32 = wide or element == "tf32" or by_limbs(element)
     staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
     # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
@@ -389,7 +386,7 @@ def forward_sm90(
     defines |= {
         "STAGES": ring,
         "SHARED": shared,
-        "RESIDENT": on_an_sm,
+        "RESIDENT": resident(element, mode, block_m, cluster * split),
         "CLUSTER": cluster,
         "SPLIT": split,
         "KEEP": int(keeps),
@@ -407,11 +404,11 @@ def forward_sm90(
     )
 
 
-def stages(element: str, rows: int, two: str | None = None) -> int:
-    """Of forward_sm90's ring: steps of k that are on their way at once; `two`: the mode where an SM has two CTAs."""
-    if two is not None:
-        return {"inference": 4, "whole": 5}[two]
-    return {256: 4, 128: 6, 64: 8, 32: 8}[rows] // (2 if by_limbs(element) else 1)
+def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
+    """Of forward_sm90's ring: steps of k that are on their way at once."""
+    if resident(element, mode, block_m, cluster * split) == 2:
+        return {"inference": 4, "whole": 5}[mode]
+    return {256: 4, 128: 6, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)
 
 
 def resident(element: str, mode: str, block_m: int, ctas: int) -> int:
