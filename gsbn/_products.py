@@ -24,16 +24,20 @@ def multiply_both(
     limbs = Limbs(call, plan.limbs, of_limbs, gpu, call.device, cleared=plan.sums)
     results: list[Move] = []
 
-    def multiply(product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str) -> None:
+    def multiply(
+        product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str, *, beside: bool = False
+    ) -> None:
         p, at = product.p, c
         if p.y.own:
             at = call.at(elsewhere)
             results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
-        _multiply(call, product, (*operands, at), limbs, name, precision)
+        _multiply(call, product, (*operands, at), limbs, name, precision, beside)
 
     def multiply_weight(*, first: bool) -> None:
         if plan.weight is not None and plan.weight_first == first:
-            multiply(plan.weight, (names["across"], names["x"]), names["dweight"], plan.dw_at, "x")
+            # behind dx's launch, which has waited for dg; limbs may lie where dweight will
+            beside = not first and plan.x is not None and plan.x.one is not None and not plan.x.of_limbs
+            multiply(plan.weight, (names["across"], names["x"]), names["dweight"], plan.dw_at, "x", beside=beside)
 
     multiply_weight(first=True)
     limbs.make()
@@ -51,13 +55,14 @@ def _multiply(
     limbs: Limbs,
     b: str,
     precision: str,
+    beside: bool,
 ) -> None:
     """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
     p = product.p
     if product.one is not None and product.of_limbs:
         limbs.multiply(p, product.one, "dg", b, operands[-1])
     elif product.one is not None:
-        call.multiply(Sm90Gemm(p, product.one, call.device), *operands)
+        call.multiply(Sm90Gemm(p, product.one, call.device, beside=beside), *operands)
     elif product.tall is not None:
         tall = product.tall
         fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}

@@ -12,14 +12,18 @@ _NONE = (0,) * (len(SM90_WORDS) - 3)  # neither workspace nor vectors
 
 
 class Sm90Gemm:
-    """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'."""
+    """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'.
+
+    `beside`: it reads nothing that the launch ahead of it writes, which is of this library, and may run beside it.
+    """
 
     kernels = ("forward_sm90",)
 
-    def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int) -> None:
+    def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int, *, beside: bool = False) -> None:
         self._grid = one.ctas
-        of_statistics = ("ld_kept", "flags", "signature", *VECTORS, "momentum", "eps", "number")
+        of_statistics = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
+        fields["flags"] = _declared.flags(beside=beside)
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
         self._at = self._record.ctypes.data
         self._matrices = _tma.Matrices(_tma.map_arguments(one, p))

@@ -15,6 +15,7 @@ enum : long long {
     FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
     FLAG_RUNNING = 64,    // inference: what y is made with comes from the running statistics
+    FLAG_BESIDE = 128,    // reads nothing that the launch ahead writes, which has waited before it lets others begin
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -214,10 +215,16 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 // (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py): this waits until all of that one is done
 // and seen, and only then lets the next launch begin in its turn, so that no more than two overlap. Launched otherwise it
 // does nothing. Behind a kernel that `waits` for another GPU the next one begins when that has ended: its CTAs would hold
-// the SMs that others need (ranks.cuh).
+// the SMs that others need (ranks.cuh). A launch with FLAG_BESIDE waits at its end in place of its beginning, so that it
+// runs beside the kernel ahead, and has never ended before that one has: whoever waits for it, waits for both.
 __device__ inline void await_kernel_ahead(bool waits = false) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (!waits) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void begin_beside_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -177,7 +177,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_begin();
-    await_kernel_ahead(RANKS);
+    const bool beside = MODE == GEMM && p.flags & FLAG_BESIDE;
+    if (beside)
+        begin_beside_kernel_ahead();
+    else
+        await_kernel_ahead(RANKS);
 
     if (warpgroup == 0) {
         give_registers<HELPER_REGISTERS>();
@@ -209,4 +213,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
         else
             Consumer(consumer).run();
     }
+    if (beside && threadIdx.x == 0) await_kernel_ahead();
 }

@@ -332,6 +332,46 @@ def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, trai
             assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(wanted))
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64, 16384), (64, 16384, 64), (128, 512, 512)])
+def test_dw_runs_beside_dx_and_does_not_end_before_it(shape: tuple[int, int, int], captured: bool) -> None:
+    """What follows sees both, though dx takes ten times as long in the first shape and a tenth in the second."""
+    arrays = without_out(Case(shape, "bfloat16", True).arrays())
+    native = {name: cupy.asarray(a) for name, a in arrays.items()}
+    dy = cupy.asarray(draw_dy(arrays))
+    _, saved = gsbn.forward(**native, training=True, gemm="sm90", return_saved=True)
+
+    def follow() -> list[Any]:
+        """The products, and copies by a kernel behind them, of which each call gets what nobody has written yet."""
+        got = gsbn.backward(dy, saved, needs=("x", "weight"))
+        return [got.x, got.weight, got.x.copy(), got.weight.copy()]
+
+    apart = [getattr(gsbn.backward(dy, saved, needs=(name,)), name) for name in ("x", "weight")]
+    run = follow
+    if captured:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            follow()
+            stream.begin_capture()
+            outputs = follow()
+            graph = stream.end_capture()
+
+        def run() -> list[Any]:  # of the graph's own memory
+            for output in outputs:
+                output.view("u1").fill(255)
+            cupy.cuda.get_current_stream().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            return outputs
+
+    for _ in range(20):
+        poison = cupy.full(1 << 24, 255, "u1")  # what the pool hands out next
+        del poison
+        for got, truth in zip(run(), [*apart, *apart], strict=True):
+            assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(truth))
+
+
 # ---- CUDA graphs
 
 

@@ -12,7 +12,7 @@ import pytest
 import gsbn
 from gsbn import _declared, _group, _plan, _sm90, _tma
 from gsbn._backward import How, backward_within, run
-from gsbn._plan.variants import narrow_product, tall_product
+from gsbn._plan.variants import MODES, forward_sm90, narrow_product, tall_product
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -256,3 +256,20 @@ def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
             gsbn.forward(x, weight, **running, group=group)
         with pytest.raises(ValueError, match=r"^weight: expected shape"):
             gsbn.forward(x, paper.Array((32, 15), "float32"), training=True, group=group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needs", "beside"),
+    [("bfloat16", ("x", "weight"), True), ("bfloat16", ("weight",), False), ("float32", ("x", "weight"), False)],
+)
+def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], beside: bool) -> None:
+    """Behind anything else it waits for dg; limbs of the weight may lie where dweight will."""
+    x, weight, dy = (paper.Array(shape, dtype) for shape in ((128, 1024), (512, 1024), (128, 512)))
+    with paper.gpu(paper.HOPPER) as (_, log):
+        _, saved = gsbn.forward(x, weight, training=True, gemm="sm90", return_saved=True)
+        log.clear()
+        gsbn.backward(dy, saved, needs=needs)
+    products = [launch.records[0] for launch in log if dict(launch.defines).get("MODE") == str(MODES["gemm"])]
+    record = _declared.record_dtype(forward_sm90("bfloat16", "gemm", 64, 1))
+    flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]
+    assert flags == [0] * (len(needs) - 1) + [_declared.flags(beside=True) if beside else 0]
