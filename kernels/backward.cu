@@ -7,80 +7,27 @@
 // Where the forward put y through an activation, dy is at once made the gradient with respect to what went in (BeforeY,
 // activation.cuh), in both passes, and is what follows calls dy.
 //
-// backward_sums takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients and,
-// in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
+// backward_sums.cu takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients
+// and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
 //   training:   dbeta = S    dgamma = s r D    dscale = gamma eps r^3 D    dbias = 0    rate = s^2 r^2 D / B    D = unit E
 //   inference:  dbeta = S    dbias = a S       dg = a dy    centre = running_mean / s - b, or near g
 //               dscale = gamma r (E + (centre + b) S)    dgamma = r (s E + (s (centre + b) - running_mean) S)
 // The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
 // Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
 //
-// An item of work is a block of columns and some rows (sums_rows, dg_rows); a thread has VEC columns, `along` threads a row
-// (Places), of every so many rows, which come through a ring of its own in shared memory (Rows).
-// backward_sums adds GROUP rows in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|, and the
-// groups in float64; threads and then splits (CTAs of one column block) are added in float64 in an order that depends on
-// the shape alone. Every item of backward_dg merges the splits of its columns by itself: no ticket is drawn, no CTA
-// waits for another. float64 rows are added with their rounding errors (Knuth's two-sum).
+// An item of work is a block of columns and dg_rows rows; a thread has VEC columns, `along` threads a row (Places), of every
+// so many rows, which come through a ring of its own in shared memory (Rows). Every item of backward_dg merges the splits of
+// its columns by itself, in float64 in an order that depends on the shape alone: no ticket is drawn, no CTA waits for another.
 //
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
 // of all ranks (ranks.cuh), which are then the sums of one split.
 //
-// Moves, the minimum for two passes: dy and d twice, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 268 MB and
-// 403 MB.
+// Moves, the minimum for a second pass: dy and d once, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 403 MB.
 #include "backward_columns.cuh"
 
 constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
-
-// S and E of each split's rows, to the workspace: (splits, 2, n). d may be null where no gradient asks for E.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
-                  unsigned* zeros) {
-    await_kernel_ahead();
-    clear(zeros, p.words);
-    __shared__ alignas(16) union {
-        uint4 ring[STAGES * CHUNKS * THREADS];
-        double sums[2][VEC][THREADS];  // a thread's words lie beside those of its neighbours
-    } memory;
-
-    const Places<THREADS, VEC> at_once(p.along);
-    const unsigned splits = static_cast<unsigned>(p.splits);
-    for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
-        const long long block = item / splits, split = item % splits;
-        const long long col = block * at_once.columns + at_once.column;
-        const long long begin = split * p.sums_rows;
-        const int height = static_cast<int>(min(p.sums_rows, p.m - begin));
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
-
-        const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, Rows> rows(count,
-                                      Rows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.ring));
-        G centre[VEC] = {};
-        load_centre(p, saved, col, inside, centre);
-        double sum[VEC] = {}, dot[VEC] = {};
-        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        __syncthreads();  // all rows were read: the ring is free
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            memory.sums[0][j][threadIdx.x] = sum[j];
-            memory.sums[1][j][threadIdx.x] = dot[j];
-        }
-        __syncthreads();
-        const long long c = block * at_once.columns + threadIdx.x;  // from here on a thread has one column
-        if (threadIdx.x >= at_once.columns || c >= p.n) return;
-        double S = 0.0, E = 0.0;
-        const int along = at_once.columns / VEC, j = threadIdx.x % VEC;
-#pragma unroll 8
-        for (int i = threadIdx.x / VEC; i < at_once.rows * along; i += along) {
-            S += memory.sums[0][j][i];
-            E += memory.sums[1][j][i];
-        }
-        double* partials = reinterpret_cast<double*>(workspace) + split * 2 * p.n + c;
-        partials[0] = S;
-        partials[p.n] = E;
-    });
-}
 
 // Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
 // O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.

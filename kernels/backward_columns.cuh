@@ -1,4 +1,4 @@
-// What a thread of backward.cu makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
+// What a thread of a backward makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
 #pragma once
 #include "backward_rows.cuh"
 #include "ranks.cuh"

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1)
 
     const Places<THREADS, VEC> at_once(p.along);
     const int rank = rank_in_cluster(), first_row = rank * at_once.rows + at_once.row, step = CLUSTER * at_once.rows;
-    memory.of_cluster.begin(at_once.columns);
+    memory.of_cluster.begin(rank, at_once.columns);
     const auto work = [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));

@@ -1,4 +1,4 @@
-// What the kernels of backward.cu are compiled for and told, and how their threads come by rows of dy and d: through rings
+// What the kernels of a backward are compiled for and told, and how their threads come by rows of dy and d: through rings
 // in shared memory. No kernels.
 #pragma once
 #include "activation.cuh"
@@ -25,8 +25,8 @@ struct Problem {
     long long dy_row, dy_col;        // strides of dy, in elements
     long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
     long long along;                 // threads along a row of dy
-    long long sums_rows, dg_rows;    // rows in an item of backward_sums and of backward_dg
-    long long splits;                // items of backward_sums that share a column block; 0 where there are no sums
+    long long sums_rows, dg_rows;    // rows of a CTA of backward_sums, in an item of backward_dg
+    long long splits;                // clusters of backward_sums that share a column block; 0 where there are no sums
     long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; else dy_col is 0
     long long words;      // zeros that the first launch writes for a later one
     long long signature;  // what this call is, of a group

@@ -63,19 +63,21 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-// The sums of all CTAs of a cluster, of up to WIDEST columns each, once.
-template <int WIDEST>
+// The sums of all CTAs of a cluster, of up to WIDEST columns each, once. Each CTA gets those of every column, or, unless
+// EVERYWHERE, a column's go to CTA column % CLUSTER alone.
+template <int WIDEST, bool EVERYWHERE = true>
 struct ClusterTotals {
-    double2 of_rank[CLUSTER > 1 ? CLUSTER : 1][CLUSTER > 1 ? WIDEST : 1];
+    double2 of_rank[CLUSTER][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all of them
 
     // By all threads, before anything is sent.
-    __device__ __forceinline__ void begin(int columns) {
+    __device__ __forceinline__ void begin(int rank, int columns) {
         if constexpr (CLUSTER > 1) {
             if (threadIdx.x == 0) {
                 mbar_init(&here, 1);
                 asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-                mbar_expect(&here, CLUSTER * columns * static_cast<int>(sizeof(double2)));
+                const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
+                mbar_expect(&here, CLUSTER * own * static_cast<int>(sizeof(double2)));
             }
             __syncthreads();
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -86,22 +88,23 @@ struct ClusterTotals {
     __device__ __forceinline__ void add(int rank, int column, bool sends, double& first, double& second) {
         if constexpr (CLUSTER > 1) {
             asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            const int at = EVERYWHERE ? column : column / CLUSTER;
             if (sends)
 #pragma unroll
-                for (int cta = 0; cta < CLUSTER; ++cta)
+                for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
                     asm volatile(
                         "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\n"
                         "mapa.shared::cluster.u32 there, %3, %4;\n"
                         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [place], {%1, %2}, [there];\n}" ::
-                            "r"(smem(&of_rank[rank][column])),
-                        "d"(first), "d"(second), "r"(smem(&here)), "r"(cta)
+                            "r"(smem(&of_rank[rank][at])),
+                        "d"(first), "d"(second), "r"(smem(&here)), "r"(EVERYWHERE ? i : column % CLUSTER)
                         : "memory");
             mbar_wait_sent(&here, 0);
             first = second = 0.0;
 #pragma unroll
             for (int cta = 0; cta < CLUSTER; ++cta) {
-                first += of_rank[cta][column].x;
-                second += of_rank[cta][column].y;
+                first += of_rank[cta][at].x;
+                second += of_rank[cta][at].y;
             }
         }
     }

@@ -41,7 +41,7 @@ from gsbn._plan import (
     tile_kernels,
     tiles_grid,
 )
-from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
+from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
 from gsbn._plan.forward import STATS_GROUP
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
@@ -449,7 +449,11 @@ def test_a_backward_fits(
         assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
         assert decided.sums_grid * 16 * decided.along >= p.n * size or p.device.limited
     elif decided.sums:
-        assert (decided.splits - 1) * decided.sums_rows < p.m <= decided.splits * decided.sums_rows
+        sharing = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
+        rows = decided.sums_rows * sharing
+        assert (decided.splits - 1) * rows < p.m <= decided.splits * rows
+        assert decided.sums_grid % (decided.splits * sharing) == 0 or (sharing == 1 and p.device.limited)
+        assert sharing == 1 or decided.sums_grid // sharing <= SUMS_CTAS * p.device.clusters(sharing)
         assert decided.splits * 2 * p.n * 8 <= decided.dg_at
     else:
         assert decided.splits == 0
@@ -794,13 +798,13 @@ def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int,
     p = p._replace(device=p.device.at_most(100 if sms else None))
     decided = backward_plan(p, training=True, needs=FIELDS)
     cluster = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
-    if cluster > 1:
+    if decided.fused and cluster > 1:
         blocks, rest = divmod(decided.sums_grid, cluster)
-        assert decided.fused and rest == 0 and blocks * decided.along * (16 // ITEMSIZE[dtype]) >= n
+        assert rest == 0 and blocks * decided.along * (16 // ITEMSIZE[dtype]) >= n
         assert m <= FUSED_ROWS * cluster and blocks <= FUSED_CTAS * p.device.clusters(cluster)
         assert not sms or decided.sums_grid <= 100
     other = backward_plan(p._replace(limits=Limits(cluster=1)), training=True, needs=FIELDS)
-    assert "CLUSTER" not in dict(other.sums_kernel.defines)
+    assert not other.fused or "CLUSTER" not in dict(other.sums_kernel.defines)
     for needs in (("x",), ("weight", "gamma")):  # whose bits are to be the same
         some = backward_plan(p, training=True, needs=needs)
         assert (some.sums_kernel, some.along) == (decided.sums_kernel, decided.along) or not some.sums

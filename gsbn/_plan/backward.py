@@ -44,6 +44,7 @@ from .variants import (
     RING,
     SM90_BLOCK_N,
     SPLIT_WIDTHS,
+    SUMS_CLUSTER,
     THREADS,
     Kernel,
     backward_kernels,
@@ -52,9 +53,10 @@ from .variants import (
     with_activation,
 )
 
-__all__ = ["FUSED_CTAS", "FUSED_ROWS", "BackwardPlan", "Product", "backward_plan"]
+__all__ = ["FUSED_CTAS", "FUSED_ROWS", "SUMS_CTAS", "BackwardPlan", "Product", "backward_plan"]
 
-SUMS_CTAS, DG_CTAS = 1, 2  # CTAs on an SM, of backward_sums and of backward_dg
+SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
+SHARED_SPLITS = 4  # clusters that share a block of columns, from which on backward_sums has them
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to which backward_fused does what both do
 # Rows of each CTA from which a cluster shares columns; elements of dy up to which it does, with one CTA on an SM and
 # with two, of which one loads while the other waits for its cluster
@@ -179,7 +181,12 @@ def backward_plan(
         blocks, along = ceil_div(n, 128), 32
     step = RING * (THREADS // along)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
-    splits, sums_rows = split_rows(m, blocks, min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks), step)
+    # of few blocks clusters share the rows, so that whoever merges their sums finds few splits
+    clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
+    sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
+    alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
+    splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
+    splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
     # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
     # `needs` leaves out: the bits of the rest are the same.
@@ -209,7 +216,7 @@ def backward_plan(
     limbs, weight_first = _split(dx, dw, limbs_at)
     dx_at = round_up(limbs.end, 256)
     dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
-    kernels = backward_kernels(dtype, kept, training=training, across=across > 0, cluster=cluster)
+    kernels = backward_kernels(dtype, kept, training=training, across=across > 0, cluster=cluster, sharing=sharing)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
         narrow=narrow,
@@ -227,7 +234,7 @@ def backward_plan(
         along=fused_along if fused else along,
         pitch=pitch,
         across=across,
-        sums_grid=device.grid(columns if fused else blocks * splits) * (cluster if fused else 1),
+        sums_grid=device.grid(columns) * cluster if fused else device.grid(blocks * splits * sharing),
         sums_rows=sums_rows,
         splits=splits,
         dg_grid=device.grid(blocks * (row_blocks if dg else 1)),

@@ -90,6 +90,7 @@ SPLITS_OF_K = {
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLITS_OF_K["inference"][:-1]
 SM90_BLOCK_N = 128
 CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
+SUMS_CLUSTER = 8  # and in backward_sums, where they do
 COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
@@ -122,7 +123,7 @@ def every_kernel() -> Iterator[Kernel]:
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
             kernel.name in ("normalize", "normalize_fused", "narrow_normalize", "narrow_backward")
-            or kernel.file in ("backward", "backward_fused")
+            or kernel.file in ("backward", "backward_sums", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
             yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
@@ -140,6 +141,7 @@ def _plain_kernels() -> Iterator[Kernel]:
         kept_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
         for training, kept in [(False, wide), *((True, kept) for kept in sorted(kept_in_training))]:
             yield from backward_kernels(dtype, kept, training=training)
+            yield backward_kernels(dtype, kept, training=training, sharing=SUMS_CLUSTER)[0]
             if training and kept == dtype != "float64":
                 for cluster in CLUSTERS_OF_COLUMNS:
                     yield backward_kernels(dtype, kept, training=training, cluster=cluster)[2]
@@ -308,26 +310,32 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
 
 
 def backward_kernels(
-    dtype: str, kept: str, *, training: bool, across: bool = False, cluster: int = 1
+    dtype: str, kept: str, *, training: bool, across: bool = False, cluster: int = 1, sharing: int = 1
 ) -> tuple[Kernel, ...]:
     """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
     dtype and what was kept.
 
-    `across`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused.
+    `across`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused, and
+    `sharing` in backward_sums.
     """
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
-    names = ("backward_sums", "backward_dg", "sum_features", "merge_sums")[: 3 + training]
-    sums, dg, *others = (Kernel(name, "backward", defines) for name in names)
+    names = ("backward_dg", "sum_features", "merge_sums")[: 2 + training]
+    dg, *others = (Kernel(name, "backward", defines) for name in names)
+    sums = _in_clusters(Kernel("backward_sums", "backward_sums", defines), sharing)
     shared = _shared_of_fused(dtype, kept, cluster)
     fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
-    if cluster > 1:
-        fused = fused._replace(defines=(*fused.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
         dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
-    return sums, dg, fused, *others
+    return sums, dg, _in_clusters(fused, cluster), *others
+
+
+def _in_clusters(kernel: Kernel, cluster: int) -> Kernel:
+    if cluster == 1:
+        return kernel
+    return kernel._replace(defines=(*kernel.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
 
 
 def _shared_of_fused(dtype: str, kept: str, cluster: int) -> int:

@@ -1,0 +1,78 @@
+// backward_sums: the sums S and E of the columns of dy and d (backward.cu, which has the formulas), the first of two passes.
+//
+//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null where
+//   no gradient asks for E      workspace (splits, 2, n): S and E of some rows each, in float64
+//
+// A CTA has a block of columns and sums_rows rows; a thread has VEC columns of every so many of these, `along` threads a row
+// (Places), which come through a ring of its own in shared memory (Rows). GROUP rows are added in float32, so that a sum of n
+// terms t errs by at most GROUP 2^-24 sum |t|, and the groups in float64; then threads, then the CTAs of a cluster, in float64
+// in an order that depends on the shape alone. A split is the rows of a CTA, or with CLUSTER of a cluster: whoever needs the
+// sums of all rows reads as few splits as that leaves (merge_splits). float64 rows are added with their rounding errors
+// (Knuth's two-sum).
+//
+// Moves dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
+#include "backward_columns.cuh"
+#include "whole_columns.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+        backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
+                      unsigned* zeros) {
+    await_kernel_ahead();
+    clear(zeros, p.words);
+    __shared__ alignas(16) union {
+        uint4 ring[STAGES * CHUNKS * THREADS];
+        double sums[2][VEC][THREADS];  // a thread's words lie beside those of its neighbours
+    } memory;
+    __shared__ ClusterTotals<LANES * VEC, false> of_cluster;
+
+    const Places<THREADS, VEC> at_once(p.along);
+    const int rank = rank_in_cluster();
+    of_cluster.begin(rank, at_once.columns);
+    const unsigned splits = static_cast<unsigned>(p.splits), ctas = splits * CLUSTER;  // of a block of columns
+    const auto work = [&](unsigned item) {
+        const long long block = item / ctas, split = item % ctas / CLUSTER;
+        const long long col = block * at_once.columns + at_once.column;
+        const long long begin = item % ctas * p.sums_rows;
+        const int height =
+            static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));  // a cluster's last CTAs may have none
+        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+
+        const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
+        const Walk<STAGES, Rows> rows(count,
+                                      Rows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.ring));
+        G centre[VEC] = {};
+        load_centre(p, saved, col, inside, centre);
+        double sum[VEC] = {}, dot[VEC] = {};
+        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
+        __syncthreads();  // all rows were read: the ring is free
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            memory.sums[0][j][threadIdx.x] = sum[j];
+            memory.sums[1][j][threadIdx.x] = dot[j];
+        }
+        __syncthreads();
+        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // from here on a thread has one column
+        const long long c = block * at_once.columns + column;
+        double S = 0.0, E = 0.0;
+        if (part == 0) {
+            const int along = at_once.columns / VEC, j = column % VEC;
+#pragma unroll 8
+            for (int i = column / VEC; i < at_once.rows * along; i += along) {
+                S += memory.sums[0][j][i];
+                E += memory.sums[1][j][i];
+            }
+        }
+        of_cluster.add(rank, column, part == 0, S, E);
+        if (part > 0 || c >= p.n || column % CLUSTER != rank) return;
+        double* partials = reinterpret_cast<double*>(workspace) + split * 2 * p.n + c;
+        partials[0] = S;
+        partials[p.n] = E;
+    };
+    if constexpr (CLUSTER == 1)
+        for_each_item(at_once.blocks(p.n) * p.splits, work);
+    else
+        work(blockIdx.x);
+}
