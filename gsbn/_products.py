@@ -35,8 +35,9 @@ def multiply_both(
 
     def multiply_weight(*, first: bool) -> None:
         if plan.weight is not None and plan.weight_first == first:
-            # behind dx's launch, which has waited for dg; limbs may lie where dweight will
-            beside = not first and plan.x is not None and plan.x.one is not None and not plan.x.of_limbs
+            # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
+            dx = plan.x
+            beside = not (first or gpu.limited) and dx is not None and dx.one is not None and not dx.of_limbs
             multiply(plan.weight, (names["across"], names["x"]), names["dweight"], plan.dw_at, "x", beside=beside)
 
     multiply_weight(first=True)

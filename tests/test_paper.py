@@ -259,16 +259,21 @@ def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "needs", "beside"),
-    [("bfloat16", ("x", "weight"), True), ("bfloat16", ("weight",), False), ("float32", ("x", "weight"), False)],
+    ("dtype", "needs", "sms", "beside"),
+    [
+        ("bfloat16", ("x", "weight"), None, True),
+        ("bfloat16", ("weight",), None, False),
+        ("bfloat16", ("x", "weight"), 100, False),
+        ("float32", ("x", "weight"), None, False),
+    ],
 )
-def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], beside: bool) -> None:
-    """Behind anything else it waits for dg; limbs of the weight may lie where dweight will."""
+def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], sms: int | None, beside: bool) -> None:
+    """Behind anything else it waits for dg; limbs of the weight may lie where dweight will; both take more SMs."""
     x, weight, dy = (paper.Array(shape, dtype) for shape in ((128, 1024), (512, 1024), (128, 512)))
     with paper.gpu(paper.HOPPER) as (_, log):
         _, saved = gsbn.forward(x, weight, training=True, gemm="sm90", return_saved=True)
         log.clear()
-        gsbn.backward(dy, saved, needs=needs)
+        gsbn.backward(dy, saved, needs=needs, sms=sms)
     products = [launch.records[0] for launch in log if dict(launch.defines).get("MODE") == str(MODES["gemm"])]
     record = _declared.record_dtype(forward_sm90("bfloat16", "gemm", 64, 1))
     flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]

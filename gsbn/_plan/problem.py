@@ -26,7 +26,7 @@ INT32_MAX = 2**31 - 1
 ROOM = 4  # SMs that a kernel which waits for another GPU leaves to others: enough for any one CTA of theirs to advance
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
-SPLITS = 64  # CTAs at most that share a column block of scale_stats or backward_sums: merging them takes time
+SPLITS = 64  # CTAs, but for clusters, that share a column block of scale_stats or backward_sums: merging takes time
 # Up to so many rows 16-bit calls keep deviations in float64, and their backward computes in it. Of B rows dg has B - 2
 # dimensions left, into which the rounding of d turns a part of the other two: about sqrt(2 / (B - 2)) roundings of dg;
 # of two rows eps / var is left, of which float32 would keep a digit or two. Simulated on normal data, 16-bit deviations
