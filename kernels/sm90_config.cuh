@@ -7,7 +7,7 @@
 enum Element { BFLOAT16, FLOAT16, TF32, LIMBS, LIMBS_OF_X };
 enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two train, too
 
-#ifndef ELEMENT  // the planner (forward_sm90 in gsbn/_plan/variants.py) passes all of these or none
+#ifndef ELEMENT  // the planner (gsbn/_plan/sm90_variants.py) passes all of these or none
 #define ELEMENT 0
 #define MODE 2
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT

@@ -25,7 +25,7 @@ from tolerance import TF32, assert_outcome_within, assert_within, bounds
 import gsbn
 from gsbn import _kernels, _plan, reference
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K
+from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K
 
 Arrays = dict[str, np.ndarray]
 ELEMENTS = [*((dtype, "highest") for dtype in DTYPES), ("float32", "high")]

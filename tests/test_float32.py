@@ -17,7 +17,7 @@ from gsbn import _kernels, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import TILES_OF_X
+from gsbn._plan.sm90_variants import TILES_OF_X
 
 U = 2.0**-24
 KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_KINDS)]

@@ -19,8 +19,8 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X, largest_block
-from gsbn._plan.variants import ELEMENTS as ELEMENTS_OF_KERNEL
+from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X, largest_block
+from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")

@@ -12,7 +12,8 @@ import pytest
 import gsbn
 from gsbn import _declared, _group, _plan, _sm90, _tma
 from gsbn._backward import How, backward_within, run
-from gsbn._plan.variants import MODES, forward_sm90, narrow_product, tall_product
+from gsbn._plan.sm90_variants import MODES, forward_sm90
+from gsbn._plan.variants import narrow_product, tall_product
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])

@@ -46,8 +46,9 @@ from gsbn._plan.forward import STATS_GROUP
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, LEAST_TERMS, MAX_TERMS, candidates
 from gsbn._plan.parts import Parts
 from gsbn._plan.problem import threads_along
+from gsbn._plan.sm90_variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, THREADS, TILES_OF_X, split_rows_at_once
+from gsbn._plan.variants import THREADS, split_rows_at_once
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device((9, 0), 132)

@@ -9,7 +9,7 @@ from tolerance import TF32, assert_outcome_within, bounds
 
 from gsbn import reference
 from gsbn._plan import Limits
-from gsbn._plan.variants import SPLITS_OF_K, TILES_OF_X
+from gsbn._plan.sm90_variants import SPLITS_OF_K, TILES_OF_X
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")

@@ -14,7 +14,7 @@ from strategies import Case
 from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.variants import SPLIT_TILES, TILES_OF_ROWS, TILES_OF_X, largest_block
+from gsbn._plan.sm90_variants import SPLIT_TILES, TILES_OF_ROWS, TILES_OF_X, largest_block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")

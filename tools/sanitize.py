@@ -32,23 +32,18 @@ from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._group import Group
 from gsbn._plan import Limits
-from gsbn._plan.variants import (
-    ACTIVATIONS,
+from gsbn._plan.kernel import ACTIVATIONS, with_activation
+from gsbn._plan.sm90_variants import (
     BLOCKS_M,
     CLUSTERS,
     ELEMENTS,
     MODES,
-    NARROW_BACKWARD,
-    NARROW_CHUNKS,
-    NARROW_SIZES,
     SPLIT_TILES,
     SPLITS_OF_K,
-    TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
-    narrow_features,
-    with_activation,
 )
+from gsbn._plan.variants import NARROW_BACKWARD, NARROW_CHUNKS, NARROW_SIZES, TILES, narrow_features
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv

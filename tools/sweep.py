@@ -29,7 +29,7 @@ from gsbn._plan.cost import copies_us, cublas_us
 from gsbn._plan.gemm import candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.narrow import narrow_forward, serves_narrow
-from gsbn._plan.variants import MODES as KERNEL_MODES
+from gsbn._plan.sm90_variants import MODES as KERNEL_MODES
 
 DTYPES = {
     "bfloat16": ("bfloat16", "high"),

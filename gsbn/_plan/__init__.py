@@ -9,24 +9,20 @@ from .backward import BackwardPlan, Product, backward_plan
 from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
 from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
+from .kernel import Kernel
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
 from .parts import Parts
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
+from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forward_sm90
 from .variants import (
-    COLUMN,
     NARROW_BACKWARD,
-    SM90_BLOCK_N,
-    SM90_THREADS,
     TALL_THREADS,
     THREADS,
-    Kernel,
     copy_matrix,
     copy_rows,
-    element_for,
     every_kernel,
     fill_sm,
     fold,
-    forward_sm90,
     split_limbs,
     tile_kernels,
 )

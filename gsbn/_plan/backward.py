@@ -22,6 +22,7 @@ from .gemm import (
     waiting_grid,
 )
 from .h200 import H200
+from .kernel import Kernel, with_activation
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .narrow import NarrowBackward, for_narrow, narrow_backward, product_by_narrow
 from .problem import (
@@ -36,21 +37,15 @@ from .problem import (
     split_rows,
     threads_along,
 )
+from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .tall import Tall, tall
 from .variants import (
-    BLOCKS_M,
-    CLUSTERS,
     CLUSTERS_OF_COLUMNS,
     RING,
-    SM90_BLOCK_N,
     SPLIT_WIDTHS,
     SUMS_CLUSTER,
     THREADS,
-    Kernel,
     backward_kernels,
-    by_limbs,
-    element_for,
-    with_activation,
 )
 
 __all__ = ["FUSED_CTAS", "FUSED_ROWS", "SUMS_CTAS", "BackwardPlan", "Product", "backward_plan"]

@@ -7,7 +7,7 @@ from .h200 import H200
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .variants import SM90_BLOCK_N, by_limbs, resident, stages
+from .sm90_variants import SM90_BLOCK_N, by_limbs, resident, stages
 
 __all__ = [
     "copies_us",

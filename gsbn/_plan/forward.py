@@ -20,6 +20,7 @@ from .gemm import (
     tiled,
     waiting_grid,
 )
+from .kernel import Kernel, with_activation
 from .limbs import Splits, lay_out, split_of
 from .narrow import for_narrow, narrow_forward, serves_narrow
 from .problem import (
@@ -35,17 +36,8 @@ from .problem import (
     split_rows,
     threads_along,
 )
-from .variants import (
-    THREADS,
-    Kernel,
-    by_limbs,
-    element_for,
-    merge_statistics,
-    normalize,
-    normalize_fused,
-    scale_stats,
-    with_activation,
-)
+from .sm90_variants import by_limbs, element_for
+from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
 __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
 

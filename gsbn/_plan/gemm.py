@@ -8,10 +8,11 @@ from typing import NamedTuple
 from .copies import adjacent, copy_along, in_rows, on_words
 from .cost import copies_us, one_launch_us, product_us, recompute_us, split_us
 from .h200 import H200
+from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up
 from .rates import Rates
-from .variants import (
+from .sm90_variants import (
     BLOCKS_M,
     CLUSTERS,
     CLUSTERS_OF_RANKS,
@@ -19,18 +20,15 @@ from .variants import (
     SM90_BLOCK_N,
     SPLIT_TILES,
     SPLITS_OF_K,
-    TILES,
     TILES_OF_ROWS,
     TILES_OF_X,
-    Kernel,
     by_limbs,
     element_for,
     forward_sm90,
-    gemm_tiled,
     largest_block,
     resident,
-    split_limbs,
 )
+from .variants import TILES, gemm_tiled, split_limbs
 
 __all__ = [
     "CUBLAS_SMS",
@@ -111,7 +109,7 @@ class Tile(NamedTuple):
     clusters: int
     mode: str
     split: int = 1  # CTAs that share k
-    element: str = ""  # one of `variants.ELEMENTS`
+    element: str = ""  # one of `sm90_variants.ELEMENTS`
 
     @property
     def shape(self) -> tuple[int, ...]:

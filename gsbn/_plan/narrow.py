@@ -8,23 +8,22 @@ from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
 from .gemm import LEAST_TERMS
 from .h200 import H200
+from .kernel import Kernel, with_activation
 from .parts import Parts, parts_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
+from .sm90_variants import element_for
 from .variants import (
     NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_LIMBS_KB,
     NARROW_SIZES,
-    Kernel,
-    element_for,
     narrow,
     narrow_backward_kernel,
     narrow_features,
     narrow_product,
     narrow_teams,
     narrow_threads,
-    with_activation,
 )
 
 __all__ = [

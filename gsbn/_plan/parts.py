@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .kernel import Kernel
 from .problem import Device, ceil_div
-from .variants import THREADS, Kernel, add_parts
+from .variants import THREADS, add_parts
 
 __all__ = ["Parts", "parts_of"]
 

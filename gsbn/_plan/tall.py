@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from .cost import tall_us
 from .gemm import takes_limbs
+from .kernel import Kernel
 from .parts import Parts, parts_of
 from .problem import INT32_MAX, Matmul, ceil_div, round_up
-from .variants import TALL_SIDE, Kernel, tall_product
+from .variants import TALL_SIDE, tall_product
 
 __all__ = ["Tall", "tall"]
 
