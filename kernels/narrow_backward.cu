@@ -2,18 +2,15 @@
 // written. It takes the place of backward_dg and of two products. add_parts adds up what its CTAs made of dw.
 //
 //   dy (m, n) of T, row pitch dy_row      d (m, n) of T, row pitch ldd      x (m, k), row pitch ldx: rows on 16 bytes
-//   weight (n, k), row pitch ldw, n <= FEATURES CLUSTER, k <= INPUTS      dx (m, k), contiguous, or null
-//   partials (CTAs or clusters, features, INPUTS), float32: what each made of dw (n, k)
+//   weight (n, k), row pitch ldw, n <= FEATURES, k <= INPUTS      dx (m, k), contiguous, or null      dw (n, k), contiguous
 //
-// dg is made as backward_dg makes it, from the sums in the workspace, and rounded to T; the first CTA, or cluster, writes the
-// gradients of size O. A CTA has narrow_rows rows, of which its TEAMS (narrow_products.cuh) take tiles of ROWS in turn, each
-// through a ring of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its
-// team then multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end. The CTAs of
-// a cluster share the features, narrow_features each: they have the same rows at the same time, and send each other what their
-// features are of dx.
+// dg is made as backward_dg makes it, from the sums in the workspace, and rounded to T; the first CTA writes the gradients of
+// size O. A CTA has narrow_rows rows, of which its TEAMS (narrow_products.cuh) take tiles of ROWS in turn, each through a ring
+// of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its team then
+// multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end.
 //
-// Moves dy, d and x once (a cluster x once from memory, its other CTAs from L2), dx once, and FEATURES INPUTS floats a CTA: at
-// (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
+// Moves dy, d and x once, dx once, and FEATURES INPUTS floats a CTA: at (1000000, 32, 32) in bfloat16 256 MB. backward_dg and
+// two products move 448 MB.
 #include "narrow_products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;
@@ -23,37 +20,22 @@ constexpr int TILE = 2 * DY + X;                                               /
 constexpr int RINGS = 192 * 1024 / 16;
 constexpr int TILES = RINGS / TEAMS / TILE;  // on their way or at hand
 static_assert(TILES >= 2, "a tile on its way while another is multiplied");
-static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "what the others send of dx lies where d and x were");
 
 extern __shared__ __align__(1024) uint4 narrow_shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
+extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     narrow_backward(const __grid_constant__ Problem p, const T* dy, const T* d, const T* x, const T* w,
                     const double* saved, const char* workspace, float* partials, T* dx, void* to_bias, void* to_scale,
                     void* to_gamma, void* to_beta) {
     await_kernel_ahead();
     __shared__ alignas(16) G stored[DG_ROWS][FEATURES];
-    __shared__ Meeting meetings[TEAMS];
     T* weight = reinterpret_cast<T*>(narrow_shared + RINGS);
     const int team = threadIdx.x / TEAM, member = threadIdx.x % TEAM;
     uint4* ring = narrow_shared + team * TILES * TILE;
-    if constexpr (CLUSTER > 1) {
-        if (threadIdx.x < TEAMS) {
-            mbar_init(&meetings[threadIdx.x].ready, CLUSTER);
-            mbar_init(&meetings[threadIdx.x].sent, 1);
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        }
-        __syncthreads();
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    }
 
-    const int width = CLUSTER == 1 ? FEATURES : static_cast<int>(p.narrow_features);
-    const long long col0 = 1LL * rank_in_cluster() * width;
-    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // of the CTA
-    dy += col0, d += col0;
-    const long long begin = blockIdx.x / CLUSTER * p.narrow_rows, end = min(begin + p.narrow_rows, p.m);
+    const long long begin = blockIdx.x * p.narrow_rows, end = min(begin + p.narrow_rows, p.m);
     const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces
-    const int inside = max(min(features - of_dy * VEC, VEC), 0);
+    const int inside = static_cast<int>(max(min(p.n - of_dy * VEC, 1LL * VEC), 0LL));
     const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
     constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
     const int first = member / OF_DY, first_x = member / OF_X;  // and rows, that far apart
@@ -80,27 +62,24 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll 1
     for (int i = 0; i < TILES - 1; ++i, asked += TEAMS * ROWS) ask(i, asked);
 
-    Products::lay_weight(p, w + col0 * p.ldw, features, weight);
+    Products::lay_weight(p, w, weight);
     // dg of columns that there are not is zero: products take it
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
-        if (i % FEATURES >= features) (&stored[0][0])[i] = G(0);
+        if (i % FEATURES >= p.n) (&stored[0][0])[i] = G(0);
     // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
     double* scratch = reinterpret_cast<double*>(narrow_shared + RINGS - TILE);  // the last stage of the last team
-    merge_splits(p, workspace, static_cast<int>(p.along) * VEC, col0, scratch,
-                 [&](long long c, int column, double S, double E) {
-                     if (column < features)
-                         store_feature(p, Factors{saved, p.n, c}, S, E, blockIdx.x < CLUSTER, to_bias, to_scale,
-                                       to_gamma, to_beta, &stored[0][0], FEATURES, column);
-                 });
+    merge_splits(p, workspace, static_cast<int>(p.along) * VEC, 0, scratch, [&](long long c, int, double S, double E) {
+        store_feature(p, Factors{saved, p.n, c}, S, E, blockIdx.x == 0, to_bias, to_scale, to_gamma, to_beta,
+                      &stored[0][0], FEATURES, c);
+    });
     if constexpr (!BY_FMA) fence_async();
     __syncthreads();
     ask(TILES - 1, asked);
     asked += TEAMS * ROWS;
-    const BeforeY before(p, saved, col0 + of_dy * VEC, inside);
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    const BeforeY before(p, saved, of_dy * VEC, inside);
 
     Products products;
-    int stage = 0, phase = 0;
+    int stage = 0;
 #pragma unroll 1
     for (long long row0 = begin + team * ROWS; row0 < end; row0 += TEAMS * ROWS, asked += TEAMS * ROWS) {
         await_copies<TILES - 1>();
@@ -118,9 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         }
         if constexpr (!BY_FMA) fence_async();
         team_sync(team);
-        products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
-                      static_cast<int>(p.k), meetings[team], phase);
-        phase ^= 1;
+        products.take(dg, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left, static_cast<int>(p.k));
         team_sync(team);  // all have read
         ask(stage, asked);
         stage = stage + 1 == TILES ? 0 : stage + 1;
@@ -131,9 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     float* of_teams = reinterpret_cast<float*>(narrow_shared);  // [TEAMS][FEATURES][DW_ROW]
     products.leave(of_teams + team * FEATURES * DW_ROW);
     __syncthreads();
-    float4* to = reinterpret_cast<float4*>(partials) + blockIdx.x * (width * (INPUTS / 4));
+    float4* to = reinterpret_cast<float4*>(partials) + blockIdx.x * (FEATURES * INPUTS / 4);
 #pragma unroll 2
-    for (int i = threadIdx.x; i < width * (INPUTS / 4); i += THREADS_HERE) {
+    for (int i = threadIdx.x; i < FEATURES * INPUTS / 4; i += THREADS_HERE) {
         float4 sum = {};
 #pragma unroll
         for (int j = 0; j < TEAMS; ++j) {

@@ -14,11 +14,9 @@ from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
 from .variants import (
-    CLUSTERS_OF_COLUMNS,
     NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_LIMBS_KB,
-    NARROW_SHARED_SIZES,
     NARROW_SIZES,
     narrow,
     narrow_backward_kernel,
@@ -40,7 +38,6 @@ __all__ = [
 
 LEAST_ROWS = 2048  # that g is worth making twice for
 LEAST_WIDE_ROWS = 4 * 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
-LEAST_SHARED_ROWS = 2**15  # for narrow_backward in clusters
 
 
 class Narrow(NamedTuple):
@@ -139,8 +136,7 @@ class NarrowBackward(NamedTuple):
 
     kernel: Kernel
     ctas: int
-    rows: int  # of each but the last, or of each cluster
-    features: int  # of each, at most
+    rows: int  # of each but the last
     block: int
     parts: Parts  # of dw
 
@@ -151,25 +147,18 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     size, most = ITEMSIZE[dtype], NARROW_BACKWARD.get(dtype, 0)
     allowed = device.hopper and limits.narrow is not False
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
-    if not allowed or not rows_on_words or k > most or not LEAST_ROWS <= m <= INT32_MAX:
+    wide = dtype == "float32" and min(n, k) > 32 and not limits.narrow
+    least = LEAST_WIDE_ROWS if wide else LEAST_ROWS
+    if not allowed or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
         return None
-    numbers = (1,) if dtype == "float32" else (1, *CLUSTERS_OF_COLUMNS)
-    cluster = next((cluster for cluster in numbers if n <= cluster * most), 0)
-    together = device.clusters(cluster) if cluster else 0  # CTAs, or clusters, with an SM for each CTA
-    least = LEAST_SHARED_ROWS if cluster > 1 else LEAST_WIDE_ROWS if dtype == "float32" and min(n, k) > 32 else 0
-    if not together or (m < least and not limits.narrow):
-        return None
-    features = most if cluster > 1 else next(size for size in NARROW_SIZES if n <= size)
-    inputs = next(size for size in (NARROW_SIZES if cluster == 1 else NARROW_SHARED_SIZES) if k <= size)
+    features, inputs = (next(size for size in NARROW_SIZES if side <= size) for side in (n, k))
     teams, threads, tile = narrow_teams(dtype, features, inputs)
-    own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
-    rows = round_up(ceil_div(m, together), tile)
-    number = ceil_div(m, rows)
+    rows = round_up(ceil_div(m, device.sms), tile)
+    ctas = ceil_div(m, rows)
     return NarrowBackward(
-        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs, cluster), activation),
-        ctas=number * cluster,
+        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs), activation),
+        ctas=ctas,
         rows=rows,
-        features=own,
         block=teams * threads,
-        parts=parts_of(number, cluster * own, inputs, device),
+        parts=parts_of(ctas, features, inputs, device),
     )
