@@ -8,7 +8,7 @@
 // A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
 // through a ring of its own in shared memory (walk.cuh). Once they are added up (whole_columns.cuh), several threads know the sums of a
 // column: one makes the coefficients of its dg, others a gradient of size O each.
-// Sums as in backward.cu: GROUP rows in float32, all else in float64.
+// Sums as in backward_sums.cu: GROUP rows in float32, all else in float64.
 //
 // Moves dy, d and dg once, the minimum, and from L2 once more what did not fit in the rings.
 #include "backward_columns.cuh"

@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long block = item / ctas, split = item % ctas / CLUSTER;
         const long long col = block * at_once.columns + at_once.column;
         const long long begin = item % ctas * p.sums_rows;
-        const int height =
-            static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));  // a cluster's last CTAs may have none
+        // a cluster's last CTAs may have no rows
+        const int height = static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;

@@ -6,11 +6,7 @@ from typing import NamedTuple, get_args
 
 from .._typing import Activation
 
-__all__ = [
-    "ACTIVATIONS",
-    "Kernel",
-    "with_activation",
-]
+__all__ = ["ACTIVATIONS", "Kernel", "with_activation"]
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 

@@ -18,6 +18,7 @@ __all__ = [
     "NARROW_SIZES",
     "RING",
     "SPLIT_WIDTHS",
+    "SUMS_CLUSTER",
     "TALL_SIDE",
     "TALL_THREADS",
     "THREADS",
