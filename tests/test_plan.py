@@ -960,6 +960,8 @@ def test_few_features_take_clusters_of_one() -> None:
         ((65536, 256, 512), "bfloat16", {}, True),  # 65 and 129
         ((65536, 256, 512), "bfloat16", {"training": False}, False),
         ((65536, 256, 512), "bfloat16", {"ranks": "inside"}, False),
+        ((380000, 768, 512), "bfloat16", {}, False),  # 851 and 707, call after call
+        ((380000, 768, 512), "bfloat16", {"saved": True}, False),  # 911 and 840
         ((380000, 768, 512), "float32", {"precision": "high"}, False),  # 1686 and 1466
         ((380000, 768, 512), "float32", {}, False),  # 3443 and 2813
         ((65536, 1024, 1024), "bfloat16", {}, False),

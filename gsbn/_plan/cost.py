@@ -97,13 +97,17 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     A tile takes its steps and what comes after, or the time of its bytes.
     """
     m, n, k, dtype, *_ = p
-    alone = cluster == 1 and n > SM90_BLOCK_N  # who shares a tile of x loads half of it
+    # who shares a tile of x loads half of it
+    alone = rates.alone if cluster == 1 and n > SM90_BLOCK_N else 1.0
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
-    product = steps * rates.again_step_us[element] * (rates.alone if alone else 1.0)
+    product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
     y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
     first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
-    return rates.call_us["recompute"] + waves * first + (waves - 1) * again + y
+    us = waves * first + (waves - 1) * again + y
+    # twice the arithmetic of the other ways
+    held = 4 * m * n * k / rates.held_flops * alone if ITEMSIZE[dtype] == 2 else 0.0
+    return rates.call_us["recompute"] + max(us, held)
 
 
 def narrow_us(

@@ -26,6 +26,7 @@ H200 = Rates(
     again_step_us={"bfloat16": 0.562, "float16": 0.619, "tf32": 0.643, "limbs": 1.19},
     alone=1.05,
     fold_us=1.42,
+    held_flops=720000000.0,
     copy_rate=4.57,
     merge_us={1: 4.96, 2: 0.965, 3: 0.955, 4: 0.0, 5: 0.0, 6: 0.0},
     trip_us=1.96,

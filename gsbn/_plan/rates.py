@@ -33,6 +33,7 @@ class Rates(NamedTuple):
     again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
     alone: float  # times that where a CTA loads all of x's tile, of several blocks of features
     fold_us: float  # and the statistics of a tile
+    held_flops: float  # FLOP/us of 16 bits there, at the power that long launches, one after the other, are held to
     copy_rate: float  # MB/us of what is read and written once, in order
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
     trip_us: float  # and of more rows
