@@ -318,6 +318,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "ldx": x_at.strides[0],
         "ldw": w_at.strides[0],
         "narrow_rows": plan.narrow.rows if plan.narrow else 0,
+        "narrow_features": plan.narrow.features if plan.narrow else 0,
         "dy_row": plan.dy.strides[0],
         "dy_col": plan.dy.strides[1],
         "ldd": 0 if arrays[3] is None else arrays[3].shape[1],

@@ -21,7 +21,8 @@ using G = G_TYPE;
 struct Problem {
     long long m, n, k;               // B, O, I
     long long ldx, ldw;              // row pitches of x and of the weight, in elements
-    long long narrow_rows;           // rows of a CTA of narrow_backward
+    long long narrow_rows;           // rows of a CTA, or a cluster, of narrow_backward
+    long long narrow_features;       // features of each CTA of its clusters
     long long dy_row, dy_col;        // strides of dy, in elements
     long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
     long long along;                 // threads along a row of dy

@@ -14,12 +14,9 @@
 #include "backward_columns.cuh"
 #include "whole_columns.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
-        backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
-                      unsigned* zeros) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
+    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
+                  unsigned* zeros) {
     await_kernel_ahead();
     clear(zeros, p.words);
     __shared__ alignas(16) union {

@@ -1,4 +1,4 @@
-// The PTX instructions that forward_sm90 alone needs, a function each: clusters, TMA, counters in shared memory.
+// The PTX instructions that forward_sm90 alone needs, a function each: TMA, counters in shared memory.
 #pragma once
 #include "sm90_config.cuh"
 #include "warp_roles.cuh"
@@ -45,15 +45,6 @@ __device__ __forceinline__ void warpgroup_sync(int half) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 }
 
-// relaxed: it says that wgmmas have read a stage, and orders no ordinary access; a release would cost a fence a step
-__device__ __forceinline__ void mbar_arrive_at(u64* bar, int cta) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
-        "r"(cta)
-        : "memory");
-}
-
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -90,25 +81,6 @@ __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// 16 bytes to the same place in another CTA of the cluster, and their number to its barrier
-__device__ __forceinline__ void send(void* to, float a, float b, float c, float d, u64* bar, int cta) {
-    asm volatile(
-        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %6;\nmapa.shared::cluster.u32 there, %5, %6;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [there];\n}" ::"r"(
-            smem(to)),
-        "f"(a), "f"(b), "f"(c), "f"(d), "r"(smem(bar)), "r"(cta)
-        : "memory");
-}
-
-// likewise 8 bytes
-__device__ __forceinline__ void send(void* to, float a, float b, u64* bar, int cta) {
-    asm volatile(
-        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%1, %2}, [there];\n}" ::"r"(smem(to)),
-        "f"(a), "f"(b), "r"(smem(bar)), "r"(cta)
-        : "memory");
-}
 
 // four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes
 __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {

@@ -1,4 +1,5 @@
-// What a kernel needs whose warps have different roles: registers to each, and barriers in shared memory. No kernels.
+// What a kernel needs whose warps have different roles: registers to each, and barriers in shared memory, also those of other
+// CTAs of a cluster. No kernels.
 #pragma once
 
 __device__ __forceinline__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
@@ -41,5 +42,40 @@ __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phas
         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra WAIT;\n}" ::"r"(smem(bar)),
         "r"(phase)
+        : "memory");
+}
+
+// relaxed: it says that what was read is free, and orders no ordinary access; a release would cost a fence
+__device__ __forceinline__ void mbar_arrive_at(unsigned long long* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(smem(bar)),
+        "r"(cta)
+        : "memory");
+}
+
+// 16 bytes to the same place in another CTA of the cluster, and their number to its barrier
+__device__ __forceinline__ void send(void* to, float a, float b, float c, float d, unsigned long long* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %6;\nmapa.shared::cluster.u32 there, %5, %6;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%1, %2, %3, %4}, [there];\n}" ::"r"(
+            smem(to)),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(smem(bar)), "r"(cta)
+        : "memory");
+}
+__device__ __forceinline__ void send(void* to, double a, double b, unsigned long long* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [place], {%1, %2}, [there];\n}" ::"r"(smem(to)),
+        "d"(a), "d"(b), "r"(smem(bar)), "r"(cta)
+        : "memory");
+}
+
+// likewise 8 bytes
+__device__ __forceinline__ void send(void* to, float a, float b, unsigned long long* bar, int cta) {
+    asm volatile(
+        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%1, %2}, [there];\n}" ::"r"(smem(to)),
+        "f"(a), "f"(b), "r"(smem(bar)), "r"(cta)
         : "memory");
 }

@@ -2,11 +2,7 @@
 // thread has of a column. No kernels.
 #pragma once
 #include "common.cuh"
-#include "warp_roles.cuh"
-
-#ifndef CLUSTER
-#define CLUSTER 1  // CTAs that share the rows of the same columns: 1, 2, 4, 8
-#endif
+#include "cluster.cuh"
 
 template <int THREADS, int VEC>
 struct Totals {
@@ -57,12 +53,6 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, d
     second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
 }
 
-__device__ __forceinline__ int rank_in_cluster() {
-    int rank = 0;
-    if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
 // The sums of all CTAs of a cluster, of up to WIDEST columns each, once. Each CTA gets those of every column, or, unless
 // EVERYWHERE, a column's go to CTA column % CLUSTER alone.
 template <int WIDEST, bool EVERYWHERE = true>
@@ -92,13 +82,7 @@ struct ClusterTotals {
             if (sends)
 #pragma unroll
                 for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
-                    asm volatile(
-                        "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\n"
-                        "mapa.shared::cluster.u32 there, %3, %4;\n"
-                        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [place], {%1, %2}, [there];\n}" ::
-                            "r"(smem(&of_rank[rank][at])),
-                        "d"(first), "d"(second), "r"(smem(&here)), "r"(EVERYWHERE ? i : column % CLUSTER)
-                        : "memory");
+                    send(&of_rank[rank][at], first, second, &here, EVERYWHERE ? i : column % CLUSTER);
             mbar_wait_sent(&here, 0);
             first = second = 0.0;
 #pragma unroll

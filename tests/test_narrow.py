@@ -89,6 +89,8 @@ def test_options(sms: int | None, momentum: float | None) -> None:
 OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once; or dx by narrow_product
     *((2049, 8, 40), (2500, 32, 32), (3001, 64, 24), (9000, 24, 64), (70001, 33, 63), (40000, 64, 64)),
     *((3000, 24, 100), (70001, 128, 56), (5000, 96, 128), (40000, 128, 128), (3000, 200, 80)),
+    # more features, in 16 bits, by two warpgroups a tile, from 257 on by clusters of 2 and 4
+    *((2049, 8, 136), (9000, 64, 200), (40001, 96, 256), (5000, 64, 264), (33001, 24, 520), (16500, 64, 1024)),
 ]
 
 
@@ -115,10 +117,11 @@ def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activ
 
 @pytest.mark.parametrize("needs", [("weight",), ("x", "weight"), ("weight", "gamma"), ("x",), ("scale", "beta")])
 @pytest.mark.parametrize("sms", [None, 7])
-def test_backward_of_what_is_needed(needs: tuple[str, ...], sms: int | None) -> None:
+@pytest.mark.parametrize("features", [56, 200, 600])
+def test_backward_of_what_is_needed(features: int, needs: tuple[str, ...], sms: int | None) -> None:
     """Bit by bit the part of the whole, but for dx alone, which another kernel makes."""
     for dtype in DTYPES:
-        arrays = Case((9001, 40, 56), dtype, True).arrays()
+        arrays = Case((9001, 40, features), dtype, True).arrays()
         dy = draw_dy(arrays)
         run = partial(step, kind_of("cupy"), arrays, dy, limits=NARROW, training=True, sms=sms)
         whole, part = run()[1], run(needs=needs)[1]

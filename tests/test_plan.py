@@ -428,9 +428,13 @@ def test_a_backward_fits(
         assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
     else:
         assert "weight" in needs and decided.x is decided.weight is None
-        assert (narrow.ctas - 1) * narrow.rows < p.m <= narrow.ctas * narrow.rows and narrow.ctas <= p.device.sms
         sizes = dict(narrow.kernel.defines)
-        assert int(sizes["FEATURES"]) >= p.n and int(sizes["INPUTS"]) >= p.k
+        sharing = int(sizes.get("CLUSTER", 1))
+        number, rest = divmod(narrow.ctas, sharing)
+        assert (number - 1) * narrow.rows < p.m <= number * narrow.rows and rest == 0
+        assert number <= p.device.clusters(sharing) and narrow.ctas <= p.device.sms
+        assert int(sizes["FEATURES"]) >= narrow.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
+        assert sharing == 1 or narrow.features * size % 16 == 0
         assert decided.dg_at + narrow.parts.nbytes <= decided.workspace
         assert {narrow.kernel, narrow.parts.kernel} <= set(_kernels.all_kernels())
         assert_parts_fit(narrow.parts, p.n, p.k, p.device)
@@ -682,7 +686,14 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
         ((1000000, 32, 32), "float32", True),  # 281 us and 510 by four launches
         ((20000, 64, 64), "float32", False),  # 45.5 and 42.0
         ((5000, 128, 128), "bfloat16", True),  # 25.2 and 27.1
-        ((5000, 128, 136), "bfloat16", False),
+        ((24575, 128, 256), "bfloat16", False),  # 38.4 and 37.7 of 24000 rows
+        ((100000, 128, 136), "bfloat16", True),
+        ((100000, 64, 1024), "float16", True),
+        ((50000, 64, 640), "float16", False),  # 152 and 139
+        ((50000, 64, 768), "float16", True),  # 155 and 161
+        ((100000, 64, 1032), "float16", False),
+        ((100000, 72, 264), "float16", False),
+        ((100000, 32, 72), "float32", False),
         ((2000, 32, 32), "float16", False),
         ((5000, 36, 32), "float16", False),  # rows of x off 16 bytes
         ((5000, 32, 32), "float64", False),

@@ -43,7 +43,7 @@ from gsbn._plan.sm90_variants import (
     TILES_OF_ROWS,
     TILES_OF_X,
 )
-from gsbn._plan.variants import NARROW_BACKWARD, NARROW_CHUNKS, NARROW_SIZES, TILES, narrow_features
+from gsbn._plan.variants import NARROW_BACKWARD, NARROW_CHUNKS, TILES, narrow_backward_sizes, narrow_features
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -149,9 +149,9 @@ def limbs_of_dg(block_m, cluster, split):
         agree(getattr(got, name), getattr(want, name))
 
 
-def narrow_backward(dtype, features, inputs, activation):
+def narrow_backward(dtype, features, inputs, cluster, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
-    many_rows_backward(limits(narrow=True), (2055, inputs - 8, features - 8), dtype, activation)
+    many_rows_backward(limits(narrow=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
 def narrow_product(features):
@@ -248,11 +248,11 @@ def variants():
         ):
             end = f" {activation}" if activation else ""
             yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
-    for dtype, most in NARROW_BACKWARD.items():
-        sizes = [size for size in NARROW_SIZES if size <= most]
-        for choice in product((dtype,), sizes, sizes, (None, *ACTIVATIONS)):
-            end = f" {choice[3]}" if choice[3] else ""
-            yield "narrow backward {} {}x{}".format(*choice) + end, narrow_backward, choice
+    for dtype in NARROW_BACKWARD:
+        for sizes, activation in product(narrow_backward_sizes(dtype), (None, *ACTIVATIONS)):
+            end = f" {activation}" if activation else ""
+            name = "narrow backward {} {}x{}x{}".format(dtype, *sizes) + end
+            yield name, narrow_backward, (dtype, *sizes, activation)
     for features in narrow_features("limbs"):
         yield f"narrow product {features}", narrow_product, (features,)
     for inputs in (160, 131):  # rows on 16 bytes and off them; the second block is narrow

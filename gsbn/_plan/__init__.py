@@ -11,11 +11,11 @@ from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
 from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
 from .kernel import Kernel
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
+from .narrow import serves_narrow_backward
 from .parts import Parts
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
 from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forward_sm90
 from .variants import (
-    NARROW_BACKWARD,
     TALL_THREADS,
     THREADS,
     copy_matrix,
@@ -35,7 +35,6 @@ __all__ = [
     "FEW_ROWS",
     "INT32_MAX",
     "ITEMSIZE",
-    "NARROW_BACKWARD",
     "SAVED_ROWS",
     "SM90_BLOCK_N",
     "SM90_THREADS",
@@ -75,6 +74,7 @@ __all__ = [
     "one_launch",
     "plan",
     "rows_grid",
+    "serves_narrow_backward",
     "split_grid",
     "split_limbs",
     "takes_limbs",

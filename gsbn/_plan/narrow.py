@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .copies import in_rows, on_words
@@ -14,12 +15,11 @@ from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
 from .variants import (
-    NARROW_BACKWARD,
     NARROW_CHUNKS,
     NARROW_LIMBS_KB,
-    NARROW_SIZES,
     narrow,
     narrow_backward_kernel,
+    narrow_backward_sizes,
     narrow_features,
     narrow_product,
     narrow_teams,
@@ -34,10 +34,14 @@ __all__ = [
     "narrow_forward",
     "product_by_narrow",
     "serves_narrow",
+    "serves_narrow_backward",
 ]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
 LEAST_WIDE_ROWS = 4 * 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
+# and in 16 bits of more than 128 features, by the room for features and input features; clusters win where three
+# quarters of it are filled
+LEAST_ROWS_WITH = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
 
 
 class Narrow(NamedTuple):
@@ -136,29 +140,56 @@ class NarrowBackward(NamedTuple):
 
     kernel: Kernel
     ctas: int
-    rows: int  # of each but the last
+    rows: int  # of each but the last, or of each cluster
+    features: int  # of each, at most
     block: int
     parts: Parts  # of dw
+
+
+def serves_narrow_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
+    """Whether it can make dx and dw of so many rows, features and input features, and wins, or is `asked` for."""
+    size = _narrow_backward_size(dtype, n, k)
+    return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
+
+
+def _narrow_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
+    """Of narrow_backward_sizes the first with room for so many features and input features."""
+    sizes = narrow_backward_sizes(dtype)
+    return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
+
+
+def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
+    """From how many rows on narrow_backward, of this size, wins."""
+    features, inputs, cluster = size
+    if dtype == "float32":
+        return LEAST_WIDE_ROWS if min(n, k) > 32 else LEAST_ROWS
+    if cluster > 1 and 4 * n < 3 * features * cluster:
+        return math.inf
+    return LEAST_ROWS_WITH.get((features * cluster, inputs), LEAST_ROWS)
 
 
 def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:
     """What makes dg, dx and dw of a batch, `dy` lying as told, where it can and wins; `p` is as in backward_plan."""
     m, n, k, dtype, device, x, w, _, limits = p
-    size, most = ITEMSIZE[dtype], NARROW_BACKWARD.get(dtype, 0)
-    allowed = device.hopper and limits.narrow is not False
+    size = ITEMSIZE[dtype]
+    allowed = device.hopper and limits.narrow is not False and m <= INT32_MAX
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
-    wide = dtype == "float32" and min(n, k) > 32 and not limits.narrow
-    least = LEAST_WIDE_ROWS if wide else LEAST_ROWS
-    if not allowed or not rows_on_words or max(n, k) > most or not least <= m <= INT32_MAX:
+    found = _narrow_backward_size(dtype, n, k)
+    if not allowed or not rows_on_words or not found or not serves_narrow_backward(dtype, m, n, k, bool(limits.narrow)):
         return None
-    features, inputs = (next(size for size in NARROW_SIZES if side <= size) for side in (n, k))
+    features, inputs, cluster = found
+    together = device.clusters(cluster)  # CTAs, or clusters, with an SM for each CTA
+    if not together:
+        return None
     teams, threads, tile = narrow_teams(dtype, features, inputs)
-    rows = round_up(ceil_div(m, device.sms), tile)
-    ctas = ceil_div(m, rows)
+    own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
+    rows = round_up(ceil_div(m, together), tile)
+    number = ceil_div(m, rows)
     return NarrowBackward(
-        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs), activation),
-        ctas=ctas,
+        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs, cluster), activation),
+        ctas=number * cluster,
         rows=rows,
+        features=own,
         block=teams * threads,
-        parts=parts_of(ctas, features, inputs, device),
+        parts=parts_of(number, cluster * own, inputs, device),
     )

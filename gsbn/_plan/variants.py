@@ -34,6 +34,7 @@ __all__ = [
     "merge_statistics",
     "narrow",
     "narrow_backward_kernel",
+    "narrow_backward_sizes",
     "narrow_features",
     "narrow_product",
     "narrow_teams",
@@ -49,14 +50,14 @@ __all__ = [
 
 THREADS = 256  # of a CTA of most kernels
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
-CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
-SUMS_CLUSTER = 8  # and in backward_sums, where they do
+CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share rows of some columns in backward_fused, columns in narrow_backward
+SUMS_CLUSTER = 8  # and that share rows in backward_sums, where they do
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 128  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
-NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
+NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the most for each dtype, but for wide ones
 TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -104,8 +105,8 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
             if element == "limbs":
                 yield narrow_product(features, chunks)
-    for dtype, most in NARROW_BACKWARD.items():
-        for sizes in itertools.product((size for size in NARROW_SIZES if size <= most), repeat=2):
+    for dtype in NARROW_BACKWARD:
+        for sizes in narrow_backward_sizes(dtype):
             yield narrow_backward_kernel(dtype, *sizes)
     yield from (tall_product(), add_parts())
     yield from map(copy_matrix, (2, 4, 8))
@@ -176,21 +177,31 @@ def narrow_threads(element: str, features: int) -> int:
     return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
 
 
-def narrow_backward_kernel(dtype: str, features: int, inputs: int) -> Kernel:
-    """The variant of narrow_backward for so many features and input features, of NARROW_SIZES."""
+def narrow_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
+    """Features of a CTA of narrow_backward, input features, CTAs of a cluster with features of their own."""
+    if dtype not in NARROW_BACKWARD:
+        return []
+    alone = [(n, k, 1) for n in NARROW_SIZES for k in NARROW_SIZES if max(n, k) <= NARROW_BACKWARD[dtype]]
+    wide = [(256, 64, 1), (256, 128, 1), (256, 64, 2), (256, 64, 4)]
+    return alone + (wide if dtype != "float32" else [])
+
+
+def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
+    """The variant of narrow_backward for so many features of a CTA and input features, of NARROW_SIZES."""
     t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     row = 4 * inputs if dtype == "float32" else max(128, 2 * inputs)  # bytes of the weight, as it is multiplied by
-    shared = 192 * 1024 + features * row  # after the rings
-    return Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
+    shared = (192 if features <= 128 else 160) * 1024 + features * row  # after the rings
+    alone = Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
+    return _in_clusters(alone, cluster)
 
 
 def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
     """How many teams a CTA of narrow_backward has, each with room for dw in its registers; threads and rows of each."""
     if dtype == "float32":
         return (16 if features * inputs == 1024 else 8), 32, 16
-    return (4 if max(features, inputs) <= 64 else 2), 128, 64
+    return (1, 256, 64) if features > 128 else (4 if max(features, inputs) <= 64 else 2, 128, 64)
 
 
 def tall_product() -> Kernel:

@@ -15,7 +15,7 @@ from .._backward import run as backward_run
 from .._check import shown
 from .._forward import forward_of
 from .._interop import NUMBERS, Kind, kind_of
-from .._plan import NARROW_BACKWARD, Limits
+from .._plan import Limits, serves_narrow_backward
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
@@ -243,8 +243,9 @@ def _apply(
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
     # in which a GPU deals with some millions of elements. In training narrow_backward wants all at once, and no dg.
-    most = NARROW_BACKWARD.get(str(dtype or x.dtype).removeprefix("torch."), 0) if options[0] else 0
-    if not x.is_cuda or weight.shape[0] * x.shape[0] + weight.numel() < 2**23 or max(weight.shape) <= most:
+    name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
+    whole = options[0] and serves_narrow_backward(name, rows, *weight.shape)
+    if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
     y = _apply_of(_Linear)(x, weight, between, (bias, scale, gamma, beta), more)
@@ -276,7 +277,7 @@ def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
     x, weight = saved.x, saved.weight
     if not x.is_cuda:  # NumPy's backward takes both
         return x, weight
-    narrow = max(weight.shape) <= NARROW_BACKWARD.get(str(weight.dtype).removeprefix("torch."), 0)
+    narrow = serves_narrow_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
     return x if of_weight else None, weight if of_x or narrow else None  # narrow_backward reads the weight in any case
 
 
