@@ -35,7 +35,7 @@ constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in me
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, const char* workspace,
                 T* dg, T* across, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
-    await_kernel_ahead();
+    if (p.splits == 0) await_kernel_ahead();
     constexpr int COLUMNS = LANES * VEC;  // at most
     constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once, with ACROSS
     __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
@@ -58,13 +58,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const Walk<STAGES, Rows> rows(count, Rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row,
                                                   -at_once.rows, col, inside, ring));
         const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
-        if (p.splits > 0 && threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
-        if (p.splits > 0)
+        if (p.splits > 0) {
+            if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
+            // Only now: the kernel ahead, of the same call, has itself waited for whatever made what is read until here.
+            await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, double S, double E) {
                              store_feature(p, Factors{saved, p.n, c}, S, E, item < blocks, to_bias, to_scale, to_gamma,
                                            to_beta, &stored[0][0], COLUMNS, column);
                          });
+        }
         if (dg == nullptr) return;
         __syncthreads();
 

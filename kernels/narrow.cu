@@ -80,12 +80,13 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     const Share share(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    uint4* ring = weight + weight_words(p);
+    Tiles<false> tiles(p, x, share.cta, weight, ring);
     lay(p, w, share.first, weight, backs);
     __syncthreads();
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    uint4* ring = weight + weight_words(p);
     __shared__ __align__(16) float pivots[WARPS][FEATURES];
     float sum[N] = {}, squares[N] = {};
     double first[M] = {}, second[M] = {};  // the same of the warp's rows so far
@@ -102,7 +103,6 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         settle(squares, second);
         since = 0;
     };
-    Tiles<false> tiles(p, x, share.cta, weight, ring);
     long long rows = 0;
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
@@ -207,9 +207,10 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     const bool running = p.flags & FLAG_RUNNING;
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
-    if (!running) lay(p, w, share.first, weight, backs);  // in training narrow_stats has waited for whoever wrote it
-    await_kernel_ahead();
-    if (running) lay(p, w, share.first, weight, backs);
+    if (running) await_kernel_ahead();  // in training narrow_stats has waited for whoever wrote x and the weight
+    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
+    lay(p, w, share.first, weight, backs);
+    if (!running) await_kernel_ahead();
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
     __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
     __shared__ double arguments[Arguments::COUNT][FEATURES];
@@ -257,7 +258,6 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             from_float(Activation<T>::of(u), out);
         };
     };
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
     store_tiles(p, tiles, share.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
@@ -275,9 +275,9 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     const Share share(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];
+    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
     lay(p, w, share.first, weight, backs);
     __syncthreads();
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
     const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
     store_tiles(p, tiles, share.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
 }

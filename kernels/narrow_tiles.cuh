@@ -53,7 +53,7 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
 // A warp's tiles, one after the other: every WARPS of its CTA's rows, p.stats_rows of them from cta * p.stats_rows on; from the
-// last to the first if BACKWARDS. They come through a ring of the warp's own. All warps have as many, some of the last with no
+// last to the first if BACKWARDS. From its making on they come through a ring of the warp's own. All warps have as many, some of the last with no
 // rows.
 template <bool BACKWARDS>
 struct Tiles {
@@ -62,6 +62,7 @@ struct Tiles {
     uint4* ring;
     const T* from;         // of the next part of a tile to ask for, at this lane's first row and 16 bytes
     long long row0;        // its first row
+    long long first;       // of the first of the warp's tiles
     int part, parts;       // which of those of a tile
     long long begin, end;  // the CTA's rows
     int tiles;             // of a warp
@@ -87,6 +88,9 @@ struct Tiles {
         row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK) : 0);
         bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
         from = x + (row0 + lane / 4) * ldx + quarter * WORD;
+        first = row0;
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; ++stage) ask(stage);
     }
 
     // Where 16 bytes lie among those of 8 rows, so that the rows that are read at once meet in no bank.
@@ -183,9 +187,7 @@ struct Tiles {
     // lay_limbs left for its feature.
     template <typename Then>
     __device__ void for_each(const Then& then) {
-        long long row = row0;
-#pragma unroll 1
-        for (int stage = 0; stage < STAGES; ++stage) ask(stage);
+        long long row = first;
         int stage = 0;
         const auto taken = [&] {  // of a part whose words this lane no longer reads
             ask(stage);
