@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from .copies import in_rows, on_words
@@ -146,6 +147,7 @@ class NarrowBackward(NamedTuple):
     parts: Parts  # of dw
 
 
+@lru_cache(maxsize=4096)  # a layer asks at every call
 def serves_narrow_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
     """Whether it can make dx and dw of so many rows, features and input features, and wins, or is `asked` for."""
     size = _narrow_backward_size(dtype, n, k)
