@@ -59,8 +59,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
     constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
     constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it makes dg of any
-    const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;  // and those inside the rows
-    const int first = member / OF_DY, first_x = member / OF_X;                             // its rows, STEP apart
+    // where these begin in a row, which is never beyond it
+    const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;
+    const int first = member / OF_DY, first_x = member / OF_X;  // and its rows, STEP apart
     const auto ask = [&](int stage, long long row0) {
         uint4* to = ring + stage * TILE;
         const int left = row0 < begin ? 0 : static_cast<int>(min(end - row0, 1LL * ROWS));

@@ -53,8 +53,8 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
 // A warp's tiles, one after the other: every WARPS of its CTA's rows, p.stats_rows of them from cta * p.stats_rows on; from the
-// last to the first if BACKWARDS. They come through a ring of the warp's own, the first ones as soon as this is made. All warps have
-// as many, some of the last with no rows.
+// last to the first if BACKWARDS. They come through a ring of the warp's own, the first ones as soon as this is made. All warps
+// have as many, some of the last with no rows.
 template <bool BACKWARDS>
 struct Tiles {
     const T* x;

@@ -39,10 +39,11 @@ __all__ = [
 ]
 
 LEAST_ROWS = 2048  # that g is worth making twice for
-LEAST_WIDE_ROWS = 4 * 10**5  # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
+# for narrow_backward in float32 of more than 32 features in and out: below, its parts win
+LEAST_FLOAT32_ROWS = 4 * 10**5
 # and in 16 bits of more than 128 features, by the room for features and input features; clusters win where three
 # quarters of it are filled
-LEAST_ROWS_WITH = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
+LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
 
 
 class Narrow(NamedTuple):
@@ -149,25 +150,26 @@ class NarrowBackward(NamedTuple):
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
 def serves_narrow_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
-    """Whether it can make dx and dw of so many rows, features and input features, and wins, or is `asked` for."""
+    """Whether narrow_backward has room for n features and k input features, and wins on m rows, or, `asked` for, works
+    on them. How the operands lie is not looked at."""
     size = _narrow_backward_size(dtype, n, k)
     return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
 def _narrow_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
-    """Of narrow_backward_sizes the first with room for so many features and input features."""
+    """The first of `narrow_backward_sizes` with room for n features and k input features."""
     sizes = narrow_backward_sizes(dtype)
     return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
 
 
 def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
-    """From how many rows on narrow_backward, of this size, wins."""
+    """From how many rows on narrow_backward of this size wins; infinity if never."""
     features, inputs, cluster = size
     if dtype == "float32":
-        return LEAST_WIDE_ROWS if min(n, k) > 32 else LEAST_ROWS
+        return LEAST_FLOAT32_ROWS if min(n, k) > 32 else LEAST_ROWS
     if cluster > 1 and 4 * n < 3 * features * cluster:
         return math.inf
-    return LEAST_ROWS_WITH.get((features * cluster, inputs), LEAST_ROWS)
+    return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
 
 
 def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:

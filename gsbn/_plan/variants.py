@@ -50,14 +50,14 @@ __all__ = [
 
 THREADS = 256  # of a CTA of most kernels
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
-CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share rows of some columns in backward_fused, columns in narrow_backward
-SUMS_CLUSTER = 8  # and that share rows in backward_sums, where they do
+CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
+SUMS_CLUSTER = 8  # and in backward_sums, where they do
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 128  # of the weight in a CTA
-NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward have room for
-NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the most for each dtype, but for wide ones
+NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward, but for wide ones, have room for
+NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
 TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
@@ -187,7 +187,7 @@ def narrow_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
 
 
 def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
-    """The variant of narrow_backward for so many features of a CTA and input features, of NARROW_SIZES."""
+    """The variant of narrow_backward of this size, one of `narrow_backward_sizes`."""
     t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
