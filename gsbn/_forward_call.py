@@ -110,10 +110,11 @@ def prepare_call(
         ranks=ranks,
     )
     x_at, w_at = plan.taken.x, plan.taken.w
+    whole_words = plan.one is not None and _plan.whole_words(plan.taken.y, n, x.itemsize)
     flags = _declared.flags(
         vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
         vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
-        vector_y=plan.vector_y,
+        vector_y=plan.vector_y if plan.one is None else whole_words,
         cumulative=momentum is None,
         units=plan.keep is not None and plan.keep.dtype == "float16",
         alone=plan.one is not None and not plan.one.cooperative,
@@ -220,6 +221,8 @@ def _one_launch(
         boxes.append((rows, cols, plan.ldg * size, *rest))
         mapped += (deviations,)
         passed |= {"kept": deviations, "saved": vectors}
+    if not _plan.whole_words(taken.y, p.n, size):  # it reads no map of y
+        boxes[2], mapped = boxes[0], (of_x, of_w, of_x, *mapped[3:])
     if ranks:
         passed |= {"ranks": "ranks"}
     call.launch_mapped(one, fields | {"y_row": taken.y.strides[0]}, boxes, mapped, passed)
@@ -244,7 +247,7 @@ def _product_and_passes(
     call.workspace(end if ranks else plan.workspace)
     workspace = call.at(0)
     g = y if plan.y_is_g else deviations if plan.keep is not None and plan.keep.is_g else call.at(plan.g)
-    q = p._replace(x=plan.taken.x, w=plan.taken.w, y=_plan.Matrix((plan.ldg, 1), True))
+    q = p._replace(x=plan.taken.x, w=plan.taken.w, y=_plan.Matrix((plan.ldg, 1), aligned=True, own=True))
     of_g = {"x": of_x, "w": of_w} if plan.narrow else {"g": g}
     if m == 0 or plan.narrow:  # the group's other ranks have some; or g is made by what follows
         pass

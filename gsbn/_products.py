@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from . import _declared, _plan
 from ._call import Call
-from ._copies import Move, move
 from ._cublas import CublasGemm
 from ._limbs import Limbs
 from ._sm90 import Sm90Gemm
@@ -22,31 +21,21 @@ def multiply_both(
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(call, plan.limbs, of_limbs, gpu, call.device, cleared=plan.sums)
-    results: list[Move] = []
-
-    def multiply(
-        product: _plan.Product, operands: tuple[str, str], c: str, elsewhere: int, name: str, *, beside: bool = False
-    ) -> None:
-        p, at = product.p, c
-        if p.y.own:
-            at = call.at(elsewhere)
-            results.append(Move(at, c, (p.m, p.n), product.c_size, p.y, _plan.Matrix((p.n, 1), True)))
-        _multiply(call, product, (*operands, at), limbs, name, precision, beside)
 
     def multiply_weight(*, first: bool) -> None:
         if plan.weight is not None and plan.weight_first == first:
             # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
             dx = plan.x
             beside = not (first or gpu.limited) and dx is not None and dx.one is not None and not dx.of_limbs
-            multiply(plan.weight, (names["across"], names["x"]), names["dweight"], plan.dw_at, "x", beside=beside)
+            operands = (names["across"], names["x"], names["dweight"])
+            _multiply(call, plan.weight, operands, limbs, "x", precision, beside=beside)
 
     multiply_weight(first=True)
     limbs.make()
     if plan.x is not None:
-        multiply(plan.x, (names["dg"], names["weight"]), names["dx"], plan.dx_at, "weight")
+        _multiply(call, plan.x, (names["dg"], names["weight"], names["dx"]), limbs, "weight", precision)
     limbs.make(late=True)
     multiply_weight(first=False)
-    move(call, results, gpu)
 
 
 def _multiply(
@@ -56,7 +45,8 @@ def _multiply(
     limbs: Limbs,
     b: str,
     precision: str,
-    beside: bool,
+    *,
+    beside: bool = False,
 ) -> None:
     """The step that makes c of a and b, of which these are the memory; a is dg, and b as the plan calls it."""
     p = product.p

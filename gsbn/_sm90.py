@@ -14,7 +14,8 @@ _NONE = (0,) * (len(SM90_WORDS) - 3)  # neither workspace nor vectors
 class Sm90Gemm:
     """A launch of forward_sm90 in mode "gemm", ready but for its addresses; those of a and b may be their limbs'.
 
-    `beside`: it reads nothing that the launch ahead of it writes, which is of this library, and may run beside it.
+    Rows of c may start anywhere. `beside`: it reads nothing that the launch ahead of it writes, which is of this
+    library, and may run beside it.
     """
 
     kernels = ("forward_sm90",)
@@ -23,15 +24,18 @@ class Sm90Gemm:
         self._grid = one.ctas
         of_statistics = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
-        fields["flags"] = _declared.flags(beside=beside)
+        self._whole_words = _plan.whole_words(p.y, p.n, 4 if one.wide else _plan.ITEMSIZE[p.dtype])
+        fields["flags"] = _declared.flags(beside=beside, vector_y=self._whole_words)
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
         self._at = self._record.ctypes.data
-        self._matrices = _tma.Matrices(_tma.map_arguments(one, p))
+        of_a, of_b, of_c = _tma.map_arguments(one, p)
+        self._matrices = _tma.Matrices([of_a, of_b, of_c if self._whole_words else of_a])
         self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS)
 
     def __call__(self, operands: tuple[int, ...], stream: int) -> None:
         """Of the addresses of a, b and c, and, where they are limbs, of a's and b's exponents."""
         a, b, c, *exponents = operands
-        _owners, maps = _tma.tensor_maps(self._matrices, a, b, c)  # the owners live until the launch is made
+        # the owners live until the launch is made
+        _owners, maps = _tma.tensor_maps(self._matrices, a, b, c if self._whole_words else a)
         words = (c, *_NONE, *(exponents or (0, 0)))
         self._launch(self._grid, _plan.SM90_THREADS, (self._at, *maps), words, stream)

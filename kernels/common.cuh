@@ -10,7 +10,7 @@
 enum : long long {
     FLAG_VECTOR_X = 1,    // rows of x start on 16 bytes
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
-    FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes and its columns are adjacent
+    FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes, its columns being adjacent; and end there, for forward_sm90
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
     FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another

@@ -70,6 +70,9 @@
 // of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
 // (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
 //
+// Rows of y. With FLAG_VECTOR_Y they are whole words of 16 bytes, and stored by TMA. Else they start anywhere, and a warpgroup
+// stores them from shared memory, 4 bytes a lane; tiles are then not parked in them.
+//
 // Flags. Every 16-byte word of the workspace carries the launch's number, so a word says by itself whether it is of
 // this launch: no flag is ever reset, the workspace may be uninitialised memory, and what an aborted launch or the last
 // replay of a graph left behind cannot be mistaken. The number is a time that all CTAs agree on (agree_on_number).
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
     const __grid_constant__ Problem p,
     const __grid_constant__ TensorMap x_map,  // boxes of PRODUCT_M / X_SHARERS rows x 128 bytes, swizzled, as all
     const __grid_constant__ TensorMap w_map,  // of BLOCK_N / W_SHARERS rows; across: BLOCK_K of k x 128 bytes
-    const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes
+    const __grid_constant__ TensorMap y_map,  // boxes of PASS_M rows x 128 bytes; any without FLAG_VECTOR_Y
 #if KEEP
     const __grid_constant__ TensorMap kept_map,  // likewise, of g - mean in rows of p.ld_kept elements
 #endif

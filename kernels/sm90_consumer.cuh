@@ -188,9 +188,43 @@ struct Consumer : Cta {
         }
     }
 
+    // The rows of y from row0 on, staged by a warpgroup, to rows that start anywhere. A warp takes a row at a time, a
+    // lane 4 bytes of it; where they lie across two words of y, two neighbours' halves are a word.
+    __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
+        const int rows = min((int)m - row0, PASS_M);
+#pragma unroll 1
+        for (int box = 0; box < BOXES; box++) {
+            const int col0 = column + box * (64 / BOXES);
+            const int left = ((int)n - col0) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
+#pragma unroll 4
+            for (int r = warp; r < rows; r += 4) {
+                const u32 word = *(const u32*)(staging + box * (PASS_M * 128) + r * 128 +
+                                               (((lane / 4) ^ (r & 7)) << 4) + (lane & 3) * 4);
+                char* const to = y + (row0 + r) * y_pitch + col0 * Y_BYTES + 4 * lane;
+                if constexpr (FLOAT32) {
+                    if (left >= 4) *(u32*)to = word;
+                } else {
+                    const u32 before = __shfl_up_sync(0xFFFFFFFF, word, 1);
+                    const bool across = (size_t)to & 2;  // in all lanes, or in none
+                    if (!across || lane == 0 || left < 2) {
+                        if (!across && left >= 4)
+                            *(u32*)to = word;
+                        else if (left >= 2)
+                            *(unsigned short*)to = (unsigned short)word;
+                        else if (across && lane > 0 && left == 0)
+                            *(unsigned short*)(to - 2) = (unsigned short)(before >> 16);
+                    } else {
+                        *(u32*)(to - 2) = __funnelshift_l(before, word, 16);
+                    }
+                    if (across && lane == 31 && left >= 4) *(unsigned short*)(to + 2) = (unsigned short)(word >> 16);
+                }
+            }
+        }
+    }
+
     // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
     // pack_of(h, ...) makes one word of two rows of feature h.
-    template <typename Pack>
+    template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {
         const int lane = lane_id();  // anew, as in run
@@ -219,13 +253,14 @@ struct Consumer : Cta {
             }
             fence_async();
             warpgroup_sync(half);
-            if (storer) {
-                if (block < blocks)
-                    for (int box = 0; box < BOXES; box++)
-                        tma_store(&map, staging + box * (PASS_M * 128),
-                                  block * BLOCK_N + 64 * half + box * (64 / BOXES), row * BLOCK_M + pass * PASS_M);
-                tma_store_commit();
+            if (TO_Y && !(p.flags & FLAG_VECTOR_Y)) {
+                store_pieces(staging, row * BLOCK_M + pass * PASS_M, block * BLOCK_N + 64 * half, lane);
+            } else if (storer && block < blocks) {
+                for (int box = 0; box < BOXES; box++)
+                    tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),
+                              row * BLOCK_M + pass * PASS_M);
             }
+            if (storer) tma_store_commit();  // of nothing, too: the wait above counts passes
         }
         if (PASSES % STAGINGS) {  // an odd number would leave the slots out of step
             if (storer) tma_store_wait_read<0>();
@@ -337,8 +372,8 @@ struct Consumer : Cta {
 #pragma unroll
         for (int i = 0; i < ACC; i++) d[i] = line(to_kept[i / 2 % 2], d[i]);
         of_both(own.to_y, to_y);
-        store(*kept.map, d, row, block,
-              [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+        store<false>(*kept.map, d, row, block,
+                     [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
 #else
         of_both(own.to_y, to_y);
 #endif

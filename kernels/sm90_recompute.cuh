@@ -55,8 +55,8 @@ struct Recomputer : Consumer {
                 }
         }
         if constexpr (KEEP)
-            store(*kept.map, d, row, block,
-                  [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+            store<false>(*kept.map, d, row, block,
+                         [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
 #pragma unroll
         for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });

@@ -74,17 +74,33 @@ def test_fold_is_one_launch_after_a_copy_of_a_transposed_weight(transposed: bool
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_rows_off_16_bytes_are_copied_at_once(prepared: bool) -> None:
-    """A launch before it for both operands, one after it for y; a prepared weight is in rows on 16 bytes."""
-    x, weight = paper.Array((2048, 2047), "bfloat16"), paper.Array((2047, 2047), "bfloat16")
+@pytest.mark.parametrize("rows", [2048, 20480])
+def test_rows_off_16_bytes_are_copied_at_once(rows: int, prepared: bool) -> None:
+    """A launch before it for both operands, and one after it for y where tiles are parked; a prepared weight is in rows
+    on 16 bytes."""
+    x, weight = paper.Array((rows, 2047), "bfloat16"), paper.Array((2047, 2047), "bfloat16")
     with paper.gpu(paper.HOPPER) as (_, log):
         operand = gsbn.prepare(weight) if prepared else weight
         log.clear()
         y = gsbn.forward(x, operand, training=True, gemm="sm90")
-    assert [launch.name for launch in log] == ["copy_rows", "forward_sm90", "copy_rows"]
-    before, _, after = (launch.words for launch in log)
+    assert [launch.name for launch in log] == ["copy_rows", "forward_sm90", *["copy_rows"] * (rows > 2048)]
+    before, one, *after = (launch.words for launch in log)
     assert (before[0], before[2]) == (x.pointer, 0 if prepared else weight.pointer)
-    assert after[1] == y.pointer and after[2:] == (0,) * 4
+    if after:
+        assert after[0][1] == y.pointer and after[0][2:] == (0,) * 4
+    else:
+        assert one[0] == y.pointer
+
+
+def test_a_backward_writes_rows_that_start_anywhere() -> None:
+    """dx and dw go out as they are made, with no copy after them."""
+    x, weight, dy = (paper.Array(of, "bfloat16") for of in ((2048, 2047), (2047, 2047), (2048, 2047)))
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+        log.clear()
+        gsbn.backward(dy, saved, needs=("x", "weight"))
+    assert [launch.name for launch in log] == ["copy_rows", "backward_fused", "forward_sm90", "forward_sm90"]
+    assert {launch.words[0] for launch in log[-2:]} <= {made.pointer for made in kind.made}
 
 
 @pytest.mark.parametrize("shape", [(512, 2048, 2048), (320, 132, 136)])
@@ -278,4 +294,5 @@ def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], 
     products = [launch.records[0] for launch in log if dict(launch.defines).get("MODE") == str(MODES["gemm"])]
     record = _declared.record_dtype(forward_sm90("bfloat16", "gemm", 64, 1))
     flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]
-    assert flags == [0] * (len(needs) - 1) + [_declared.flags(beside=True) if beside else 0]
+    words = _declared.flags(vector_y=True)
+    assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(beside=beside)]

@@ -40,6 +40,7 @@ from gsbn._plan import (
     split_limbs,
     tile_kernels,
     tiles_grid,
+    whole_words,
 )
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
 from gsbn._plan.forward import STATS_GROUP
@@ -97,7 +98,7 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
 
     if decided.one is not None:
         assert_one_launch_fits(taken, decided.one)
-        assert taken.y.own or p.n * size % 16 == 0  # the last word of a row of the caller's is all the row's
+        assert not decided.one.parks or whole_words(taken.y, p.n, size)
         copied = p.m * taken.y.strides[0] * size if taken.y.own else 0
         assert decided.one.workspace <= decided.y and decided.y + copied <= decided.workspace
         return
@@ -202,10 +203,9 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
         end = limbs.w_exponents + 4 * of_w
     assert end <= one.workspace
+    assert p.y.strides[1] == 1 and p.n <= p.y.strides[0]
+    assert not one.parks or (p.y.aligned and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0)
     # what the copy engine takes
-    assert p.y.aligned
-    assert p.y.strides[1] == 1
-    assert p.n <= p.y.strides[0] and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
     for at in (p.x, p.w):
         assert at.strides[1] == 1
         if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
@@ -481,12 +481,11 @@ def test_a_backward_fits(
     for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
         if product is None:
             continue
-        q, c_at = product.p, decided.dx_at if product is decided.x else decided.dw_at
+        q = product.p
         assert (q.m, q.n, q.k) == shape
         b = p.w if product is decided.x else p.x
         assert_copied_or_given(b.T, q.w, q.n, q.k, size)
-        assert_copied_or_given(Matrix((q.n, 1), True), q.y, q.m, q.n, size)
-        assert decided.limbs.end <= c_at <= c_at + product.copied_bytes <= decided.workspace
+        assert q.y == Matrix((q.n, 1), True)  # rows that start anywhere, too
         if product.of_limbs:
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
@@ -1051,11 +1050,17 @@ def test_threads_lie_along_rows_of_any_length(columns: int) -> None:
         assert along in (1, 32) or n > along // 2 * columns
 
 
-def test_sm90_writes_whole_words_of_16_bytes() -> None:
+def test_sm90_parks_in_whole_words_of_16_bytes() -> None:
     """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
-    p = contiguous(4096, 60, 1024)._replace(y=Matrix((64, 1), True))
-    assert plan(p, training=True, gemm="sm90").taken.y == Matrix((64, 1), aligned=True, own=True)
-    assert plan(p._replace(n=64), training=True).taken.y is p.y
+    ends_within = contiguous(50000, 1020, 1024)._replace(y=Matrix((1024, 1), True))
+    for p in (ends_within, contiguous(50000, 1001, 1024), ends_within._replace(n=1024)):
+        decided = plan(p, training=True, gemm="sm90")
+        assert decided.one is not None and decided.one.parks
+        assert decided.taken.y == (p.y if p.n == 1024 else Matrix((1024, 1), aligned=True, own=True))
+        for one in (plan(p, training=False, gemm="sm90"), plan(p._replace(m=1024), training=True, gemm="sm90")):
+            assert one.one is not None and not one.one.parks and one.taken.y is p.y
+    turned = Matrix((1, 1024), True)
+    assert plan(contiguous(1024, 1024, 1024)._replace(y=turned), training=True, gemm="sm90").taken.y.own
 
 
 @pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])

@@ -99,8 +99,8 @@ def problem(shape, dtype):
 
 def taken(p, element):
     """The same as forward_sm90 takes it, rows on 16 bytes; None where limbs would have to write y elsewhere."""
-    p = for_sm90(p, element)
-    return None if element == "limbs" and p.y.own else p
+    elsewhere = element == "limbs" and not _plan.whole_words(p.y, p.n, _plan.ITEMSIZE[p.dtype])
+    return None if elsewhere else for_sm90(p, element)
 
 
 def planned(shape, dtype, mode, among):

@@ -6,7 +6,7 @@ one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`
 """
 
 from .backward import BackwardPlan, Product, backward_plan
-from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid
+from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid, whole_words
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
 from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
 from .kernel import Kernel
@@ -80,4 +80,5 @@ __all__ = [
     "takes_limbs",
     "tile_kernels",
     "tiles_grid",
+    "whole_words",
 ]

@@ -62,7 +62,7 @@ FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90
 class Product(NamedTuple):
     """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
 
-    p: Matmul  # b and c being copies where the GEMM takes them otherwise than they lie
+    p: Matmul  # b being a copy where the GEMM takes it otherwise than it lies
     gemm: str
     kernel: Kernel | None
     grid: int
@@ -75,15 +75,6 @@ class Product(NamedTuple):
     @property
     def of_limbs(self) -> bool:
         return self.one is not None and by_limbs(self.one.element)
-
-    @property
-    def c_size(self) -> int:
-        """Bytes of an element of c."""
-        return 4 if self.wide else ITEMSIZE[self.p.dtype]
-
-    @property
-    def copied_bytes(self) -> int:
-        return self.p.m * self.p.y.strides[0] * self.c_size if self.p.y.own else 0
 
 
 class BackwardPlan(NamedTuple):
@@ -111,8 +102,6 @@ class BackwardPlan(NamedTuple):
     across_at: int
     limbs: Splits
     weight_first: bool  # dw is made before any limbs, which then lie where dg does
-    dx_at: int  # of results that are then copied
-    dw_at: int
     workspace: int
     sums_kernel: Kernel
     dg_kernel: Kernel
@@ -209,8 +198,6 @@ def backward_plan(
     across_at = round_up(dg_at + (of_dg if narrow is None else narrow.parts.nbytes), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
     limbs, weight_first = _split(dx, dw, limbs_at)
-    dx_at = round_up(limbs.end, 256)
-    dw_at = round_up(dx_at + (0 if dx is None else dx.copied_bytes), 256)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0, cluster=cluster, sharing=sharing)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
@@ -240,9 +227,7 @@ def backward_plan(
         across_at=across_at,
         limbs=limbs,
         weight_first=weight_first,
-        dx_at=dx_at,
-        dw_at=dw_at,
-        workspace=dw_at + (0 if dw is None else dw.copied_bytes),
+        workspace=limbs.end,
         sums_kernel=fused_kernel if fused else sums_kernel,
         dg_kernel=dg_kernel,
         total_kernel=total_kernel,
@@ -274,14 +259,13 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
     size = ITEMSIZE[p.dtype]
-    across, rows = in_rows(p.n, size).T, in_rows(p.n, 4 if wide else size)
-    on_rows = p if p.n * (4 if wide else size) % 16 == 0 else p._replace(y=rows)  # TMA stores whole words
+    across = in_rows(p.n, size).T
 
     def product(path: str, q: Matmul, kernel: tuple[Kernel | None, int, int] = (None, 0, 0)) -> Product:
         one = one_launch(q, "gemm", precision, wide=wide) if path == "sm90" else None
         return Product(q, path, *kernel, one, wide)
 
-    of_limbs = on_rows if 1 in p.w.strides else on_rows._replace(w=across)
+    of_limbs = p if 1 in p.w.strides else p._replace(w=across)
     own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
 
     def wins(us: float) -> bool:
@@ -297,9 +281,9 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
         return product("tiled", for_narrow(p), kernel)._replace(rows=narrow.rows)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
-    ours = on_rows if lies_across(p) else on_rows._replace(w=across)
+    ours = p if lies_across(p) else p._replace(w=across)
     theirs = for_cublas(p, element)
-    if (ours.w.own or ours.y.own) and p.dtype != "float64":
+    if ours.w.own and p.dtype != "float64":
         theirs = min(theirs, ours, key=lambda q: product_us(q, element, to_y=True) + copies_us(q))
     if _wants_sm90(ours, gemm, obstacle, theirs):
         return product("sm90", ours)

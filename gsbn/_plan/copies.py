@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from .problem import Device, Matrix, ceil_div, round_up
 
-__all__ = ["COPIES_AT_ONCE", "adjacent", "copy_along", "copy_grid", "in_rows", "on_words", "rows_grid", "word"]
+__all__ = [
+    "COPIES_AT_ONCE",
+    "adjacent",
+    "copy_along",
+    "copy_grid",
+    "in_rows",
+    "on_words",
+    "rows_grid",
+    "whole_words",
+    "word",
+]
 
 COPIES_AT_ONCE = 3  # matrices in a launch of copy_rows
 TILE = 64  # rows and columns of an item of copy_matrix
@@ -31,6 +41,11 @@ def adjacent(at: Matrix, cols: int) -> bool:
 def on_words(at: Matrix, cols: int, itemsize: int) -> bool:
     """Whether all its rows are adjacent elements that start on 16 bytes."""
     return adjacent(at, cols) and word(at, itemsize) == 16
+
+
+def whole_words(at: Matrix, cols: int, itemsize: int) -> bool:
+    """Whether rows may be written in words of 16 bytes, the last of each, too: a copy's are padded."""
+    return on_words(at, cols, itemsize) and (at.own or cols * itemsize % 16 == 0)
 
 
 def word(at: Matrix, itemsize: int) -> int:

@@ -11,6 +11,7 @@ from .sm90_variants import SM90_BLOCK_N, by_limbs, resident, stages
 
 __all__ = [
     "copies_us",
+    "copy_us",
     "cublas_us",
     "ieee_us",
     "narrow_us",
@@ -70,6 +71,7 @@ def one_launch_us(
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6
     y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
+    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 16 else 1.0  # in pieces
     y *= 1 + keeps  # g - m is written as y is
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + y / rates.y_rate[mode]
     if split > 1:
@@ -173,9 +175,14 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
 
 def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
     """What it costs that some of its matrices are copies: a launch before the product, and one after it."""
-    m, n, k, size = p.m, p.n, p.k, 2e-6 * ITEMSIZE[p.dtype]
-    before, after = size * k * (m * p.x.own + n * p.w.own), size * m * n * p.y.own
-    return sum(rates.copy_us + moved / rates.copy_rate for moved in (before, after) if moved)
+    m, n, k = p.m, p.n, p.k
+    before, after = k * (m * p.x.own + n * p.w.own), m * n * p.y.own
+    return sum(copy_us(elements * ITEMSIZE[p.dtype], rates=rates) for elements in (before, after) if elements)
+
+
+def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
+    """A launch that copies so many bytes."""
+    return rates.copy_us + 2e-6 * nbytes / rates.copy_rate
 
 
 def ieee_us(p: Matmul, rates: Rates = H200) -> float:

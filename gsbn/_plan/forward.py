@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from .copies import in_rows
+from .copies import in_rows, whole_words
 from .cost import copies_us, cublas_us
 from .gemm import (
     LEAST_TERMS,
@@ -177,7 +177,8 @@ def plan(
         kernel, grid, gemm_block = tiled(p, "forward")
     product, split = None, lay_out((), round_up(workspace, 256))
     if chosen == "sm90" and not fused:
-        product = one_launch(taken._replace(y=Matrix((ldg, 1), True)), "gemm", precision, wide=dtype != "float32")
+        of_g = Matrix((ldg, 1), aligned=True, own=True)
+        product = one_launch(taken._replace(y=of_g), "gemm", precision, wide=dtype != "float32")
         if by_limbs(product.element):
             wanted = [split_of("x", taken.x, m, k), split_of("weight", taken.w, n, k)]
             split = lay_out(wanted[: 1 + (product.element == "limbs")], split.end)
@@ -193,6 +194,8 @@ def plan(
             ranks=ranks is not None,
         )
         one = one._replace(kernel=with_activation(one.kernel, activation))
+        if one.parks and not whole_words(taken.y, n, y_size):
+            taken = taken._replace(y=in_rows(n, y_size))
         workspace = round_up(one.workspace, 256)
     of_y = workspace
     if taken.y.own:
@@ -329,7 +332,7 @@ def _fastest(
 
 def _limbs_to_copies(p: Matmul, element: str) -> bool:
     """Whether limbs would have to write y elsewhere: then they make g alone, for two launches after it."""
-    return element == "limbs" and for_sm90(p, element).y.own
+    return element == "limbs" and not whole_words(p.y, p.n, ITEMSIZE[p.dtype])
 
 
 def _taken(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .copies import adjacent, copy_along, in_rows, on_words
-from .cost import copies_us, one_launch_us, product_us, recompute_us, split_us
+from .copies import adjacent, copy_along, in_rows, on_words, whole_words
+from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
 from .h200 import H200
 from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
@@ -96,6 +96,7 @@ class OneLaunch(NamedTuple):
     workspace: int
     wide: bool = False  # y is float32 though x has 16 bits
     along_rows: bool = False  # a cluster shares a tile of the weight, not of x
+    parks: bool = False  # tiles wait in y, in words of 16 bytes
 
     @property
     def ctas(self) -> int:
@@ -211,6 +212,8 @@ def tile_of(
     else:  # all tiles stay in registers: none is made twice
         return None
     us += split_us(p, element, prepared=prepared, rates=rates)
+    if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
+        us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # tiles are parked elsewhere
     return Tile(us, block_m, cluster, clusters, mode, split, element)
 
 
@@ -263,6 +266,7 @@ def one_launch(
         workspace=workspace,
         wide=wide,
         along_rows=mode == "whole",
+        parks=mode == "training" and split == 1 and rows * columns > clusters,
     )
 
 
@@ -358,17 +362,14 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
 
 
 def for_sm90(p: Matmul, element: str) -> Matmul:
-    """The same with copies in place of what forward_sm90 cannot take as it lies; limbs are made of any rows.
-
-    It works in y's memory in words of 16 bytes, of which the last of a row may not reach past it.
-    """
+    """The same with copies in place of what forward_sm90 cannot take as it lies; limbs are made of any rows."""
     size = ITEMSIZE[p.dtype]
     if element == "limbs":
         p = for_tiled(p)
     else:
         x, w = (at if on_words(at, p.k, size) else in_rows(p.k, size) for at in (p.x, p.w))
         p = p._replace(x=x, w=w)
-    return p if on_words(p.y, p.n, size) and p.n * size % 16 == 0 else p._replace(y=in_rows(p.n, size))
+    return p if adjacent(p.y, p.n) else p._replace(y=in_rows(p.n, size))
 
 
 def for_tiled(p: Matmul) -> Matmul:
