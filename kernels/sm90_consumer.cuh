@@ -188,36 +188,32 @@ struct Consumer : Cta {
         }
     }
 
-    // The rows of y from row0 on, staged by a warpgroup, to rows that start anywhere. A warp takes a row at a time, a
-    // lane 4 bytes of it; where they lie across two words of y, two neighbours' halves are a word.
+    // The rows of y from row0 on, staged by a warpgroup, to rows that start anywhere. A warp takes every fourth row, so that
+    // all of its rows start alike, and a lane 4 bytes of it; where those lie across two words of y, it stores the word
+    // that begins in its neighbour's, and what is left at both ends are halves.
     __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
         const int rows = min((int)m - row0, PASS_M);
 #pragma unroll 1
         for (int box = 0; box < BOXES; box++) {
             const int col0 = column + box * (64 / BOXES);
             const int left = ((int)n - col0) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
+            char* to = y + (row0 + warp) * y_pitch + col0 * Y_BYTES + 4 * lane;
+            const bool across = !FLOAT32 && (size_t)to & 2, begins_before = across && lane > 0;
+            const bool word = begins_before ? left >= 2 : !across && left >= 4;
+            const bool half_word = begins_before ? left == 0 : !FLOAT32 && (across ? left >= 2 : left == 2);
+            const bool last_half = across && lane == 31 && left >= 4;
+            const u32 bytes = begins_before ? 0x5432 : 0x7654;  // of a lane's and its neighbour's
+            if (begins_before) to -= 2;
+            int from = box * (PASS_M * 128) + warp * 128 + (((lane / 4) ^ warp) << 4) + (lane & 3) * 4;
 #pragma unroll 4
             for (int r = warp; r < rows; r += 4) {
-                const u32 word = *(const u32*)(staging + box * (PASS_M * 128) + r * 128 +
-                                               (((lane / 4) ^ (r & 7)) << 4) + (lane & 3) * 4);
-                char* const to = y + (row0 + r) * y_pitch + col0 * Y_BYTES + 4 * lane;
-                if constexpr (FLOAT32) {
-                    if (left >= 4) *(u32*)to = word;
-                } else {
-                    const u32 before = __shfl_up_sync(0xFFFFFFFF, word, 1);
-                    const bool across = (size_t)to & 2;  // in all lanes, or in none
-                    if (!across || lane == 0 || left < 2) {
-                        if (!across && left >= 4)
-                            *(u32*)to = word;
-                        else if (left >= 2)
-                            *(unsigned short*)to = (unsigned short)word;
-                        else if (across && lane > 0 && left == 0)
-                            *(unsigned short*)(to - 2) = (unsigned short)(before >> 16);
-                    } else {
-                        *(u32*)(to - 2) = __funnelshift_l(before, word, 16);
-                    }
-                    if (across && lane == 31 && left >= 4) *(unsigned short*)(to + 2) = (unsigned short)(word >> 16);
-                }
+                const u32 own = *(const u32*)(staging + from);
+                const u32 piece = FLOAT32 ? own : __byte_perm(__shfl_up_sync(0xFFFFFFFF, own, 1), own, bytes);
+                if (word) *(u32*)to = piece;
+                if (half_word) *(unsigned short*)to = (unsigned short)piece;
+                if (last_half) *(unsigned short*)(to + 4) = (unsigned short)(own >> 16);
+                from = (from ^ 64) + 4 * 128;  // chunk c of row r lies at c ^ (r & 7)
+                to += 4 * y_pitch;
             }
         }
     }

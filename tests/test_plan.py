@@ -938,10 +938,10 @@ def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
 
 
 def test_g_alone_takes_a_weight_that_lies_across() -> None:
-    """Rows of y off 16 bytes leave a bare GEMM, which reads a weight of columns as the backward's dx reads its own."""
+    """Ranks that meet between launches leave a bare GEMM, which reads a weight of columns as the backward's dx does."""
     p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
     for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
-        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90")
+        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90", ranks="between")
         assert decided.product is not None and [split.name for split in decided.limbs.of] == want
         assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
         q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))

@@ -191,14 +191,17 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
     sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "whole": whole, "limbs_of_x": of_x}
     within = limits(sms, sm90=(block_m, cluster), **ways)
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
-    shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N + 40  # the last rows and features fill no tile
+    shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
         within = limits(sms=32, sm90=(block_m, cluster, split), split=True, whole=whole, limbs_of_x=of_x)
-        shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N + 40
-    if mode != "gemm":
-        group = alone() if ranks else None
-        return forward(within, shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
-    return multiply(within, shape, dtype, precision)
+        shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N
+    for last in (40, 37):  # rows of y on 16 bytes and off them
+        last_shape = *shape[:2], shape[2] + last
+        if mode == "gemm":
+            multiply(within, last_shape, dtype, precision)
+        else:
+            group = alone() if ranks else None
+            forward(within, last_shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
 
 
 def narrow(element, features, chunks, activation):

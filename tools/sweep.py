@@ -7,9 +7,8 @@ python tools/sweep.py fit FILE [rounds]                      anywhere: writes gs
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
 tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "of x" where it makes limbs of the weight in registers,
 "twice" where it makes g twice and "whole" where a cluster has all rows; "narrow", the kernels that make g twice;
-"sm90", its bare GEMM and two launches, where it has no tiles; and the portable path on cuBLAS, with PyTorch eager
-beside them. Times are of the device, calls back to back behind a kernel that keeps it busy while the
-host enqueues; each choice's result is held to cuBLAS's.
+and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back behind a
+kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
 """
 
 import json
@@ -97,12 +96,6 @@ def problem(shape, dtype):
     return _plan.Matmul(b, o, i, DTYPES[dtype][0], DEVICE, *at)
 
 
-def taken(p, element):
-    """The same as forward_sm90 takes it, rows on 16 bytes; None where limbs would have to write y elsewhere."""
-    elsewhere = element == "limbs" and not _plan.whole_words(p.y, p.n, _plan.ITEMSIZE[p.dtype])
-    return None if elsewhere else for_sm90(p, element)
-
-
 def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
@@ -125,8 +118,8 @@ def name_of(tile, mode):
 def tiles(shape, dtype, mode):
     """What forward_sm90 can take, by name."""
     element = _plan.element_for(*DTYPES[dtype])
-    p = taken(problem(shape, dtype), element)
-    return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)} if p is not None else {}
+    p = for_sm90(problem(shape, dtype), element)
+    return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)}
 
 
 def measure(limit, skip, dtypes):
@@ -190,7 +183,7 @@ def measure(limit, skip, dtypes):
             runs = {"cublas": forced(ours, "cublas")}
             truth = y.clone()
             error = 0.0
-            for name, tile in (tiles(shape, dtype, mode) or {"sm90": None}).items():
+            for name, tile in tiles(shape, dtype, mode).items():
                 y.fill_(float("nan"))
                 runs[name] = forced(ours, "sm90", tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
@@ -239,7 +232,7 @@ def expected(line, rates):
     found = {"cublas": cublas_us(q, element, apart, keeps=False, rates=rates) + copies_us(q, rates=rates)}
     if "narrow" in line["us"]:
         found["narrow"] = narrow_forward(p, precision, training=mode == "training", keeps=False, rates=rates).us
-    q = taken(p, element)
+    q = for_sm90(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:
             again = tile_of(q, tile.mode, tile.element, tile.block_m, tile.cluster, split=tile.split, rates=rates)

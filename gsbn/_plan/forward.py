@@ -127,7 +127,7 @@ def plan(
     m, n, k, dtype, device, _, _, y, _ = p
     g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
     y_size = ITEMSIZE[dtype]
-    fused = chosen == "sm90" and ranks != "between" and not _limbs_to_copies(p, element_for(dtype, precision))
+    fused = chosen == "sm90" and ranks != "between"
     narrow = None
     if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saved):
         narrow = narrow_forward(p, precision, training=training, keeps=saved)
@@ -328,11 +328,6 @@ def _fastest(
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve", 0.0
-
-
-def _limbs_to_copies(p: Matmul, element: str) -> bool:
-    """Whether limbs would have to write y elsewhere: then they make g alone, for two launches after it."""
-    return element == "limbs" and not whole_words(p.y, p.n, ITEMSIZE[p.dtype])
 
 
 def _taken(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
