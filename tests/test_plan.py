@@ -1029,7 +1029,7 @@ def test_the_planner_loses_little_on_what_was_measured() -> None:
     lines = sweep.judged(ROOT / "docs" / "results" / "sweep.jsonl")
     assert len(lines) == 913
     regret = np.array([line["regret"] for line in lines])
-    assert (regret <= 0.05).mean() > 0.87
+    assert (regret <= 0.05).mean() > 0.88
     assert (regret <= 0.2).mean() > 0.96
     # Those beyond are of float32 and fewer than 64 input features, where cuBLAS is taken as the more accurate.
     # And one whose rows of y are 160 bytes long: what these cost forward_sm90 the model does not know.

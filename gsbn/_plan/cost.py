@@ -69,9 +69,7 @@ def one_launch_us(
     pace.append(latency / stages(element, mode, block_m, cluster, split))
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
-    y = m * n / waves * ITEMSIZE[dtype] * 1e-6
-    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
-    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 16 else 1.0  # in pieces
+    y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _of_rows(p, rates)
     y *= 1 + keeps  # g - m is written as y is
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + y / rates.y_rate[mode]
     if split > 1:
@@ -93,6 +91,12 @@ def one_launch_us(
     return us
 
 
+def _of_rows(p: Matmul, rates: Rates) -> float:
+    """How much longer it takes to store y where its rows do not start on 128 bytes, and on 16: then in pieces."""
+    pitch = p.y.strides[0] * ITEMSIZE[p.dtype]
+    return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
+
+
 def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bool, rates: Rates = H200) -> float:
     """Training by forward_sm90 where it makes g twice: waves of tiles for their statistics, and all but the last for y.
 
@@ -104,7 +108,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
-    y *= rates.off_line_y if p.y.strides[0] * ITEMSIZE[dtype] % 128 else 1.0
+    y *= _of_rows(p, rates)
     first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
     us = waves * first + (waves - 1) * again + y
     # twice the arithmetic of the other ways

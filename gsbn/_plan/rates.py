@@ -18,7 +18,7 @@ class Rates(NamedTuple):
     memory_us: float  # from asking memory for a step of a ring to its arrival
     l2_us: float  # the same of L2
     off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
-    off_line_y: float  # and where rows of y do not
+    off_line_y: float  # and y's where its rows do not; once more where they do not on 16
     tile_us: dict[str, float]  # beginning and end of a tile, by mode
     row_us: dict[str, float]  # of a tile, beside its mode's tile_us: each of its rows
     y_rate: dict[str, float]  # MB/us, by mode
