@@ -137,6 +137,7 @@ def prepare_call(
         "splits": plan.splits,
         "merge_columns": plan.merge_columns,
         "panel": plan.one.panel if plan.one is not None else 0,
+        "folded": plan.one.folded if plan.one is not None else 0,
         "affine": plan.affine,
         "partials": plan.partials,
         "flags": flags,

@@ -321,7 +321,7 @@ struct Consumer : Cta {
             for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // one to every other CTA
                 send(&sh.gathered[rank][mine], own, m2_of_all, here, cta);
             mbar_wait_sent(here, 0);
-            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(), 0, 1, all.mean, m2_of_all);
+            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, all.mean, m2_of_all);
         }
         const float var = m2_of_all / (float)m;
         mbar_wait(&sh.laid_out, 0);
@@ -341,10 +341,11 @@ struct Consumer : Cta {
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};
-            if (!RANKS && parts().lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
+            if (!RANKS &&
+                parts(block).lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
                 float m2;
-                const Word* words = partial + (size_t)block * order.rows * BLOCK_N + within + 8 * h;
-                merge_feature(Published{words, launch}, parts(), 0, 1, all.mean, m2);
+                const Word* words = words_of(block) + within + 8 * h;
+                merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);
                 all.a = u.slope(m2 / (float)m, f.eps);
             } else {
                 all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);

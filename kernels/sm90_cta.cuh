@@ -42,6 +42,9 @@ struct Tile {
 // all rows of block i.
 struct Order {
     int rows, cols, panel;
+    __device__ int grouped() const {
+        return (cols - 1) / panel * panel;
+    }  // columns in whole panels, at least one left over
     __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
     __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster
@@ -116,19 +119,32 @@ struct Cta {
         return cluster_id() + nth * clusters;
     }
 
-    // Of a feature's rows a part is a tile of a CTA, or to recompute, all of them.
-    __device__ __forceinline__ RowParts parts() const {
-        if constexpr (MODE == WHOLE) return {((int)m + BLOCK_M - 1) / BLOCK_M, order.rows, (int)m};
-        return {MODE == RECOMPUTE ? clusters / order.cols : order.rows, order.rows, (int)m};
+    // Of the rows of a block's features a part is a tile of a CTA; or all of them, to recompute and where a block is folded.
+    __device__ __forceinline__ RowParts parts(int block) const {
+        const int tiles = MODE == WHOLE ? ((int)m + BLOCK_M - 1) / BLOCK_M : order.rows;
+        const int count = MODE == RECOMPUTE ? clusters / order.cols : folds(block) ? clusters : tiles;
+        return {count, tiles, (int)m, count == tiles ? 1 : tiles / count};
+    }
+
+    // The last columns of tiles come one at a time. Where a CTA has several tiles of one, its merger folds them to one part,
+    // since everybody waits at the end until all parts are merged.
+    __device__ __forceinline__ bool folds(int block) const { return PARKS && block >= p.folded; }
+
+    // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
+    __device__ __forceinline__ Word* words_of(int block) const {
+        const bool behind = folds(block);
+        const size_t all = (size_t)(behind ? blocks : block) * (MODE == RECOMPUTE ? parts(block).count : order.rows);
+        return partial + (all + (behind ? (block - (int)p.folded) * clusters : 0)) * BLOCK_N;
     }
 
     __device__ void produce(int rank) const;                                // loads x and w
     __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
     __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
-    __device__ void join(int lane, int rank) const;              // RANKS: the statistics of these over all ranks
-    __device__ void lay_out_last_tile(int lane) const;           // training: what the consumers need to finish it
-    __device__ void finish_tiles(int nap) const;                 // training: turns parked deviations into y
-    __device__ void finish_unit(int unit, int nap) const;        // some rows of that
+    __device__ void fold(Running (&own)[BLOCK_N / 32], int nth, int row, int block, int nap) const;  // and of own tiles
+    __device__ void join(int lane, int rank) const;        // RANKS: the statistics of these over all ranks
+    __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
+    __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
+    __device__ void finish_unit(int unit, int nap) const;  // some rows of that
     __device__ void take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const;
     __device__ void finish_meanwhile(int nap) const;  // or a nap
 };

@@ -57,9 +57,10 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
     const int nth = unit / UNITS;
     const auto [row, block] = order.at(tile(nth), cluster_rank());
     if (block >= blocks) return;
-    // first in this CTA, then one word of all, then all: polling must not crowd the main loop out of L2
+    // first in this CTA, then one word of all, the last to be merged, then all: polling must not crowd others out of L2
     for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, nap);
-    if (look(&sh.merged_tiles) <= nth) await(merged + (size_t)block * BLOCK_N, *(volatile u64*)&sh.launch, nap);
+    if (look(&sh.merged_tiles) <= nth)
+        await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, nap);
     constexpr int ACROSS = BLOCK_N / CHUNK, STEP = 32 / ACROSS;  // lanes along a row, rows of an access
     constexpr int BATCH = KEEP ? 4 : 8;  // accesses; KEEP's coefficients take the other registers
     const int lane = lane_id(), feature = block * BLOCK_N + lane % ACROSS * CHUNK;

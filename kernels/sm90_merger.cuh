@@ -3,6 +3,31 @@
 #pragma once
 #include "sm90_finisher.cuh"
 
+// A tile's statistics into those of the CTA's tiles of a folded column, which are published after the last of them. A lane
+// has BLOCK_N / 32 neighbouring features.
+__device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth, int row, int block, int nap) const {
+    constexpr int EACH = BLOCK_N / 32;
+    wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
+    const u64 launch = *(volatile u64*)&sh.launch;
+    const int first = EACH * lane_id();
+    const Word* words = partial + ((size_t)block * order.rows + row) * BLOCK_N + first;
+    Word tile[EACH];
+    bool here;
+    do {
+        here = true;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) tile[e] = peek(words + e);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) here &= tile[e].launch == launch;
+    } while (!here);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        own[e].fold(tile[e].x, tile[e].y, row / clusters * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
+        if (row + clusters >= order.rows)
+            publish(words_of(block) + row % clusters * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
+    }
+}
+
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
     u64 number = 0;  // of WHOLE, which has no words
@@ -21,21 +46,27 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     }
     if (MERGERS > 1) mbar_wait(&sh.agreed, 0);
     __syncwarp();
-    const RowParts parts = this->parts();
-    const int share = parts.share(), lanes = parts.lanes();
     const Wide unbiased = (Wide)m / (Wide)(m - 1);
     const long long n = this->n;
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
+    Running own[BLOCK_N / 32];
     int nth = 0;
     for (int i; (i = tile(nth)) < order.count(); nth++) {
         if (MODE == RECOMPUTE && nth > 0) break;  // all tiles are one part, which has the number of the first one's row
         const auto [row, block] = order.at(i, rank);
-        if (block >= blocks || row * share >= BLOCK_N) continue;  // the others merge all there are
+        if (block >= blocks) continue;
+        const bool folds = this->folds(block);
+        const RowParts parts = this->parts(block);
+        const int share = parts.share(), lanes = parts.lanes(), first = share * (folds ? row % clusters : row);
+        const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
+        // others merge all there are, or it is too early
+        const bool idle = first >= BLOCK_N || (folds && row + clusters < order.rows);
+        if (idle && !folds) continue;
 #pragma unroll 1
         for (int base = which * (32 / lanes); base < share; base += MERGERS * (32 / lanes)) {
             const int lane = lane_id(), member = lane % lanes;
-            const int c = row * share + base + lane / lanes, feature = block * BLOCK_N + c;
-            const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
+            const int c = first + base + lane / lanes, feature = block * BLOCK_N + c;
+            const bool speaks = !idle && member == 0 && base + lane / lanes < share && c < BLOCK_N;
             const bool mine = speaks && feature < n, running = mine && tracked;
             // the arguments travel while the partials are not there yet
             const Fetched none = {KIND_ABSENT, 0};
@@ -47,16 +78,17 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 of_b = fetch(f.bias, f.bias_code, feature), of_rm = fetch(f.running_mean, f.running_mean_code, feature),
                 of_rv = fetch(f.running_var, f.running_var_code, feature);
             // first in this CTA, then one word of all, then all
-            const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
             float mean, m2;
             u64 launch = 0;
             if constexpr (MODE == WHOLE) {
                 for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
+                if (folds && base == 0) fold(own, nth, row, block, nap);
+                if (idle) break;
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
                 launch = *(volatile u64*)&sh.launch;
-                const Word* words = partial + (size_t)block * parts.count * BLOCK_N;
+                const Word* words = words_of(block);
                 await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
@@ -108,16 +140,23 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
-    const int share = parts().share();
-    int nth = 0;
-    for (int i; (i = tile(nth)) < order.count(); nth++) {
+    // the features [first, end) of its block that have been merged, of a tile
+    struct Merged {
+        int block, first, end;
+    };
+    const auto merged_at = [&](int i) -> Merged {
         const auto [row, block] = order.at(i, rank);
-        if (block >= blocks) continue;
+        if (block >= blocks || (folds(block) && row + clusters < order.rows)) return {block, 0, 0};
+        const int share = parts(block).share(), first = share * (folds(block) ? row % clusters : row);
+        return {block, first, min(first + share, BLOCK_N)};
+    };
+    for (int i, nth = 0; (i = tile(nth)) < order.count(); nth++) {
+        const auto [block, first, end] = merged_at(i);
         const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
 #pragma unroll 1
-        for (int base = 0; base < share && row * share + base < BLOCK_N; base += 32) {
-            const int lane = lane_id(), c = row * share + base + lane, feature = block * BLOCK_N + c;
-            const bool speaks = base + lane < share && c < BLOCK_N, mine = speaks && feature < n;
+        for (int base = first; base < end; base += 32) {
+            const int c = base + lane_id(), feature = block * BLOCK_N + c;
+            const bool speaks = c < end, mine = speaks && feature < n;
             Affine u = {1.f, 1.f, 0.f};  // on its way meanwhile
             if (mine) u = f.affine(feature);
             while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) finish_meanwhile(nap);
@@ -131,12 +170,13 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     }
     // What no tile waits for, of all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
-    const int left = KEEP || tracked ? nth * share : 0;
+    const int most = (BLOCK_N - 1) / min(order.rows, clusters) + 1;  // features of a tile
+    const int left = KEEP || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
-        const auto [row, block] = order.at(tile(i / share), rank);
-        const int c = row * share + i % share, feature = block * BLOCK_N + c;
-        if (c >= BLOCK_N || feature >= n) continue;
+        const auto [block, first, end] = merged_at(tile(i / most));
+        const int c = first + i % most, feature = block * BLOCK_N + c;
+        if (c >= end || feature >= n) continue;
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
         const Whole<double> all = exchange.statistics<double>(feature);
         if (tracked && all.right) {

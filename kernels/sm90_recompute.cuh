@@ -4,19 +4,7 @@
 #include "sm90_consumer.cuh"
 
 struct Recomputer : Consumer {
-    float pivot[2] = {}, shift[2] = {}, m2[2] = {};  // over the tiles so far: shift is mean - pivot, m2 is M2
-
-    // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
-    __device__ __forceinline__ void fold(const float (&mean)[2], const float (&of_tile)[2], int rows) {
-        const float before = (float)(nth * BLOCK_M), weight = (float)rows / (before + (float)rows);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            if (nth == 0) pivot[h] = mean[h];
-            const float d = mean[h] - pivot[h] - shift[h];
-            m2[h] += fmaf(d * d, before * weight, of_tile[h]);
-            shift[h] = fmaf(d, weight, shift[h]);
-        }
-    }
+    Running so_far[2] = {};  // over the CTA's tiles
 
     // Publish what this CTA has of the features. Who `finishes` tiles waits for what all CTAs have.
     __device__ __forceinline__ void exchange(int part, int block, int lane, bool finishes) {
@@ -26,8 +14,8 @@ struct Recomputer : Consumer {
                   mine = within + 8 * h;  // of four lanes with the same two features, two speak for one each
         const bool speaks = (lane & 2) == 0;
         if (speaks)
-            publish(partial + ((size_t)block * parts().count + part) * BLOCK_N + mine,
-                    h ? pivot[1] + shift[1] : pivot[0] + shift[0], h ? m2[1] : m2[0], launch);
+            publish(words_of(block) + part * BLOCK_N + mine, h ? so_far[1].mean() : so_far[0].mean(),
+                    h ? so_far[1].m2 : so_far[0].m2, launch);
         if (lane == 0) hint(&sh.ready);
         if (!finishes) return;
         mbar_wait(&sh.laid_out, 0);
@@ -94,7 +82,8 @@ struct Recomputer : Consumer {
                 const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
                 float of_tile[2];
                 centre(d, rows, lane, own, of_tile);
-                fold(own, of_tile, rows);
+#pragma unroll
+                for (int h = 0; h < 2; h++) so_far[h].fold(own[h], of_tile[h], nth * BLOCK_M, rows);
                 if (nth < last) continue;
                 exchange(part, block, lane, true);
             }

@@ -40,11 +40,26 @@ struct Features {  // the caller's per-feature arguments
     }
 };
 
+// A feature's statistics over the tiles so far.
+struct Running {
+    float pivot, shift, m2;  // shift is mean - pivot, m2 is M2
+
+    // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
+    __device__ __forceinline__ void fold(float mean, float of_tile, int rows_before, int rows) {
+        const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
+        if (rows_before == 0) pivot = mean, shift = 0.f, m2 = 0.f;
+        const float d = mean - pivot - shift;
+        m2 += fmaf(d * d, before * weight, of_tile);
+        shift = fmaf(d, weight, shift);
+    }
+    __device__ __forceinline__ float mean() const { return pivot + shift; }
+};
+
 // The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ... of
 // `tiles`. Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
 // `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
 struct RowParts {
-    int count, tiles, m;
+    int count, tiles, m, whole;  // tiles of a part at least
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
@@ -52,9 +67,8 @@ struct RowParts {
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
     __device__ __forceinline__ float rows(int i) const {
-        if constexpr (MODE != RECOMPUTE) return (float)min(m - i * BLOCK_M, BLOCK_M);
-        const int whole = tiles / count, rest = tiles % count;  // only the last tile may be short
-        return (float)((whole + (i < rest)) * BLOCK_M - (i == (rest + count - 1) % count ? tiles * BLOCK_M - m : 0));
+        const int rest = tiles - whole * count, last = (rest ? rest : count) - 1;  // only the last tile may be short
+        return (float)((whole + (i < rest)) * BLOCK_M - (i == last ? tiles * BLOCK_M - m : 0));
     }
 };
 
@@ -91,7 +105,7 @@ struct Gathered {
 template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
-    constexpr int BATCH = 4;  // eight were slower
+    constexpr int BATCH = 5;  // of 132 parts all are on their way; eight were slower
     const int count = parts.count;
     float2 part[BATCH];
     float pivot, sum = 0.f;

@@ -55,18 +55,20 @@ FAMILIES = [  # rows; features in and out, and what they are multiples of
     ((64, 16384), (64, 4200), 1),
 ]
 NARROW = ((4_000, 2_000_000), (8, 128), 8)
+SHORT = ((1_000, 100_000), (8, 256), 8)
 
 
-def shapes(count=200, narrow=40):
+def shapes(count=200, narrow=40, more=160):
     """The named ones, then a low-discrepancy sequence on a log scale, over four families in turn.
 
-    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. At last many rows of few
-    features.
+    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. Then many rows of few features;
+    at last more of the four, and rows that are short, of which there are not so many.
     """
     found = list(NAMED)
     steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
-    for index in range(1, count + narrow + 1):
-        (few, many), (least, most), multiple = FAMILIES[index % len(FAMILIES)] if index <= count else NARROW
+    for index in range(1, count + narrow + more + 1):
+        families = FAMILIES if index <= count else [NARROW] if index <= count + narrow else [*FAMILIES, SHORT]
+        (few, many), (least, most), multiple = families[index % len(families)]
         b, i, o = ((0.5 + index * step) % 1 for step in steps)
         b, i, o = few * (many / few) ** b, *(least * (most / least) ** n for n in (i, o))
         i, o = (max(least, round(n / multiple) * multiple) | (multiple == 1) for n in (i, o))
@@ -252,8 +254,10 @@ def loss(lines, rates):
 
 
 def scalars(rates):
-    """Every number of the rates: the field, the key within it (None for a field that is a number), the value."""
+    """Every number of the rates that is the sweep's: the field, the key within it (None for a number), the value."""
     for field, value in rates._asdict().items():
+        if field == "held_flops":  # of calls that follow each other for longer
+            continue
         if isinstance(value, dict):
             yield from ((field, key, v) for key, v in value.items() if v)
         elif isinstance(value, tuple):

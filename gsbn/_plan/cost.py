@@ -86,7 +86,7 @@ def one_launch_us(
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us
-    if resident(element, mode, block_m, cluster * split) == 2 and p.device.sms < 2 * ctas <= 2 * p.device.sms:
+    if 2 * ctas <= p.device.sms * resident(element, mode, block_m, cluster * split):
         us -= rates.early_us
     return us
 

@@ -91,6 +91,7 @@ class OneLaunch(NamedTuple):
     clusters: int
     split: int  # CTAs that share k
     panel: int
+    folded: int  # the first block of features whose tiles in a CTA make one part of the statistics
     merged: int
     roll: int
     workspace: int
@@ -239,9 +240,16 @@ def one_launch(
     tile = cheapest_tile(p, mode, element_for(p.dtype, precision), **of_call)
     _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
+    by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
+    panel = columns if by_rows else _panel(p, mode, element)
+    parks = mode == "training" and split == 1 and rows * columns > clusters
+    # where a CTA has several tiles of a column, and takes it alone
+    folded = (columns - 1) // panel * panel * cluster if parks and rows > clusters else blocks
     merged = roll = workspace = 0
     if mode not in ("gemm", "whole"):  # which have no words for each other
-        merged = (clusters // columns if mode == "recompute" else rows) * blocks * SM90_BLOCK_N * 16
+        words = (clusters // columns if mode == "recompute" else rows) * blocks
+        words += (blocks - folded) * clusters
+        merged = words * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
@@ -260,13 +268,14 @@ def one_launch(
         cluster=cluster,
         clusters=clusters,
         split=split,
-        panel=columns if mode == "recompute" or (mode == "gemm" and mostly_writes(p)) else _panel(p, mode, element),
+        panel=panel,
+        folded=folded,
         merged=merged,
         roll=roll,
         workspace=workspace,
         wide=wide,
         along_rows=mode == "whole",
-        parks=mode == "training" and split == 1 and rows * columns > clusters,
+        parks=parks,
     )
 
 

@@ -25,7 +25,7 @@ class Rates(NamedTuple):
     exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
     exchange_rate: float  # MB/us that a CTA receives meanwhile
     cluster_us: float  # more, where CTAs are launched in clusters
-    early_us: float  # less, where an SM has room for two CTAs and gets one: the next launch begins beside it
+    early_us: float  # less, where there is room for as many CTAs again: the next launch begins beside this one
     parked_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
     laying_us: float  # inference: a round of constants, 96 features by three warps
