@@ -22,8 +22,18 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int, *, beside: bool = False) -> None:
         self._grid = one.ctas
-        of_statistics = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
-        fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel, "folded": one.folded}
+        of_statistics = (
+            "in_panels",
+            "parts_in_panels",
+            "parts_alone",
+            "ld_kept",
+            "signature",
+            *VECTORS,
+            "momentum",
+            "eps",
+            "number",
+        )
+        fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._whole_words = _plan.whole_words(p.y, p.n, 4 if one.wide else _plan.ITEMSIZE[p.dtype])
         fields["flags"] = _declared.flags(beside=beside, vector_y=self._whole_words)
         self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))

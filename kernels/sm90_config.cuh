@@ -24,11 +24,12 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two trai
 #endif
 
 struct Problem {
-    long long m, n, k;    // B, O, I
-    long long y_row;      // row pitch of y, in elements
-    long long ld_kept;    // and of what is kept
-    long long panel;      // column blocks that are taken row by row, see Order
-    long long folded;     // the first block of features that is folded, see Cta
+    long long m, n, k;  // B, O, I
+    long long y_row;    // row pitch of y, in elements
+    long long ld_kept;  // and of what is kept
+    long long panel;    // column blocks that are taken row by row, see Order
+    // TRAINING: parts of the rows of the first blocks of features, whose columns come in panels, and of the others
+    long long in_panels, parts_in_panels, parts_alone;
     long long flags;      // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_ALONE; in GEMM FLAG_BESIDE
     long long signature;  // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch

@@ -119,22 +119,32 @@ struct Cta {
         return cluster_id() + nth * clusters;
     }
 
-    // Of the rows of a block's features a part is a tile of a CTA; or all of them, to recompute and where a block is folded.
+    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. TRAINING folds where
+    // a CTA has several: whoever merges parts is what everybody waits for.
     __device__ __forceinline__ RowParts parts(int block) const {
         const int tiles = MODE == WHOLE ? ((int)m + BLOCK_M - 1) / BLOCK_M : order.rows;
-        const int count = MODE == RECOMPUTE ? clusters / order.cols : folds(block) ? clusters : tiles;
-        return {count, tiles, (int)m, count == tiles ? 1 : tiles / count};
+        const int count = MODE == WHOLE ? tiles : MODE == RECOMPUTE ? clusters / order.cols : parts_of(block);
+        const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
+        return {count,
+                (int)m,
+                (rest ? rest : count) - 1,
+                (float)(most * BLOCK_M),
+                (float)(most * BLOCK_M - (tiles * BLOCK_M - (int)m)),
+                (float)(each * BLOCK_M)};
     }
-
-    // The last columns of tiles come one at a time. Where a CTA has several tiles of one, its merger folds them to one part,
-    // since everybody waits at the end until all parts are merged.
-    __device__ __forceinline__ bool folds(int block) const { return PARKS && block >= p.folded; }
+    __device__ __forceinline__ int parts_of(int block) const {
+        return (int)(block < p.in_panels ? p.parts_in_panels : p.parts_alone);
+    }
+    __device__ __forceinline__ bool folds(int block) const { return PARKS && parts_of(block) != order.rows; }
 
     // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
-        const bool behind = folds(block);
-        const size_t all = (size_t)(behind ? blocks : block) * (MODE == RECOMPUTE ? parts(block).count : order.rows);
-        return partial + (all + (behind ? (block - (int)p.folded) * clusters : 0)) * BLOCK_N;
+        size_t before = (size_t)block * (MODE == RECOMPUTE ? clusters / order.cols : order.rows);
+        if (folds(block)) {
+            const int in_panels = min(block, (int)p.in_panels);
+            before = (size_t)blocks * order.rows + in_panels * p.parts_in_panels + (block - in_panels) * p.parts_alone;
+        }
+        return partial + before * BLOCK_N;
     }
 
     __device__ void produce(int rank) const;                                // loads x and w

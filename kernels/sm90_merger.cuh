@@ -9,7 +9,7 @@ __device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth,
     constexpr int EACH = BLOCK_N / 32;
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
     const u64 launch = *(volatile u64*)&sh.launch;
-    const int first = EACH * lane_id();
+    const int first = EACH * lane_id(), count = parts_of(block);
     const Word* words = partial + ((size_t)block * order.rows + row) * BLOCK_N + first;
     Word tile[EACH];
     bool here;
@@ -22,9 +22,9 @@ __device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth,
     } while (!here);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-        own[e].fold(tile[e].x, tile[e].y, row / clusters * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
-        if (row + clusters >= order.rows)
-            publish(words_of(block) + row % clusters * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
+        own[e].fold(tile[e].x, tile[e].y, row / count * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
+        if (row + count >= order.rows)
+            publish(words_of(block) + row % count * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
     }
 }
 
@@ -57,16 +57,19 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
         if (block >= blocks) continue;
         const bool folds = this->folds(block);
         const RowParts parts = this->parts(block);
-        const int share = parts.share(), lanes = parts.lanes(), first = share * (folds ? row % clusters : row);
+        const int share = parts.share(), lanes = parts.lanes(), first = share * (folds ? row % parts.count : row);
         const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
-        // others merge all there are, or it is too early
-        const bool idle = first >= BLOCK_N || (folds && row + clusters < order.rows);
-        if (idle && !folds) continue;
+        if (folds) {
+            fold(own, nth, row, block, nap);
+            if (row + parts.count < order.rows) continue;  // more of its tiles come
+        }
+        if (first >= BLOCK_N) continue;  // the others merge all there are
+        const Word* const words = words_of(block);
 #pragma unroll 1
         for (int base = which * (32 / lanes); base < share; base += MERGERS * (32 / lanes)) {
             const int lane = lane_id(), member = lane % lanes;
             const int c = first + base + lane / lanes, feature = block * BLOCK_N + c;
-            const bool speaks = !idle && member == 0 && base + lane / lanes < share && c < BLOCK_N;
+            const bool speaks = member == 0 && base + lane / lanes < share && c < BLOCK_N;
             const bool mine = speaks && feature < n, running = mine && tracked;
             // the arguments travel while the partials are not there yet
             const Fetched none = {KIND_ABSENT, 0};
@@ -84,11 +87,8 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
-                if (folds && base == 0) fold(own, nth, row, block, nap);
-                if (idle) break;
                 wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
                 launch = *(volatile u64*)&sh.launch;
-                const Word* words = words_of(block);
                 await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
@@ -146,8 +146,9 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     };
     const auto merged_at = [&](int i) -> Merged {
         const auto [row, block] = order.at(i, rank);
-        if (block >= blocks || (folds(block) && row + clusters < order.rows)) return {block, 0, 0};
-        const int share = parts(block).share(), first = share * (folds(block) ? row % clusters : row);
+        const int count = MODE == TRAINING ? parts_of(block) : 0;
+        if (block >= blocks || (folds(block) && row + count < order.rows)) return {block, 0, 0};
+        const int share = parts(block).share(), first = share * (folds(block) ? row % count : row);
         return {block, first, min(first + share, BLOCK_N)};
     };
     for (int i, nth = 0; (i = tile(nth)) < order.count(); nth++) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     }
     // What no tile waits for, of all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
-    const int most = (BLOCK_N - 1) / min(order.rows, clusters) + 1;  // features of a tile
+    const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // features of a tile
     const int left = KEEP || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {

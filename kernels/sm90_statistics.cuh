@@ -59,17 +59,16 @@ struct Running {
 // `tiles`. Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
 // `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
 struct RowParts {
-    int count, tiles, m, whole;  // tiles of a part at least
+    int count, m;
+    int last;                  // the part that has the last tile, which alone may be short
+    float before, at, beyond;  // rows of the parts before it, of itself, and of those beyond
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
         if constexpr (MODE == WHOLE) return 1;  // who merges and who finishes get the same bits
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
-    __device__ __forceinline__ float rows(int i) const {
-        const int rest = tiles - whole * count, last = (rest ? rest : count) - 1;  // only the last tile may be short
-        return (float)((whole + (i < rest)) * BLOCK_M - (i == last ? tiles * BLOCK_M - m : 0));
-    }
+    __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }
 };
 
 // Where the parts' (mean, M2) of one feature are: in the workspace, perhaps not yet,
@@ -105,20 +104,22 @@ struct Gathered {
 template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
-    constexpr int BATCH = 5;  // of 132 parts all are on their way; eight were slower
+    constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
     float2 part[BATCH];
     float pivot, sum = 0.f;
     m2 = 0.f;
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
-        bool here;
-        do {
-            here = true;
+        bool missing[BATCH], any;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) missing[i] = t0 + i * lanes < count;
+        do {  // only those that are not there are looked at again
+            any = false;
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
-                if (t0 + i * lanes < count) here &= source.here(t0 + i * lanes, part[i]);
-        } while (!here);
+                if (missing[i]) missing[i] = !source.here(t0 + i * lanes, part[i]), any |= missing[i];
+        } while (any);
         if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // of tile 0
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {

@@ -188,6 +188,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.along_rows and not one.cooperative
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
+        assert_folded_parts_fit(p, one)
         assert one.merged + features * 16 <= one.roll
         end = one.roll + 8 * (1 + one.ctas)
     if one.limbs is not None:
@@ -210,6 +211,15 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert at.strides[1] == 1
         if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
             assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+
+
+def assert_folded_parts_fit(p: Matmul, one: OneLaunch) -> None:
+    """Behind the words of all tiles there is room for those of folded parts; and a tile of each part is in the first rows."""
+    rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
+    counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
+    if not makes_g_twice(one) and any(count != rows for count in counts):
+        assert one.parks and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
+        assert (rows * blocks + sum(counts)) * SM90_BLOCK_N * 16 <= one.merged
 
 
 def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int]) -> None:
@@ -946,6 +956,47 @@ def test_g_alone_takes_a_weight_that_lies_across() -> None:
         assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
         q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))
         assert_limb_gemm_fits(q, decided.product, decided.limbs, "x", "weight")
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tile", [(256, 1), (256, 2), (128, 1), (128, 2), (64, 1), (32, 2)])
+@pytest.mark.parametrize(
+    "shape", [(9000, 2104), (8000, 2104), (135732, 128), (70000, 1001), (65536, 1024), (20000, 384)]
+)
+def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
+    shape: tuple[int, int], tile: tuple[int, int], element: str
+) -> None:
+    """The order of tiles is forward_sm90's (Order): those of a folded column come one after the other, in one part."""
+    m, n = shape
+    if element == "float32" and tile[0] == 256:
+        pytest.skip("limbs have no tile of 256 rows")
+    limits = Limits(sm90=tile, recompute=False, whole=False, split=False, limbs_of_x=False)
+    one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
+    assert one is not None and one.parks and (one.block_m, one.cluster) == tile
+    rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
+    grouped = (columns - 1) // one.panel * one.panel
+    order = [
+        (row, column)
+        for first in range(0, grouped, one.panel)
+        for row in range(rows)
+        for column in range(first, first + one.panel)
+    ]
+    order += [(row, column) for column in range(grouped, columns) for row in range(rows)]
+    assert len(order) == rows * columns and one.in_panels == grouped * one.cluster
+    of_parts: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for cluster in range(one.clusters):
+        for nth, (row, column) in enumerate(order[cluster :: one.clusters]):
+            count = one.parts_in_panels if column < grouped else one.parts_alone
+            if count != rows:
+                owner, rows_of_it = of_parts.setdefault((column, row % count), (cluster, []))
+                assert owner == cluster and row == row % count + count * len(rows_of_it)
+                assert nth == 0 or not rows_of_it or order[cluster :: one.clusters][nth - 1][1] == column
+                rows_of_it.append(row)
+    assert all(
+        rows_of_it[-1] + len({part for c, part in of_parts if c == column}) >= rows
+        for (column, _), (_, rows_of_it) in of_parts.items()
+    )
+    assert of_parts or rows <= one.clusters
 
 
 def test_few_features_take_clusters_of_one() -> None:

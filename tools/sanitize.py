@@ -3,9 +3,9 @@
 compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
 
 CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
-four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each and so park them; of
-16 where a cluster has all rows, which are two clusters at least. A group is of one rank, and leaves four SMs free of
-eight. Where CTAs share k there are 32 SMs, and each CTA has one tile.
+four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each, park them and, in
+training, fold their statistics; of 16 where a cluster has all rows, which are two clusters at least. A group is of one
+rank, and leaves four SMs free of eight. Where CTAs share k there are 32 SMs, and each CTA has one tile.
 Results are held to the reference, coarsely: the bounds are the tests' job.
 
 Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
@@ -190,7 +190,7 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
     again, whole, of_x = mode == "recompute", mode == "whole", element == "limbs_of_x"
     sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "whole": whole, "limbs_of_x": of_x}
     within = limits(sms, sm90=(block_m, cluster), **ways)
-    rows, blocks = (cluster, 1) if whole else (7, 1) if again else (2, 4)
+    rows, blocks = (cluster, 1) if whole else (7, 1) if again else (7, 2) if mode == "training" else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
         within = limits(sms=32, sm90=(block_m, cluster, split), split=True, whole=whole, limbs_of_x=of_x)

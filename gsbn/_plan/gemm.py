@@ -91,7 +91,9 @@ class OneLaunch(NamedTuple):
     clusters: int
     split: int  # CTAs that share k
     panel: int
-    folded: int  # the first block of features whose tiles in a CTA make one part of the statistics
+    in_panels: int  # blocks of features whose columns are taken in panels; and in how many parts
+    parts_in_panels: int  # the rows of such a block are,
+    parts_alone: int  # and those of the others
     merged: int
     roll: int
     workspace: int
@@ -206,6 +208,9 @@ def tile_of(
     waves = ceil_div(tiles // apart, at_once // apart)
     # As few clusters as need no more waves: the power that the others would draw goes to these.
     clusters = ceil_div(tiles // apart, waves) * apart
+    if mode == "training" and split == 1 and waves > 1:  # each keeps to a column of a panel, if that is to be had
+        in_whole_panels = round_up(clusters, _panel(p, mode, element))
+        clusters = in_whole_panels if in_whole_panels <= at_once else clusters
     if mode != "recompute":
         us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, split=split, rates=rates)
     elif waves > 1:
@@ -243,12 +248,13 @@ def one_launch(
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else _panel(p, mode, element)
     parks = mode == "training" and split == 1 and rows * columns > clusters
-    # where a CTA has several tiles of a column, and takes it alone
-    folded = (columns - 1) // panel * panel * cluster if parks and rows > clusters else blocks
+    in_panels, in_parts = (columns - 1) // panel * panel * cluster, [rows, rows]
+    if parks:  # a CTA keeps to a column of a panel where their number divides that of the clusters
+        in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
     merged = roll = workspace = 0
     if mode not in ("gemm", "whole"):  # which have no words for each other
         words = (clusters // columns if mode == "recompute" else rows) * blocks
-        words += (blocks - folded) * clusters
+        words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if parks else 0
         merged = words * SM90_BLOCK_N * 16
         roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
         workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
@@ -269,7 +275,9 @@ def one_launch(
         clusters=clusters,
         split=split,
         panel=panel,
-        folded=folded,
+        in_panels=in_panels,
+        parts_in_panels=in_parts[0],
+        parts_alone=in_parts[1],
         merged=merged,
         roll=roll,
         workspace=workspace,
