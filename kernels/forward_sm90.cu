@@ -38,7 +38,9 @@
 //   3. store the deviations from the tile's own means to y, in y's format, and go on with the next tile
 //      (the last tile of a CTA stays in registers until step 5);
 //   4. merger: the tiles of a block of features share its features out; each merges its share over all tiles of the
-//      block, in a fixed order, publishes (mean, a) to the workspace `merged`, and updates the running statistics;
+//      block, in a fixed order, publishes (mean, a) to the workspace `merged`, and updates the running statistics.
+//      Where a CTA has several tiles of a block, its merger first makes one part of them, so that there are as many parts
+//      as CTAs and not as tiles (Cta::parts);
 //   5. finishers: when a tile's features are all merged, they turn its deviations, most likely still in L2, into y,
 //      beside the main loop of later tiles. Warps that have nothing else left to do help.
 // With KEEP, step 5 also writes what a backward needs, g - mean in y's type (float16 in units, see SAVED_UNIT), and the

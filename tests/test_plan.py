@@ -214,7 +214,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
 
 
 def assert_folded_parts_fit(p: Matmul, one: OneLaunch) -> None:
-    """Behind the words of all tiles there is room for those of folded parts; and a tile of each part is in the first rows."""
+    """Behind the words of all tiles there is room for those of folded parts."""
     rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
     counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
     if not makes_g_twice(one) and any(count != rows for count in counts):
@@ -1012,13 +1012,13 @@ def test_few_features_take_clusters_of_one() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "want"),
     [  # us of g made twice, and of tiles that are parked
-        ((1000000, 32, 32), "bfloat16", {}, True),  # 114 and 287
-        ((802816, 128, 128), "bfloat16", {}, True),  # 169 and 371
-        ((802816, 128, 128), "float32", {"precision": "high"}, True),  # 315 and 578
-        ((131071, 96, 200), "float16", {}, True),  # 54 and 112 in bfloat16
+        ((524288, 128, 128), "bfloat16", {}, True),  # 110 and 164
+        ((802816, 128, 128), "bfloat16", {}, True),  # 166 and 245
+        ((802816, 128, 128), "float32", {"precision": "high"}, True),  # 316 and 445
+        ((131071, 96, 200), "float16", {}, True),  # 55 and 90 in bfloat16
         ((50000, 64, 1024), "bfloat16", {"saved": True}, True),
         ((50000, 64, 1024), "float32", {}, True),  # 199 and 391
-        ((65536, 256, 512), "bfloat16", {}, True),  # 65 and 129
+        ((65536, 256, 512), "bfloat16", {}, True),  # 65 and 89
         ((65536, 256, 512), "bfloat16", {"training": False}, False),
         ((65536, 256, 512), "bfloat16", {"ranks": "inside"}, False),
         ((380000, 768, 512), "bfloat16", {}, False),  # 851 and 707, call after call
@@ -1072,21 +1072,21 @@ def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
 
 
 def test_the_planner_loses_little_on_what_was_measured() -> None:
-    """docs/results/sweep.jsonl has the times of all choices on an H200: 272 shapes, three dtypes, both modes."""
+    """docs/results/sweep.jsonl has the times of all choices on an H200: 423 shapes, three dtypes, both modes."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "tools" / "sweep.py")
     assert spec is not None and spec.loader is not None
     sweep = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sweep)
     lines = sweep.judged(ROOT / "docs" / "results" / "sweep.jsonl")
-    assert len(lines) == 913
+    assert len(lines) == 1231
     regret = np.array([line["regret"] for line in lines])
     assert (regret <= 0.05).mean() > 0.88
-    assert (regret <= 0.2).mean() > 0.96
+    assert (regret <= 0.2).mean() > 0.975
     # Those beyond are of float32 and fewer than 64 input features, where cuBLAS is taken as the more accurate.
-    # And one whose rows of y are 160 bytes long: what these cost forward_sm90 the model does not know.
-    slow = [line for line in lines if line["regret"] > 0.49 and line["shape"] != [996389, 8, 80]]
+    # And two of TF32 and 16 features, which cuBLAS takes longer for than the model knows.
+    slow = [line for line in lines if line["regret"] > 0.52 and (line["dtype"], line["shape"][2]) != ("tf32", 16)]
     assert all(line["dtype"] == "float32" and line["shape"][1] < 64 for line in slow)
-    assert len([line for line in lines if line["of eager"] > 1]) <= 6
+    assert len([line for line in lines if line["of eager"] > 1]) <= 7
     # Those are of TF32 and long sums, for which cuBLAS picks a better kernel where PyTorch asks.
     slower = [line for line in lines if line["of eager"] > 1.1]
     assert all(line["dtype"] == "tf32" and line["shape"][1] > 16000 for line in slower)

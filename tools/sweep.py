@@ -61,8 +61,8 @@ SHORT = ((1_000, 100_000), (8, 256), 8)
 def shapes(count=200, narrow=40, more=160):
     """The named ones, then a low-discrepancy sequence on a log scale, over four families in turn.
 
-    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. Then many rows of few features;
-    at last more of the four, and rows that are short, of which there are not so many.
+    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. Then many rows of few
+    features; at last more of the four, and rows that are short, of which there are not so many.
     """
     found = list(NAMED)
     steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
@@ -253,10 +253,14 @@ def loss(lines, rates):
     return total / len(lines)
 
 
+# Of calls that follow each other for longer; and of products larger than all of the sweep's.
+NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops")
+
+
 def scalars(rates):
     """Every number of the rates that is the sweep's: the field, the key within it (None for a number), the value."""
     for field, value in rates._asdict().items():
-        if field == "held_flops":  # of calls that follow each other for longer
+        if field in NOT_OF_THE_SWEEP:
             continue
         if isinstance(value, dict):
             yield from ((field, key, v) for key, v in value.items() if v)

@@ -21,7 +21,7 @@ from .gemm import (
     tiled,
     waiting_grid,
 )
-from .h200 import H200
+from .h200 import PRODUCTS
 from .kernel import Kernel, with_activation
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .narrow import NarrowBackward, for_narrow, narrow_backward, product_by_narrow
@@ -269,7 +269,7 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
 
     def wins(us: float) -> bool:
-        others = [_limbs_us(of_limbs)] + [ieee_us(p)] * (obstacle is None)
+        others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None)
         return us < min(others)
 
     of_rows = tall(p, precision) if name == "dw" and own else None
@@ -284,7 +284,7 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     ours = p if lies_across(p) else p._replace(w=across)
     theirs = for_cublas(p, element)
     if ours.w.own and p.dtype != "float64":
-        theirs = min(theirs, ours, key=lambda q: product_us(q, element, to_y=True) + copies_us(q))
+        theirs = min(theirs, ours, key=lambda q: _cublas_us(q, element))
     if _wants_sm90(ours, gemm, obstacle, theirs):
         return product("sm90", ours)
     if gemm != "tiled" and obstacle is None:
@@ -328,7 +328,11 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
 
 def _limbs_us(p: Matmul) -> float:
     """What a product of limbs by forward_sm90 takes."""
-    return cheapest_tile(p, "gemm", "limbs").us + copies_us(p)
+    return cheapest_tile(p, "gemm", "limbs").us + copies_us(p, rates=PRODUCTS)
+
+
+def _cublas_us(p: Matmul, element: str) -> float:
+    return product_us(p, element, to_y=True, rates=PRODUCTS) + copies_us(p, rates=PRODUCTS)
 
 
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
@@ -337,7 +341,7 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
         return False
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
-    return p.k >= LEAST_TERMS and _limbs_us(taken) < ieee_us(p)
+    return p.k >= LEAST_TERMS and _limbs_us(taken) < ieee_us(p, PRODUCTS)
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
@@ -353,9 +357,9 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
         return gemm in ("auto", "sm90")
     ours = cheapest_tile(p, "gemm", p.dtype).us
     if p != theirs:
-        return ours + copies_us(p) < product_us(theirs, p.dtype, to_y=True) + copies_us(theirs)
+        return ours + copies_us(p, rates=PRODUCTS) < _cublas_us(theirs, p.dtype)
     of_few_rows = p.x.strides[1] != 1 and mostly_writes(p)  # dw
-    return of_few_rows or _fills_waves(p) or ours <= H200.cublas_host_us
+    return of_few_rows or _fills_waves(p) or ours <= PRODUCTS.cublas_host_us
 
 
 def _fills_waves(p: Matmul) -> bool:

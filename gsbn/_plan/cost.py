@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .copies import on_words, word
-from .h200 import H200
+from .h200 import H200, PRODUCTS
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
@@ -65,13 +65,17 @@ def one_launch_us(
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
-    latency = cold * rates.memory_us + (1 - cold) * rates.l2_us
+    latency = (
+        cold * rates.memory_us + (1 - cold) * rates.l2_us * (min(ctas, p.device.sms) / p.device.sms) ** rates.crowd
+    )
     pace.append(latency / stages(element, mode, block_m, cluster, split))
+    on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
+    pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _of_rows(p, rates)
-    y *= 1 + keeps  # g - m is written as y is
-    tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + y / rates.y_rate[mode]
+    stored = y * (1 + keeps) / rates.y_rate[mode]  # g - m is written as y is
+    tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
         tile += rates.exchange_us + sent / rates.exchange_rate
@@ -82,11 +86,12 @@ def one_launch_us(
         later = max(tile + y / rates.parked_rate, rates.park_us)
     else:
         around = rates.laying_us * ceil_div(warps, 3) if mode == "inference" else 0.0
-        later = max(tile - y / rates.y_rate[mode], y / rates.y_rate[mode])  # y is on its way beside the next tile
+        later = max(tile - stored, stored)  # y is on its way beside the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us
-    if 2 * ctas <= p.device.sms * resident(element, mode, block_m, cluster * split):
+    two = resident(element, mode, block_m, cluster * split) == 2
+    if 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split)):
         us -= rates.early_us
     return us
 
@@ -135,7 +140,7 @@ def narrow_us(
     return us + max(x, product) if training else us
 
 
-def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = H200) -> float:
+def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
     """A product over many rows by tall_product: the chunks of a CTA, or all bytes; and what its parts take."""
     us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.narrow_rate)
     return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
@@ -189,7 +194,7 @@ def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
     return rates.copy_us + 2e-6 * nbytes / rates.copy_rate
 
 
-def ieee_us(p: Matmul, rates: Rates = H200) -> float:
+def ieee_us(p: Matmul, rates: Rates) -> float:
     """A float32 product by cuBLAS in IEEE arithmetic."""
     operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
     return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .copies import adjacent, copy_along, in_rows, on_words, whole_words
 from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
-from .h200 import H200
+from .h200 import H200, PRODUCTS
 from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up
@@ -178,10 +178,11 @@ def tile_of(
     prepared: bool = False,
     keeps: bool = False,
     split: int = 1,
-    rates: Rates = H200,
+    rates: Rates | None = None,
 ) -> Tile | None:
     """What forward_sm90 would take with this tile, limbs included, and the clusters of its grid; None where it cannot
     have it."""
+    rates = rates or (PRODUCTS if mode == "gemm" else H200)
     if element == "limbs_of_x" and not _as_it_is(p, mode):
         return None
     largest = largest_block(element)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
 from .gemm import LEAST_TERMS
-from .h200 import H200
+from .h200 import H200, PRODUCTS
 from .kernel import Kernel, with_activation
 from .parts import Parts, parts_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
@@ -133,7 +133,7 @@ def product_by_narrow(p: Matmul, precision: str) -> Narrow | None:
     """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_narrow`."""
     if not serves_narrow(p, precision, True, False) or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
-    found = narrow_forward(p, precision, training=False, keeps=False)
+    found = narrow_forward(p, precision, training=False, keeps=False, rates=PRODUCTS)
     return None if found.product is None else found
 
 

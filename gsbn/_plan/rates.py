@@ -16,7 +16,9 @@ class Rates(NamedTuple):
     l2_rate: float  # MB/us of all that the CTAs load
     memory_rate: float  # MB/us of what differs among them, where it comes from memory
     memory_us: float  # from asking memory for a step of a ring to its arrival
-    l2_us: float  # the same of L2
+    l2_us: float  # the same of L2, where all SMs ask;
+    crowd: float  # with fewer, times their share of all SMs to the power of this
+    engine_rate: dict[bool, float]  # MB/us that a CTA's copy engine loads; whether rows start on 32 bytes
     off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
     off_line_y: float  # and y's where its rows do not; once more where they do not on 16
     tile_us: dict[str, float]  # beginning and end of a tile, by mode
