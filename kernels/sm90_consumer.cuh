@@ -341,8 +341,7 @@ struct Consumer : Cta {
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};
-            if (!RANKS &&
-                parts(block).lanes() == 1) {  // few tiles share a feature: merging them here saves a round trip
+            if (!RANKS && parts(block).lanes() == 1) {  // few parts: merging them here saves a round trip
                 float m2;
                 const Word* words = words_of(block) + within + 8 * h;
                 merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);

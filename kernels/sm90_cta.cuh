@@ -42,9 +42,6 @@ struct Tile {
 // all rows of block i.
 struct Order {
     int rows, cols, panel;
-    __device__ int grouped() const {
-        return (cols - 1) / panel * panel;
-    }  // columns in whole panels, at least one left over
     __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
     __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster

@@ -39,9 +39,10 @@ def one_launch_us(
     """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
-    wave comes from memory, where the operands do not stay in L2, and all of them do once; a ring may be too short for
-    the way from there. A short tile waits for the others' statistics (training). Where `split` CTAs share k, each
-    multiplies the rows of as many tiles, and they send each other their sums.
+    wave comes from memory, where the operands do not stay in L2, and all of them do once; a CTA's copy engine brings
+    no more than it can; a ring may be too short for the way from L2 or memory. A short tile waits for the others'
+    statistics (training). Where `split` CTAs share k, each multiplies the rows of as many tiles, and they send each
+    other their sums.
     """
     m, n, k, dtype, *_ = p
     of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
@@ -65,9 +66,8 @@ def one_launch_us(
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
-    latency = (
-        cold * rates.memory_us + (1 - cold) * rates.l2_us * (min(ctas, p.device.sms) / p.device.sms) ** rates.crowd
-    )
+    asking = min(ctas, p.device.sms) / p.device.sms
+    latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     pace.append(latency / stages(element, mode, block_m, cluster, split))
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
