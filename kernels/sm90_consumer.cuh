@@ -218,42 +218,35 @@ struct Consumer : Cta {
         }
     }
 
-    // A pass of d, `e`, to shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
+    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
     // pack_of(h, ...) makes one word of two rows of feature h.
-    template <typename Pack>
-    __device__ __forceinline__ void stage(char* staging, const float* e, int lane, const Pack& pack_of) const {
-        if constexpr (FLOAT32) {
-#pragma unroll
-            for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
-                const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, of_eight = feature_of(lane);
-                const int c = (warp & 1) * 4 + i / 2 % 2 * 2 + of_eight / 4;
-                *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) + (of_eight & 3) * 4) =
-                    e[i];
-            }
-        } else {
-            const u32 start =
-                smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 + (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
-#pragma unroll
-            for (int j = 0; j < PASS_M / 8; j += 2)
-                stmatrix_trans(start + j * (8 * 128), pack_of(0, e[4 * j], e[4 * j + 1]),
-                               pack_of(1, e[4 * j + 2], e[4 * j + 3]), pack_of(0, e[4 * j + 4], e[4 * j + 5]),
-                               pack_of(1, e[4 * j + 6], e[4 * j + 7]));
-        }
-    }
-
-    // d to y, or with `TO_Y` false to what is kept.
     template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {
         const int lane = lane_id();  // anew, as in run
-#pragma unroll 1
-        for (int pass = 0; pass < PASSES; pass++) {  // rolled: what is stored in pieces is long, and must be fetched
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
             char* staging = sh.staging[half][pass % STAGINGS];
+            const float* e = d + pass * (ACC / PASSES);
             if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from here
             warpgroup_sync(half);
+            if constexpr (FLOAT32) {
 #pragma unroll
-            for (int of = 0; of < PASSES; of++)  // registers have no index
-                if (of == pass) stage(staging, d + of * (ACC / PASSES), lane, pack_of);
+                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
+                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, of_eight = feature_of(lane);
+                    const int c = (warp & 1) * 4 + i / 2 % 2 * 2 + of_eight / 4;
+                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                              (of_eight & 3) * 4) = e[i];
+                }
+            } else {
+                const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                  (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+                for (int j = 0; j < PASS_M / 8; j += 2)
+                    stmatrix_trans(start + j * (8 * 128), pack_of(0, e[4 * j], e[4 * j + 1]),
+                                   pack_of(1, e[4 * j + 2], e[4 * j + 3]), pack_of(0, e[4 * j + 4], e[4 * j + 5]),
+                                   pack_of(1, e[4 * j + 6], e[4 * j + 7]));
+            }
             fence_async();
             warpgroup_sync(half);
             if (TO_Y && !(p.flags & FLAG_VECTOR_Y)) {
