@@ -110,11 +110,10 @@ def prepare_call(
         ranks=ranks,
     )
     x_at, w_at = plan.taken.x, plan.taken.w
-    whole_words = plan.one is not None and _plan.whole_words(plan.taken.y, n, x.itemsize)
     flags = _declared.flags(
         vector_x=x_at.aligned and x_at.strides[0] * x.itemsize % 16 == 0,
         vector_w=w_at.aligned and w_at.strides[0] * x.itemsize % 16 == 0,
-        vector_y=plan.vector_y if plan.one is None else whole_words,
+        vector_y=plan.vector_y,
         cumulative=momentum is None,
         units=plan.keep is not None and plan.keep.dtype == "float16",
         alone=plan.one is not None and not plan.one.cooperative,
@@ -136,10 +135,7 @@ def prepare_call(
         "normalize_rows": plan.normalize_rows,
         "splits": plan.splits,
         "merge_columns": plan.merge_columns,
-        "panel": plan.one.panel if plan.one is not None else 0,
-        "in_panels": plan.one.in_panels if plan.one is not None else 0,
-        "parts_in_panels": plan.one.parts_in_panels if plan.one is not None else 0,
-        "parts_alone": plan.one.parts_alone if plan.one is not None else 0,
+        **{name: getattr(plan.one, name, 0) for name in ("panel", "in_panels", "parts_in_panels", "parts_alone")},
         "affine": plan.affine,
         "partials": plan.partials,
         "flags": flags,
@@ -224,7 +220,7 @@ def _one_launch(
         boxes.append((rows, cols, plan.ldg * size, *rest))
         mapped += (deviations,)
         passed |= {"kept": deviations, "saved": vectors}
-    if not _plan.whole_words(taken.y, p.n, size):  # it reads no map of y
+    if not plan.vector_y:  # it reads no map of y
         boxes[2], mapped = boxes[0], (of_x, of_w, of_x, *mapped[3:])
     if ranks:
         passed |= {"ranks": "ranks"}

@@ -22,21 +22,12 @@ class Sm90Gemm:
 
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int, *, beside: bool = False) -> None:
         self._grid = one.ctas
-        of_statistics = (
-            "in_panels",
-            "parts_in_panels",
-            "parts_alone",
-            "ld_kept",
-            "signature",
-            *VECTORS,
-            "momentum",
-            "eps",
-            "number",
-        )
+        of_parts = ("in_panels", "parts_in_panels", "parts_alone")
+        of_statistics = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._whole_words = _plan.whole_words(p.y, p.n, 4 if one.wide else _plan.ITEMSIZE[p.dtype])
         fields["flags"] = _declared.flags(beside=beside, vector_y=self._whole_words)
-        self._record = _declared.record(one.kernel, fields | dict.fromkeys(of_statistics, 0))
+        self._record = _declared.record(one.kernel, fields | dict.fromkeys((*of_parts, *of_statistics), 0))
         self._at = self._record.ctypes.data
         of_a, of_b, of_c = _tma.map_arguments(one, p)
         self._matrices = _tma.Matrices([of_a, of_b, of_c if self._whole_words else of_a])

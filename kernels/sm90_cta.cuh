@@ -116,11 +116,11 @@ struct Cta {
         return cluster_id() + nth * clusters;
     }
 
-    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. TRAINING folds where
-    // a CTA has several: whoever merges parts is what everybody waits for.
+    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. TRAINING folds
+    // where a CTA has several, since everybody waits at the end until all parts are merged.
     __device__ __forceinline__ RowParts parts(int block) const {
         const int tiles = MODE == WHOLE ? ((int)m + BLOCK_M - 1) / BLOCK_M : order.rows;
-        const int count = MODE == WHOLE ? tiles : MODE == RECOMPUTE ? clusters / order.cols : parts_of(block);
+        const int count = MODE == WHOLE ? tiles : MODE == RECOMPUTE ? clusters / order.cols : part_count(block);
         const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
         return {count,
                 (int)m,
@@ -129,10 +129,10 @@ struct Cta {
                 (float)(most * BLOCK_M - (tiles * BLOCK_M - (int)m)),
                 (float)(each * BLOCK_M)};
     }
-    __device__ __forceinline__ int parts_of(int block) const {
+    __device__ __forceinline__ int part_count(int block) const {
         return (int)(block < p.in_panels ? p.parts_in_panels : p.parts_alone);
     }
-    __device__ __forceinline__ bool folds(int block) const { return PARKS && parts_of(block) != order.rows; }
+    __device__ __forceinline__ bool folds(int block) const { return PARKS && part_count(block) != order.rows; }
 
     // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
     __device__ __forceinline__ Word* words_of(int block) const {

@@ -9,7 +9,7 @@ __device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth,
     constexpr int EACH = BLOCK_N / 32;
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
     const u64 launch = *(volatile u64*)&sh.launch;
-    const int first = EACH * lane_id(), count = parts_of(block);
+    const int first = EACH * lane_id(), count = part_count(block);
     const Word* words = partial + ((size_t)block * order.rows + row) * BLOCK_N + first;
     Word tile[EACH];
     bool here;
@@ -141,18 +141,18 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     const Exchange exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
     // the features [first, end) of its block that have been merged, of a tile
-    struct Merged {
+    struct Share {
         int block, first, end;
     };
-    const auto merged_at = [&](int i) -> Merged {
+    const auto share_of = [&](int i) -> Share {
         const auto [row, block] = order.at(i, rank);
-        const int count = MODE == TRAINING ? parts_of(block) : 0;
+        const int count = part_count(block);
         if (block >= blocks || (folds(block) && row + count < order.rows)) return {block, 0, 0};
         const int share = parts(block).share(), first = share * (folds(block) ? row % count : row);
         return {block, first, min(first + share, BLOCK_N)};
     };
     for (int i, nth = 0; (i = tile(nth)) < order.count(); nth++) {
-        const auto [block, first, end] = merged_at(i);
+        const auto [block, first, end] = share_of(i);
         const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
 #pragma unroll 1
         for (int base = first; base < end; base += 32) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     const int left = KEEP || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
-        const auto [block, first, end] = merged_at(tile(i / most));
+        const auto [block, first, end] = share_of(tile(i / most));
         const int c = first + i % most, feature = block * BLOCK_N + c;
         if (c >= end || feature >= n) continue;
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);

@@ -55,8 +55,8 @@ struct Running {
     __device__ __forceinline__ float mean() const { return pivot + shift; }
 };
 
-// The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ... of
-// `tiles`. Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
+// The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ...
+// Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
 // `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
 struct RowParts {
     int count, m;

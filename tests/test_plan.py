@@ -129,10 +129,12 @@ def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
     assert 1 <= decided.merge_grid <= max(1, p.device.sms // 2)
 
     # 16-byte accesses only where every row begins on 16 bytes
-    if decided.vector_y:
-        assert p.y.aligned
-        assert p.y.strides[1] == 1
-        assert p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+    if decided.vector_y:  # of y itself, or of a copy that one launch writes
+        written = decided.taken.y
+        assert written == p.y or (decided.one is not None and written.own)
+        assert written.aligned
+        assert written.strides[1] == 1
+        assert written.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
     assert decided.ldg * g_size % 16 == 0
     if decided.y_is_g:
         assert ITEMSIZE[p.dtype] == g_size

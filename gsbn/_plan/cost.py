@@ -73,7 +73,7 @@ def one_launch_us(
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
-    y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _of_rows(p, rates)
+    y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
     stored = y * (1 + keeps) / rates.y_rate[mode]  # g - m is written as y is
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
     if split > 1:
@@ -96,7 +96,7 @@ def one_launch_us(
     return us
 
 
-def _of_rows(p: Matmul, rates: Rates) -> float:
+def _off_line(p: Matmul, rates: Rates) -> float:
     """How much longer it takes to store y where its rows do not start on 128 bytes, and on 16: then in pieces."""
     pitch = p.y.strides[0] * ITEMSIZE[p.dtype]
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
@@ -113,7 +113,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * alone
     x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
-    y *= _of_rows(p, rates)
+    y *= _off_line(p, rates)
     first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
     us = waves * first + (waves - 1) * again + y
     # twice the arithmetic of the other ways

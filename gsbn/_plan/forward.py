@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     why: str
     taken: Matmul  # the call with x, weight and y as the kernels take them, perhaps copies
     y_is_g: bool  # g is computed in y's memory and normalised in place
-    vector_y: bool
+    vector_y: bool  # rows of y start on 16 bytes; where one launch writes them, they end there, too
     ldg: int
     along: int  # threads along a row of g
     stats_grid: int
@@ -196,6 +196,7 @@ def plan(
         one = one._replace(kernel=with_activation(one.kernel, activation))
         if one.parks and not whole_words(taken.y, n, y_size):
             taken = taken._replace(y=in_rows(n, y_size))
+        vector_y = whole_words(taken.y, n, y_size)
         workspace = round_up(one.workspace, 256)
     of_y = workspace
     if taken.y.own:
