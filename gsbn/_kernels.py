@@ -44,6 +44,7 @@ def usable(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 
 _SM90A_NVRTC = (12, 9)  # older ones serialise wgmma
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by file, or module: others compile meanwhile
 
 
@@ -126,10 +127,10 @@ def gpu(device: int) -> _plan.Device:
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
     with _device.on_device(device):
         function = launcher(_plan.fill_sm(shared), device).pointer
-        sms, pairs, fours, eights = (
-            _driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8)
+        sms, pairs, fours, eights, sixteens = (
+            _driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8, 16)
         )
-    return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights)
+    return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens)
 
 
 @cache
@@ -219,6 +220,7 @@ def launcher(
     found = _launchers.get((kernel, device, cooperative))
     if found is None:
         import cupy
+        from cupy.cuda import driver
 
         capability = _capability(device)
         key = (kernel.file, kernel.defines, capability)
@@ -228,6 +230,8 @@ def launcher(
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
                 raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
+            if kernel.arch:  # Hopper's: a cluster may have 16 CTAs
+                driver.funcSetAttribute(raw.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             found = Launcher(raw.kernel, kernel.shared, cooperative, _overlaps(device))
             _launchers[kernel, device, cooperative] = found
     return found

@@ -25,7 +25,7 @@
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
 // training warp 1 merges statistics, and warps 2 and 3 finish parked tiles; in inference the three lay out a and c. Two CTAs
 // with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
-// both; in WHOLE up to eight with neighbouring rows do, each of which loads its own x tile and multicasts a part of the w
+// both; in WHOLE up to sixteen with neighbouring rows do, each of which loads its own x tile and multicasts a part of the w
 // tile. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
 // Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT tiles, one below the other. Each multiplies
@@ -60,8 +60,8 @@
 // tile each for all of them, or SPLIT tiles whose CTAs share k; in one wave of clusters.
 //   1. consumers take a tile's statistics as above, and send them to all CTAs of the cluster, into their shared memory;
 //   2. each merges all, in the order of the rows, and finishes its tile, which is still in registers;
-//   3. mergers, warps 1 to 3: the CTAs that have rows share the features' running statistics, and what a backward needs,
-//      out.
+//   3. mergers, warps 1 to 3 and then 0: the CTAs that have rows share the features' running statistics, and what a
+//      backward needs, out.
 // No CTA waits for one of another cluster, so the launch is an ordinary one, without a number and without a workspace. CTAs
 // that have no rows load their part of w for the others.
 //
@@ -197,13 +197,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
             if (warp <= LAYING_WARPS) cta.lay_out_constants(warp, lane, rank);
         } else if constexpr (MODE >= TRAINING) {
             if (warp == 2) cta.lay_out_last_tile(lane);
-            if (MODE == WHOLE || warp == 1) {
-                cta.merge(lane, rank, MODE == WHOLE ? warp - 1 : 0);  // a constant: else TF32 spills
+            if (MODE != WHOLE && warp == 1) {
+                cta.merge(lane, rank, 0);
             } else {
 #if RANKS
                 if (warp == 2) cta.join(lane, rank);
 #endif
             }
+        }
+        if constexpr (MODE == WHOLE) {
+            __syncwarp();
+            cta.merge(lane, rank, (warp + 3) % MERGERS);  // warp 0 comes last: it has loaded all
         }
         if constexpr (PARKS) {
             __syncwarp();

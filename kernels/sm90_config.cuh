@@ -13,7 +13,7 @@ enum Mode { GEMM, INFERENCE, TRAINING, RECOMPUTE, WHOLE };  // the last two trai
 #define BLOCK_M 256        // rows of x in a tile: 32, 64, 128, 256; 16 with SPLIT
 #define STAGES 4           // of the ring in shared memory
 #define SHARED 227 * 1024  // bytes of shared memory
-#define CLUSTER 2          // CTAs that share an x tile, or in WHOLE a w tile: 1, 2; 4, 8 in WHOLE
+#define CLUSTER 2          // CTAs that share an x tile, or in WHOLE a w tile: 1, 2; 4, 8, 16 in WHOLE
 #define RESIDENT 1         // CTAs on an SM: 1, 2
 #define SPLIT 1     // CTAs that share the k of as many tiles, one below the other: 1, 2, 4, 8; CLUSTER is 1 in WHOLE
 #define KEEP 0      // 1, in all that trains: write g - mean, too
@@ -53,7 +53,7 @@ constexpr int HELPER_REGISTERS = RESIDENT == 2 ? 64 : ELEMENT == TF32 || ELEMENT
 // 384 threads start with 168 each, or where two CTAs share an SM with 80; to ask for more waits for ever
 constexpr int CONSUMER_REGISTERS = (3 * (RESIDENT == 2 ? 80 : 168) - HELPER_REGISTERS) / 2;
 constexpr bool PARKS = MODE == TRAINING && SPLIT == 1;  // tiles wait in y for their statistics
-constexpr int MERGERS = MODE == WHOLE ? 3 : 1;          // that merge statistics: others have nothing to finish
+constexpr int MERGERS = MODE == WHOLE ? 4 : 1;          // that merge statistics: others have nothing to finish
 constexpr int LAYING_WARPS = 3;                         // warps that lay out constants in inference
 constexpr bool FLOAT32 = ELEMENT >= TF32 || WIDE;       // y is float32, else ELEMENT
 constexpr bool IN_UNITS = ELEMENT == FLOAT16;           // deviations are parked and kept in units (deviation_unit)

@@ -1,5 +1,5 @@
 // The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features; in
-// WHOLE it is three, `which` of MERGERS.
+// WHOLE it is four, `which` of MERGERS.
 #pragma once
 #include "sm90_finisher.cuh"
 

@@ -565,8 +565,9 @@ def test_a_share_of_the_gpu() -> None:
     assert [H200.at_most(n).clusters(4) for n in (131, 120, 99)] == [32, 21, 0]
     assert Device((9, 0), 132, eights=14).at_most(130).clusters(8) == 12
     assert Device((9, 0), 132, pairs=60).at_most(130).clusters(2) == 58
-    assert [H200.at_most(120).clusters(size) for size in (1, 2, 4, 8)] == [120, 54, 21, 4]
-    assert [Device((9, 0), 20, eights=1).clusters(size) for size in (4, 8)] == [5, 1]
+    assert [H200.at_most(120).clusters(size) for size in (1, 2, 4, 8, 16)] == [120, 54, 21, 4, 0]
+    assert H200.clusters(16) == 8 and Device((9, 0), 132, sixteens=7).at_most(131).clusters(16) == 6
+    assert [Device((9, 0), 20, eights=1).clusters(size) for size in (4, 8, 16)] == [5, 1, 0]
     assert [Device((9, 0), 15, pairs=0).clusters(size) for size in (4, 8)] == [0, 0]
     for device in SHARES[:3]:
         one = plan(contiguous(16384, 4096, 4096, device=device), training=True, gemm="sm90").one
@@ -1051,7 +1052,8 @@ def test_g_is_made_twice_where_that_was_measured_to_win(
         ((256, 2048, 8192), "bfloat16", {"training": False}, False),
         ((256, 2048, 8192), "bfloat16", {"cumulative": True}, False),  # who counts batches waits for all who read
         ((256, 2048, 8192), "bfloat16", {"ranks": "inside"}, False),
-        ((2049, 512, 512), "bfloat16", {}, False),
+        ((2048, 512, 512), "bfloat16", {}, True),
+        ((4097, 512, 512), "bfloat16", {}, False),
         ((1024, 8192, 8192), "bfloat16", {}, False),  # more clusters than there are at once
     ],
 )

@@ -60,7 +60,7 @@ def cleared(nbytes):
 
 
 def limits(sms=4, **choice):
-    few = {"sms": sms, "pairs": sms // 2, "fours": sms // 4, "eights": sms // 8}
+    few = {"sms": sms, "pairs": sms // 2, "fours": sms // 4, "eights": sms // 8, "sixteens": sms // 16}
     return Limits(gpu=_kernels.gpu(cp.cuda.Device().id)._replace(**few), **choice)
 
 

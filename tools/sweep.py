@@ -87,8 +87,8 @@ def problems(dtypes):
         yield from product([shape], of_shape, MODES)
 
 
-# What an H200 says of itself: the SMs and the clusters of 2, 4 and 8 CTAs, an SM to each, that are there at once.
-DEVICE = _plan.Device((9, 0), 132, pairs=66, fours=30, eights=15)
+# What an H200 says of itself: the SMs and the clusters of 2, 4, 8 and 16 CTAs, an SM to each, that are there at once.
+DEVICE = _plan.Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7)
 
 
 def problem(shape, dtype):

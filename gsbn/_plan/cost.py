@@ -89,7 +89,7 @@ def one_launch_us(
         later = max(tile - stored, stored)  # y is on its way beside the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
-        us += rates.cluster_us
+        us += rates.cluster_us[cluster * split]
     two = resident(element, mode, block_m, cluster * split) == 2
     if 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split)):
         us -= rates.early_us

@@ -41,8 +41,9 @@ class Device(NamedTuple):
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
     pairs: int | None = None  # clusters of two CTAs, an SM to each, that are there at once; None for sms / 2
-    fours: int | None = None  # of four, and of eight; None for half as many as of half the size
+    fours: int | None = None  # of four, eight and sixteen; None for half as many as of half the size
     eights: int | None = None
+    sixteens: int | None = None
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
@@ -59,8 +60,8 @@ class Device(NamedTuple):
 
     def _with(self, sms: int, broken: int) -> Device:
         """The same with so many SMs, and so many clusters of each size broken."""
-        pairs, fours, eights = (max(0, self.clusters(size) - broken) for size in (2, 4, 8))
-        return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights)
+        pairs, fours, eights, sixteens = (max(0, self.clusters(size) - broken) for size in (2, 4, 8, 16))
+        return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens)
 
     @property
     def hopper(self) -> bool:
@@ -73,11 +74,11 @@ class Device(NamedTuple):
         return self.sms if self.limited else 0
 
     def clusters(self, size: int) -> int:
-        """How many clusters of 1, 2, 4 or 8 CTAs, each with an SM to itself, are resident at once."""
+        """How many clusters of 1, 2, 4, 8 or 16 CTAs, each with an SM to itself, are resident at once."""
         if size == 1:
             return self.sms
         most = self.clusters(size // 2) // 2
-        found = {2: self.pairs, 4: self.fours, 8: self.eights}[size]
+        found = {2: self.pairs, 4: self.fours, 8: self.eights, 16: self.sixteens}[size]
         return most if found is None else min(found, most)
 
     def ctas(self, of_an_sm: int) -> int:

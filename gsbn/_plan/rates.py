@@ -26,7 +26,7 @@ class Rates(NamedTuple):
     y_rate: dict[str, float]  # MB/us, by mode
     exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
     exchange_rate: float  # MB/us that a CTA receives meanwhile
-    cluster_us: float  # more, where CTAs are launched in clusters
+    cluster_us: dict[int, float]  # more, where CTAs are launched in clusters, by their CTAs
     early_us: float  # less, where there is room for as many CTAs again: the next launch begins beside this one
     parked_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
