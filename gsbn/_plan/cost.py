@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .copies import on_words, word
 from .h200 import H200, PRODUCTS
 from .limbs import limb_pitch
@@ -40,7 +42,8 @@ def one_launch_us(
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2, and all of them do once; a CTA's copy engine brings
-    no more than it can; a ring may be too short for the way from L2 or memory. A short tile waits for the others'
+    no more than it can; a ring may be too short for the way from L2 or memory, and for the slowest of those that share.
+     A short tile waits for the others'
     statistics (training). Where `split` CTAs share k, each multiplies the rows of as many tiles, and they send each
     other their sums.
     """
@@ -68,6 +71,7 @@ def one_launch_us(
     steps = ceil_div(ceil_div(k * size, 128), split)
     asking = min(ctas, p.device.sms) / p.device.sms
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
+    latency += rates.sharing_us * (cluster - 1)
     pace.append(latency / stages(element, mode, block_m, cluster, split))
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
@@ -122,22 +126,32 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
 
 
 def narrow_us(
-    p: Matmul, element: str, features: int, at_once: int, *, training: bool, keeps: bool, rates: Rates = H200
+    p: Matmul,
+    element: str,
+    features: int,
+    chunks: int,
+    at_once: int,
+    *,
+    training: bool,
+    keeps: bool,
+    rates: Rates = H200,
 ) -> float:
     """A forward that makes g twice, of rows that are short: its bytes, or what multiplying takes.
 
-    And the weight's way to shared memory. All SMs have so many `features`, and take `at_once` rows.
+    And the weight's way to shared memory. All SMs have so many `features`, and take `at_once` rows, so many `chunks` of
+    64 bytes of each at a time, whether they are there or not.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.narrow_rate, m * n * size * (1 + keeps) * 1e-6 / rates.narrow_rate
     rows = (m + round_up(m, at_once)) / 2e6
-    product = rows * features * (ceil_div(k * size, 64) * rates.narrow_chunk_us[element] + rates.narrow_row_us)
+    taken = round_up(ceil_div(k * size, 64), chunks)
+    product = rows * features * (taken * rates.narrow_chunk_us[element] + rates.narrow_row_us)
     product *= 132 / p.device.sms
     one_by_one = n > 64 and not on_words(p.y, n, size)  # of short rows these stores cost the other ways as much
     stores = m * n * 1e-6 * rates.narrow_off_line_us * 132 / p.device.sms if one_by_one else 0.0
-    us = rates.narrow_call_us[training] + k * min(features, 64) * rates.narrow_laying_us[element]
-    us += max(x + y, product + stores)
-    return us + max(x, product) if training else us
+    laying = k * min(features, 64) * rates.narrow_laying_us[element]
+    us = rates.narrow_call_us[training] + laying + max(x + y, product + stores)
+    return us + laying + max(x, product) if training else us
 
 
 def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
@@ -156,16 +170,16 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
     return us + (2 * rates.limb_us + across * 4e-6 * p.k / rates.limb_rate if across else 0.0)
 
 
-def cublas_us(p: Matmul, element: str, apart: bool, *, keeps: bool, rates: Rates = H200) -> float:
-    """A forward by cuBLAS and a launch more, or two where the statistics are made `apart`."""
+def cublas_us(p: Matmul, element: str, passes: str, *, keeps: bool, rates: Rates = H200) -> float:
+    """A forward by cuBLAS and what `passes` over g follow: of "inference", "whole" batches, or statistics "apart"."""
     m, n, k, dtype, *_ = p
     size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb
-    us = rates.cublas_call_us[apart] + (rates.ieee_call_us if element == "limbs" else 0.0)
+    us = rates.cublas_call_us[passes] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
     us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate[element == "limbs"]
     us += g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    return us + (g / rates.g_rate[cold] if apart else 0.0)
+    return us + (g / rates.g_rate[cold] if passes == "apart" else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
@@ -173,10 +187,12 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
 
     Those for rows that start or end on less are slower.
     """
+    ieee, size = element == "limbs", ITEMSIZE[p.dtype]
     us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
-    if element == "limbs":  # IEEE arithmetic, not held up by its operands
+    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # few tiles of long k
+    if ieee:  # not held up by its operands
         return us
-    size, matrices = ITEMSIZE[p.dtype], ((p.x, p.m, p.k), (p.w, p.n, p.k), (p.y, p.m, p.n))
+    matrices = ((p.x, p.m, p.k), (p.w, p.n, p.k), (p.y, p.m, p.n))
     ends = (size * (cols if at.strides[1] == 1 else rows) for at, rows, cols in matrices[: 2 + to_y])
     least = min(*(end & -end for end in ends), *(word(at, size) for at, *_ in matrices[: 2 + to_y]))
     return us * rates.cublas_off_words.get(least, 1.0)

@@ -313,8 +313,9 @@ def _fastest(
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        apart = training and not _one_pass(p, training, cumulative, ranks)
-        by_cublas = cublas_us(theirs, element, apart, keeps=saved) + copies_us(theirs)
+        at_once = _one_pass(p, training, cumulative, ranks)
+        passes = ("whole" if at_once else "apart") if training else "inference"
+        by_cublas = cublas_us(theirs, element, passes, keeps=saved) + copies_us(theirs)
         if ranks == "between" and element != "limbs":
             why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
             return "cublas", why, by_cublas

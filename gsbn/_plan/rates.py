@@ -18,6 +18,7 @@ class Rates(NamedTuple):
     memory_us: float  # from asking memory for a step of a ring to its arrival
     l2_us: float  # the same of L2, where all SMs ask;
     crowd: float  # with fewer, times their share of all SMs to the power of this
+    sharing_us: float  # more, for each other CTA that must have read a step before the next one takes its place
     engine_rate: dict[bool, float]  # MB/us that a CTA's copy engine loads; whether rows start on 32 bytes
     off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
     off_line_y: float  # and y's where its rows do not; once more where they do not on 16
@@ -44,7 +45,8 @@ class Rates(NamedTuple):
     limb_rate: float  # MB/us of what it reads and writes
     cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
     ieee_call_us: float  # more than for a GEMM on tensor cores
-    cublas_call_us: dict[bool, float]  # of two launches, or of three where statistics are made apart
+    cublas_call_us: dict[str, float]  # of two launches, or of three where statistics are made apart
+    cublas_step_us: tuple[float, float]  # of a step of k: on tensor cores, in IEEE arithmetic
     cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
     cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured
     operand_rate: tuple[float, float]  # MB/us of cuBLAS' operands: on tensor cores, in IEEE arithmetic
