@@ -123,8 +123,8 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     rows = round_up(ceil_div(p.m, splits), tile)
     splits = ceil_div(p.m, rows)
     taken = for_narrow(p)
-    of_call = {"training": training, "keeps": keeps, "rates": rates}
-    us = narrow_us(taken, element, features * blocks, chunks, splits * block, **of_call)
+    at_once = splits * block
+    us = narrow_us(taken, element, features * blocks, chunks, at_once, training=training, keeps=keeps, rates=rates)
     us += copies_us(taken, rates=rates)
     product = narrow_product(features, chunks) if element == "limbs" else None
     return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us, product)
