@@ -42,10 +42,9 @@ def one_launch_us(
 
     Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
     wave comes from memory, where the operands do not stay in L2, and all of them do once; a CTA's copy engine brings
-    no more than it can; a ring may be too short for the way from L2 or memory, and for the slowest of those that share.
-     A short tile waits for the others'
-    statistics (training). Where `split` CTAs share k, each multiplies the rows of as many tiles, and they send each
-    other their sums.
+    no more than it can; a ring may be too short for the way from L2 or memory, and for the slowest of those that
+    share. A short tile waits for the others' statistics (training). Where `split` CTAs share k, each multiplies the
+    rows of as many tiles, and they send each other their sums.
     """
     m, n, k, dtype, *_ = p
     of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
@@ -72,7 +71,12 @@ def one_launch_us(
     asking = min(ctas, p.device.sms) / p.device.sms
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     latency += rates.sharing_us * (cluster - 1)
-    pace.append(latency / stages(element, mode, block_m, cluster, split))
+    two = resident(element, mode, block_m, cluster * split) == 2
+    beside = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))  # the next launch begins
+    ring = stages(element, mode, block_m, cluster, split)
+    if two and beside and mode == "inference":  # an SM has a CTA of either launch; in training these wait for more
+        ring *= 2
+    pace.append(latency / ring)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
@@ -94,10 +98,7 @@ def one_launch_us(
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us[cluster * split]
-    two = resident(element, mode, block_m, cluster * split) == 2
-    if 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split)):
-        us -= rates.early_us
-    return us
+    return us - rates.early_us if beside else us
 
 
 def _off_line(p: Matmul, rates: Rates) -> float:
