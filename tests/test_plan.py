@@ -1065,6 +1065,12 @@ def test_few_rows_lie_in_one_cluster(
     assert want == (one is not None and has_all_rows(one))
 
 
+@pytest.mark.parametrize(("n", "sixteens", "want"), [(512, 7, 16), (512, 3, 8), (1024, 7, 8)])
+def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want: int) -> None:
+    one = plan(contiguous(2048, n, 512, "bfloat16", H200._replace(sixteens=sixteens)), training=True).one
+    assert one is not None and has_all_rows(one) and one.cluster == want
+
+
 def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
     for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
         p = contiguous(128, 512, 1024, device=device)
