@@ -133,8 +133,9 @@ def forward(
     sms : int, optional
         At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in
-        training "sm90" needs all the SMs that it takes at once (eight where one cluster has all rows), and would wait
-        for the other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the CPU.
+        training "sm90" needs all the SMs that it takes at once (up to 16 where one cluster has all rows), and would
+        wait for the other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the
+        CPU.
     group : Group, optional
         Of `gsbn.group`: the statistics are those of all its ranks' rows, as with ``torch.nn.SyncBatchNorm``. Every rank
         calls with the same features, dtype and options and any number of rows, none included; y is of its own rows. The
