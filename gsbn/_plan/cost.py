@@ -72,10 +72,11 @@ def one_launch_us(
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     latency += rates.sharing_us * (cluster - 1)
     two = resident(element, mode, block_m, cluster * split) == 2
-    beside = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))  # the next launch begins
+    # where as many clusters again have room, the next launch begins beside this one
+    beside = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     ring = stages(element, mode, block_m, cluster, split)
     if two and beside and mode == "inference" and not (p.x.own or p.w.own):
-        ring *= 2  # an SM has a CTA of either launch, whose rings fill together; in training they wait for more
+        ring *= 2  # an SM then has a CTA of either, whose rings fill together; in training they wait for more
     pace.append(latency / ring)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
