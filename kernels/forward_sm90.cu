@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__
             if (warp == 2) cta.lay_out_last_tile(lane);
             if (MODE != WHOLE && warp == 1) {
                 cta.merge(lane, rank, 0);
-            } else {
+            } else {  // with RANKS the consumers spill where both follow each other
 #if RANKS
                 if (warp == 2) cta.join(lane, rank);
 #endif

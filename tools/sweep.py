@@ -8,7 +8,8 @@ A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a m
 tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "of x" where it makes limbs of the weight in registers,
 "twice" where it makes g twice and "whole" where a cluster has all rows; "narrow", the kernels that make g twice;
 and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back behind a
-kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's.
+kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's. docs/results/sweep.jsonl
+has what `measure` times, and 278 problems of other shapes, most of them drawn at random.
 """
 
 import json
@@ -25,6 +26,7 @@ from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
+from gsbn._plan.forward import passes_over_g
 from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.narrow import narrow_forward, serves_narrow
@@ -234,9 +236,7 @@ def expected(line, rates):
     """What the model says of every choice that was measured."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
-    portable = _plan.plan(p, training=mode == "training", precision=precision, gemm="cublas")
-    q, apart = for_cublas(p, element), portable.stats_kernel is not None
-    passes = "inference" if mode == "inference" else "apart" if apart else "whole"
+    q, passes = for_cublas(p, element), passes_over_g(p, mode == "training")
     found = {"cublas": cublas_us(q, element, passes, keeps=False, rates=rates) + copies_us(q, rates=rates)}
     if "narrow" in line["us"]:
         found["narrow"] = narrow_forward(p, precision, training=mode == "training", keeps=False, rates=rates).us

@@ -173,7 +173,7 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
 
 def cublas_us(p: Matmul, element: str, passes: str, *, keeps: bool, rates: Rates = H200) -> float:
-    """A forward by cuBLAS and what `passes` over g follow: of "inference", "whole" batches, or statistics "apart"."""
+    """A forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
     m, n, k, dtype, *_ = p
     size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb

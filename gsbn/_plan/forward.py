@@ -260,6 +260,13 @@ def _one_pass(p: Matmul, training: bool, cumulative: bool, ranks: str | None) ->
     return training and ranks is None and not cumulative and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
+def passes_over_g(p: Matmul, training: bool, cumulative: bool = False, ranks: str | None = None) -> str:
+    """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from what makes y."""
+    if not training:
+        return "inference"
+    return "one_pass" if _one_pass(p, training, cumulative, ranks) else "apart"
+
+
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
     """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
     that keep all SMs busy, or the narrowest, 32 bytes."""
@@ -313,8 +320,7 @@ def _fastest(
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        at_once = _one_pass(p, training, cumulative, ranks)
-        passes = ("whole" if at_once else "apart") if training else "inference"
+        passes = passes_over_g(p, training, cumulative, ranks)
         by_cublas = cublas_us(theirs, element, passes, keeps=saved) + copies_us(theirs)
         if ranks == "between" and element != "limbs":
             why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"

@@ -45,7 +45,7 @@ class Rates(NamedTuple):
     limb_rate: float  # MB/us of what it reads and writes
     cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
     ieee_call_us: float  # more than for a GEMM on tensor cores
-    cublas_call_us: dict[str, float]  # of two launches, or of three where statistics are made apart
+    cublas_call_us: dict[str, float]  # of its launches, by the passes over g
     cublas_step_us: tuple[float, float]  # of a step of k: on tensor cores, in IEEE arithmetic
     cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
     cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured

@@ -39,9 +39,9 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 # BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most, and
 # (64, 1) never
 TILES_OF_ROWS = (
-    *((32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16)),
-    *((128, 2), (128, 8), (128, 16), (256, 1), (256, 8), (256, 16)),
-)
+    (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 8), (128, 16), (256, 1), (256, 8),
+    (256, 16),
+)  # fmt: skip
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
 # BLOCK_M and SPLIT where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
 # each other twice as many sums.
