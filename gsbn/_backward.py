@@ -295,11 +295,12 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
 
     gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
+    precision = _plan.precision_for(how.precision, n)
     plan = _plan.backward_plan(
         _plan.Matmul(max(m, 1), n, k, dy.dtype, gpu, x_at, w_at, matrix_of(dy), how.limits),
         training=how.training,
         needs=wanted,
-        precision=how.precision,
+        precision=precision,
         gemm=how.gemm,
         activation=how.activation,
         norm=how.norm,
@@ -394,7 +395,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     if m:
         names = {"dg": dg, "across": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
-        multiply_both(call, plan, names, how.precision, gpu)
+        multiply_both(call, plan, names, precision, gpu)
     elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"])
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)

@@ -88,6 +88,7 @@ def prepare_call(
     training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     (m, k), n = x.shape, weight.shape[0]
+    precision = _plan.precision_for(precision, n)
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     gpu = (limits.gpu or _kernels.gpu(device)).at_most(sms)
     p = _plan.Matmul(max(m, 1), n, k, x.dtype, gpu, matrix_of(x), matrix_of(weight), y_at, limits)
@@ -118,6 +119,7 @@ def prepare_call(
         units=plan.keep is not None and plan.keep.dtype == "float16",
         alone=plan.one is not None and not plan.one.cooperative,
         running=not training,
+        limbs=plan.g_of_limbs,
     )
     words = forward_words(views, n, k, x.dtype, momentum, eps, activation, number)
     fields = {

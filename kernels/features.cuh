@@ -12,7 +12,9 @@
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
 //   mean = p + first / n,  M2 = second - first^2 / n
 // so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
-// PIVOT (p - mean)^2 <= M2 by convexity. In an order that depends on the shape alone; equal rows give exactly M2 = 0.
+// PIVOT (p - mean)^2 <= M2 by convexity. Where g is float64 itself, and that is more than a few bits (`Moments::far`), because
+// the first rows are unlike the others, the CTA does it again about the mean that it found. In an order that depends on the
+// shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
 #include "common.cuh"
 
@@ -32,7 +34,7 @@ struct Problem {
     long long splits;            // items of scale_stats that share a column block
     long long merge_columns;     // columns in an item of merge_statistics
     long long affine, partials;  // where they start in the workspace, in bytes
-    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING
+    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING, _LIMBS
     long long signature;         // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
@@ -76,7 +78,7 @@ __device__ __forceinline__ double argument(int number, const Problem& p, long lo
     return fetch(from, code, c).or_else(absent);
 }
 
-// All that follows from mean and M2 of feature c over `rows` rows.
+// All that follows from mean and M2 of feature c over `rows` rows, M2 being unbiased (M2_OF_LIMBS).
 struct Feature {
     Arguments of;
     double rows, mean, m2, v, a;
@@ -86,7 +88,7 @@ struct Feature {
           rows(rows),
           mean(mean),
           m2(m2),
-          v(m2 / rows),
+          v(m2 / rows * (p.flags & FLAG_LIMBS ? M2_AS_MADE : 1.0)),
           a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
 
     // What the backward wants, if anybody does.
@@ -167,21 +169,27 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
 
 struct Moments {
     double mean, m2;
+    Moments() = default;
     // Of `rows` rows about a pivot.
     __device__ Moments(double pivot, double first, double second, double rows) {
         const double shift = first / rows, spread = second - first * shift;
         mean = pivot + shift;
         m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
     }
+    // Whether the subtraction has cancelled bits that a G in float64 has: never for float32, of which float64 has 29 to spare.
+    __device__ bool far(double pivot, double rows) const {
+        return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > 4.0 * m2;
+    }
 };
 
 // What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
-// s = 0: where g + b is zero), if that lies among the first rows; else the first of them, which is no further from the
-// others than they are.
+// s = 0: where g + b is zero), if that lies among a few rows of the whole batch; else the first of them, which is no further
+// from the others than they are.
 __device__ inline double centre_near(double middle, const G* g, const Problem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
-    for (long long i = 1; i < min(p.m, 8LL); ++i) spread = fmax(spread, fabs(g[i * p.ldg] - first));
+    const long long step = max(p.m / 8, 1LL);  // not the first eight: they may be padding
+    for (long long i = step; i < p.m; i += step) spread = fmax(spread, fabs(g[i * p.ldg] - first));
     return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
 }
 

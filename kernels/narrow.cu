@@ -11,9 +11,11 @@
 //
 // A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
 // weight out in shared memory, and each warp takes tiles of the rows (Tiles). Warps wait for each other when all are done, and
-// through limbs four take a tile together. In narrow_stats a lane adds g - p and (g - p)^2 of each of its features, p being its
-// warp's first row: GROUP rows in float32, and then those of all lanes of a feature; what that makes in float64, and warps are
-// pooled about the CTA's first row (features.cuh).
+// through limbs four take a tile together. In narrow_stats a lane adds d = g - p and d^2 of each of its features: GROUP rows in
+// float32, then those of all lanes of a feature, and what that makes in float64. p is the mean of the warp's first tile, and
+// as often as its rows have doubled the mean of all before: so the sum of d^2 is at most a few M2, whatever the data, since the
+// rows before and those since are M2's own parts (n1 n2 / (n1 + n2) (mean1 - mean2)^2, Chan). About a row of the data it would
+// be as large as that row is far, and its rounding in float32 would be all there is of M2.
 //
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
@@ -74,6 +76,22 @@ __device__ inline void lay(const P& p, const T* w, int first, uint4* weight, flo
         lay_weight(p, w, first, weight);
 }
 
+// take(j, g - pivot) of a lane's elements in the first `inside` rows of a tile, feature by feature.
+template <typename Take>
+__device__ __forceinline__ void for_each_deviation(const OfLane& g, const float* pivots, int lane, int inside,
+                                                   bool whole, const Take& take) {
+#pragma unroll
+    for (int j = 0; j < LANE_FEATURES; j += WORD) {
+        const auto pivot = *reinterpret_cast<const Vector<float, WORD>*>(&pivots[feature_of(lane % 4, j)]);
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            if (!whole && lane / 4 + i * 8 >= inside) break;
+#pragma unroll
+            for (int l = 0; l < WORD; ++l) take(j + l, g[i][j + l] - pivot.at[l]);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     narrow_stats(const __grid_constant__ Problem p, const T* x, const T* w, char* workspace) {
     await_kernel_ahead();
@@ -87,58 +105,74 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    __shared__ __align__(16) float pivots[WARPS][FEATURES];
-    float sum[N] = {}, squares[N] = {};
-    double first[M] = {}, second[M] = {};  // the same of the warp's rows so far
-    int since = 0;                         // rows in sum and squares
-    const auto settle = [&](float (&of)[N], double (&total)[M]) {
-        sum_over_rows<N>(of, lane);
-#pragma unroll
-        for (int i = 0; i < M; ++i) total[i] += of[i];
-#pragma unroll
-        for (int j = 0; j < N; ++j) of[j] = 0.0f;
-    };
+    __shared__ __align__(16) float pivots[WARPS][FEATURES], origins[WARPS][FEATURES];  // p, and the first of each warp
+    const int own = feature_of(lane % 4, lane / 4 * M);  // of M features, side by side, whose sums this lane gets
+    static_assert(WORD % M == 0, "they lie in one word");
+    float* const pivot = pivots[warp] + own;
+    float* const origin = origins[warp] + own;
+    float sum[N] = {}, squares[N] = {};    // about p, since settle_sums
+    double first[M] = {}, second[M] = {};  // about the origins, of the warp's rows so far
+    int rows = 0, settled = 0, moved = 0;  // of the warp: so far, in first and second, and when its pivots last moved
     const auto settle_sums = [&] {
-        settle(sum, first);
-        settle(squares, second);
-        since = 0;
+        if (rows == settled) return;
+        sum_over_rows<N>(sum, lane);
+        sum_over_rows<N>(squares, lane);
+        const double count = static_cast<double>(rows - settled);
+#pragma unroll
+        for (int i = 0; i < M; ++i) {
+            const double apart = static_cast<double>(pivot[i]) - origin[i];
+            first[i] += sum[i] + count * apart;
+            second[i] += squares[i] + apart * (2.0 * sum[i] + count * apart);
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
+        settled = rows;
+        if (rows < 2 * moved) return;
+        moved = rows;
+        const double inverse = 1.0 / static_cast<double>(rows);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < M; ++i) pivot[i] = static_cast<float>(origin[i] + first[i] * inverse);
+        __syncwarp();
     };
-    long long rows = 0;
+    int since = 0;  // a lane's rows in sum and squares
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
-        if (rows == 0) {
+        const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
+        if (rows == 0 && inside > 0) {
+            // the tile's mean: its first row and what the others are from it, exact where all are equal
             if (lane < 4)
 #pragma unroll
                 for (int j = 0; j < N; ++j) pivots[warp][feature_of(lane, j)] = g[0][j];
             __syncwarp();
+            for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) { sum[j] += d; });
+            sum_over_rows<N>(sum, lane);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < M; ++i) origin[i] = pivot[i] += sum[i] / static_cast<float>(inside);
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < N; ++j) sum[j] = 0.0f;
         }
-        const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
         rows += inside;
-#pragma unroll
-        for (int j = 0; j < N; j += WORD) {
-            const auto pivot = *reinterpret_cast<const Vector<float, WORD>*>(&pivots[warp][feature_of(lane % 4, j)]);
-#pragma unroll
-            for (int i = 0; i < LANE_ROWS; ++i) {
-                if (!whole && lane / 4 + i * 8 >= inside) break;
-#pragma unroll
-                for (int l = 0; l < WORD; ++l) {
-                    const float d = g[i][j + l] - pivot.at[l];
-                    sum[j + l] += d;
-                    squares[j + l] = fmaf(d, d, squares[j + l]);
-                }
-            }
-        }
+        for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) {
+            sum[j] += d;
+            squares[j] = fmaf(d, d, squares[j]);
+        });
         since += LANE_ROWS;
-        if (since >= GROUP) settle_sums();
+        if (since >= GROUP) {
+            settle_sums();
+            since = 0;
+        }
     });
-    settle_sums();
-    __syncthreads();  // the weight is read no more
+    if constexpr (GROUP > LANE_ROWS) settle_sums();  // else nothing is left
+    __syncthreads();                                 // the weight is read no more
 
     double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
 #pragma unroll
     for (int i = 0; i < M; ++i) {
-        const int at = feature_of(lane % 4, lane / 4 * M + i);
-        const double d = rows > 0 ? static_cast<double>(pivots[warp][at]) - pivots[0][at] : 0.0;
+        const int at = own + i;
+        const double d = rows > 0 ? static_cast<double>(origin[i]) - origins[0][at] : 0.0;
         sums[warp * FEATURES + at] = first[i] + rows * d;
         sums[(WARPS + warp) * FEATURES + at] = second[i] + d * (2.0 * first[i] + rows * d);
     }
@@ -153,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         of_cta += sums[i * FEATURES + at];
         squares_of_cta += sums[(WARPS + i) * FEATURES + at];
     }
-    const Moments pooled(pivots[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    const Moments pooled(origins[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
     double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * share.cta * p.ldg + c;
     partials[0] = pooled.mean;
     partials[p.ldg] = pooled.m2;

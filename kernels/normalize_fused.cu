@@ -39,7 +39,7 @@ struct Memory {
     Totals<THREADS, VEC> totals;
     double arguments[Arguments::COUNT][WIDEST];
     alignas(16) G constants[CONSTANT_ROWS][WIDEST];
-    G pivot[WIDEST];
+    alignas(16) G pivot[WIDEST];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
         const G* first_g = g + at_once.row * p.ldg + col;
         const Walk<SLOTS, Rows> rows(count, Rows{first_g, at_once.rows * p.ldg, memory.ring + threadIdx.x, inside});
-        const Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
+        Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const long long c = col0 + column;
@@ -66,23 +66,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = part; i < Arguments::COUNT; i += parts)
                 memory.arguments[i][column] = argument(i, p, c, bias, scale, gamma, beta, running_mean, running_var);
 
-        double first[VEC] = {}, second[VEC] = {};
-        rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
+        const double m = static_cast<double>(p.m);
+        Moments moments;
+#pragma unroll 1
+        for (bool again = false;; again = true) {
+            double first[VEC] = {}, second[VEC] = {};
+            rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) {
-                const double d = static_cast<double>(in.at[j]) - pivot.at[j];
-                first[j] += d;
-                second[j] = fma(d, d, second[j]);
-            }
-        });
-        double first_of_column, second_of_column;
-        if (at_once.row == 0)
+                for (int j = 0; j < VEC; ++j) {
+                    const double d = static_cast<double>(in.at[j]) - pivot.at[j];
+                    first[j] += d;
+                    second[j] = fma(d, d, second[j]);
+                }
+            });
+            double first_of_column, second_of_column;
+            if (at_once.row == 0)
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-        total(memory.totals, static_cast<int>(p.along), first, second, first_of_column, second_of_column);
+                for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
+            total(memory.totals, static_cast<int>(p.along), first, second, first_of_column, second_of_column);
+            const double about = memory.pivot[column];
+            moments = Moments(about, first_of_column, second_of_column, m);
+            if (sizeof(G) == 4 || again || !__syncthreads_or(c < p.n && moments.far(about, m))) break;
+            if (part == 0) memory.pivot[column] = static_cast<G>(moments.mean);
+            __syncthreads();
+            pivot = *reinterpret_cast<const Vector<G, VEC>*>(&memory.pivot[at_once.column]);
+            rows.up([](int, const Vector<G, VEC>&) {});  // back to where a way down begins
+            __syncthreads();
+        }
         if (c < p.n) {
-            const double m = static_cast<double>(p.m);
-            const Moments moments(memory.pivot[column], first_of_column, second_of_column, m);
             const Arguments of(&memory.arguments[0][column], WIDEST);
             const Feature found(p, m, moments.mean, moments.m2, of);
             if (part == 0) {

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace) {
     await_kernel_ahead();
     __shared__ double first_of[THREADS * VEC], second_of[THREADS * VEC];  // [row][column] of Places
-    __shared__ G pivot_of[32 * VEC];
+    __shared__ __align__(16) G pivot_of[32 * VEC];
 
     const Places<THREADS, VEC> at_once(p.along);
     const unsigned splits = static_cast<unsigned>(p.splits);
@@ -25,27 +25,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        const Vector<G, VEC> pivot = mean_of_first(g + begin * p.ldg + col, p.ldg, end - begin, inside);
-        double first[VEC] = {}, second[VEC] = {};
-        const long long row = begin + at_once.row;
-        add_rows<GROUP>(g + row * p.ldg + col, row, end, at_once.rows, p.ldg, inside, pivot, first, second);
+        Vector<G, VEC> pivot = mean_of_first(g + begin * p.ldg + col, p.ldg, end - begin, inside);
+        const long long row = begin + at_once.row, c = block * at_once.columns + threadIdx.x;
+        const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread then has a column
+        Moments pooled = {};
+#pragma unroll 1
+        for (bool again = false;; again = true) {
+            double first[VEC] = {}, second[VEC] = {};
+            add_rows<GROUP>(g + row * p.ldg + col, row, end, at_once.rows, p.ldg, inside, pivot, first, second);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            first_of[threadIdx.x * VEC + j] = first[j];
-            second_of[threadIdx.x * VEC + j] = second[j];
-            if (at_once.row == 0) pivot_of[at_once.column + j] = pivot.at[j];
-        }
-        __syncthreads();
-
-        const long long c = block * at_once.columns + threadIdx.x;  // from here on a thread has one column
-        if (threadIdx.x >= at_once.columns || c >= p.n) return;
-        double sum = 0.0, squares = 0.0;
+            for (int j = 0; j < VEC; ++j) {
+                first_of[threadIdx.x * VEC + j] = first[j];
+                second_of[threadIdx.x * VEC + j] = second[j];
+                if (at_once.row == 0) pivot_of[at_once.column + j] = pivot.at[j];
+            }
+            __syncthreads();
+            bool far = false;
+            if (mine) {
+                double sum = 0.0, squares = 0.0;
 #pragma unroll 8
-        for (int i = threadIdx.x; i < at_once.rows * at_once.columns; i += at_once.columns) {
-            sum += first_of[i];
-            squares += second_of[i];
+                for (int i = threadIdx.x; i < at_once.rows * at_once.columns; i += at_once.columns) {
+                    sum += first_of[i];
+                    squares += second_of[i];
+                }
+                const double rows = static_cast<double>(end - begin), about = pivot_of[threadIdx.x];
+                pooled = Moments(about, sum, squares, rows);
+                far = pooled.far(about, rows);
+            }
+            if (sizeof(G) == 4 || again || !__syncthreads_or(far)) break;
+            if (mine) pivot_of[threadIdx.x] = static_cast<G>(pooled.mean);
+            __syncthreads();
+            pivot = *reinterpret_cast<const Vector<G, VEC>*>(pivot_of + at_once.column);
+            __syncthreads();
         }
-        const Moments pooled(pivot_of[threadIdx.x], sum, squares, static_cast<double>(end - begin));
+        if (!mine) return;
         double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
         partials[0] = pooled.mean;
         partials[p.ldg] = pooled.m2;
@@ -54,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 // merge_statistics: of the partials of all splits, and of those of all ranks where they share the batch, the constants of y,
 // what a backward wants and the running statistics. The splits, far apart perhaps, are pooled about the mean of the first
-// one, m_0, as the groups of a CTA are about a row (features.cuh):
+// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (features.cuh):
 //   first = sum n_i (mean_i - m_0),  second = sum (M2_i + n_i (mean_i - m_0)^2)
 //
 // An item is `merge_columns` columns, each of which THREADS / merge_columns threads share (parts): they fetch an argument each, add
@@ -97,7 +110,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const double rows_of = static_cast<double>(p.stats_rows);
             const double rows_of_last = static_cast<double>(p.m - (splits - 1) * p.stats_rows);
             const double* of_split = reinterpret_cast<const double*>(workspace + p.partials) + c;
-            const double mean_0 = there ? of_split[0] : 0.0;
+            double mean_0 = there ? of_split[0] : 0.0;
+            if (sizeof(G) == 8 && there) {  // which has no bits to spare: about the mean of all
+                double shift = 0.0;
+#pragma unroll 4
+                for (int i = 1; i < splits; ++i)
+                    shift += (i + 1 < splits ? rows_of : rows_of_last) * (of_split[i * 2 * p.ldg] - mean_0);
+                mean_0 += shift / rows;
+            }
             double first = 0.0, second = 0.0;
             of_split += part * 2 * p.ldg;
 #pragma unroll 4
@@ -117,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
                 const Moments of_all(mean_0, first, second, rows);
                 mean = of_all.mean;
-                m2 = of_all.m2;
+                m2 = of_all.m2 * (p.flags & FLAG_LIMBS ? M2_OF_LIMBS : 1.0);
             }
         }
         if (part == 0 && there) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     }
     if (MERGERS > 1) mbar_wait(&sh.agreed, 0);
     __syncwarp();
-    const Wide unbiased = (Wide)m / (Wide)(m - 1);
+    const Wide unbiased = (Wide)m / (Wide)(m - 1) * (Wide)(BY_LIMBS ? M2_OF_LIMBS : 1.0);
     const long long n = this->n;
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     Running own[BLOCK_N / 32];
@@ -94,7 +94,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 merge_feature(published, parts, member, lanes, mean, m2);
             }
 #if RANKS
-            if (mine) exchange.post_feature(feature, mean, m2);
+            if (mine) exchange.post_feature(feature, mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2);
             continue;
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
@@ -163,7 +163,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) finish_meanwhile(nap);
             Whole<float> all = {1.f, 0.f, 0.f, true};
             if (mine) all = exchange.statistics<float>(feature);
-            const float var = all.m2 / all.rows;
+            const float var = all.m2 / all.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, u.slope(var, f.eps), launch);
             if (KEEP && IN_UNITS && speaks)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
@@ -190,10 +190,10 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         }
         if (KEEP) {  // y's slope and unit, as they were published
             const Whole<float> rounded = exchange.statistics<float>(feature);
-            const float var = rounded.m2 / rounded.rows;
+            const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
-            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows, p.eps, deviation_unit(var, 1),
+            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0), p.eps, deviation_unit(var, 1),
                         u.slope(var, f.eps), u.beta);
         }
     }

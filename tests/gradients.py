@@ -12,7 +12,7 @@ deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
   κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|),
   then by its own rounding.
 - In inference d is g less a centre c that cancels out again, at most 4 w from the first row g₀, where w = max |gᵢ − g₀|
-  over the first eight: |d| ≤ |g − g₀| + 4 w, δ = 2 E + 2 u |d|, and r is exact:
+  over every (B // 8)th: |d| ≤ |g − g₀| + 4 w, δ = 2 E + 2 u |d|, and r is exact:
   |Δdγ| ≤ r (|s| ΔD + (|s (g₀ + b) − running_mean| + 4 |s| w) ΔS), |Δds| ≤ |γ r| (ΔD + (|g₀ + b| + 4 w) ΔS),
   |Δdb| ≤ |a| ΔS, |Δdg| ≤ (4 u + ū) |dg|. Both terms are added in float64: 8 · 2⁻⁵³ of their sizes.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
@@ -193,7 +193,8 @@ def gradient_bounds(
         of_scale = abs_gamma * eps * r**3 * np.abs(dots)
     else:
         mean, r = vector("running_mean", 0), 1 / np.sqrt(vector("running_var", 1) + eps)
-        reach = 4 * np.abs(g[:8] - g[0]).max(0) + 8 * E[:8].max(0)
+        some = slice(None, None, max(len(g) // 8, 1))
+        reach = 4 * np.abs(g[some] - g[0]).max(0) + 8 * E[some].max(0)
         d = np.abs(g - g[0]) + reach
         delta = 2 * E.max(0) + 2 * u * d
         dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)

@@ -36,6 +36,7 @@ from gsbn._plan import (
     backward_plan,
     maxima_grid,
     plan,
+    precision_for,
     split_grid,
     split_limbs,
     tile_kernels,
@@ -596,6 +597,36 @@ def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: 
         decided = backward_plan(p._replace(n=limit + 8, k=64, w=Matrix((64, 1), True)), training=True, needs=("x",),
                                 gemm="sm90")  # fmt: skip
         assert decided.x is not None and decided.x.gemm == "cublas"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("features", [32, 128, 512])
+def test_dw_of_very_many_short_rows_is_not_left_to_the_tensor_core_alone(dtype: str, features: int) -> None:
+    """A team keeps dw in the tensor core's accumulators over all of its rows: there are no more than MAX_TERMS."""
+    rows = 600 * MAX_TERMS[dtype]
+    p = contiguous(rows, features, 32, dtype)._replace(y=Matrix((features, 1), True))
+    plan = backward_plan(p, training=True, needs=("x", "weight"))
+    assert plan.narrow is not None
+    teams = plan.narrow.block // (256 if plan.narrow.features > 128 else 128)
+    assert plan.narrow.rows <= teams * MAX_TERMS[dtype]
+    together = plan.narrow.ctas * plan.narrow.rows
+    assert together >= rows
+    held = p._replace(device=p.device.at_most(100))  # where a second wave would take other SMs than it may
+    assert backward_plan(held, training=True, needs=("x", "weight")).narrow is None
+
+
+@pytest.mark.parametrize("shape", [(3, 8192, 1), (64, 4096, 1), (4096, 512, 1)])
+def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    p = contiguous(m, n, k, "float32")
+    assert precision_for("high", n) == "highest"
+    assert precision_for("high", 2) == "high"
+    assert plan(p, training=True, precision="highest").gemm == "cublas"
+    backward = backward_plan(p, training=True, needs=("x", "weight"), precision="highest")
+    assert backward.x is not None
+    assert backward.x.gemm == "cublas"
+    assert backward.weight is not None
+    assert backward.weight.one is None
 
 
 def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_gr
 from .narrow import serves_narrow_backward
 from .parts import Parts
 from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
-from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forward_sm90
+from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forward_sm90, precision_for
 from .variants import (
     TALL_THREADS,
     THREADS,
@@ -73,6 +73,7 @@ __all__ = [
     "maxima_grid",
     "one_launch",
     "plan",
+    "precision_for",
     "rows_grid",
     "serves_narrow_backward",
     "split_grid",

@@ -36,7 +36,7 @@ from .problem import (
     split_rows,
     threads_along,
 )
-from .sm90_variants import by_limbs, element_for
+from .sm90_variants import ELEMENTS, by_limbs, element_for
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
 __all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
@@ -89,6 +89,13 @@ class Plan(NamedTuple):
     product: OneLaunch | None  # g alone, by forward_sm90
     limbs: Splits  # that it wants
     keep: Keep | None
+
+    @property
+    def g_of_limbs(self) -> bool:
+        """Whether the tensor core makes g of limbs."""
+        made = self.one or self.product
+        limbs = "ELEMENT", str(ELEMENTS["limbs"])
+        return by_limbs(made.element) if made else self.narrow and limbs in self.normalize_kernel.defines
 
 
 @lru_cache(maxsize=1024)
@@ -327,6 +334,8 @@ def _fastest(
             return "cublas", why, by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
+        if element == "limbs" and p.n == 1:
+            return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken, inside = for_sm90(p, element), ranks == "inside"
         of_call = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
         ours = cheapest_tile(taken, _mode(training), element, **of_call).us + copies_us(taken)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
-from .gemm import LEAST_TERMS
+from .gemm import LEAST_TERMS, MAX_TERMS
 from .h200 import H200, PRODUCTS
 from .kernel import Kernel, with_activation
 from .parts import Parts, parts_of
@@ -189,7 +189,11 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     teams, threads, tile = narrow_teams(dtype, features, inputs)
     own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
     rows = round_up(ceil_div(m, together), tile)
+    if dtype in MAX_TERMS:  # of which a team adds up dw in the tensor core alone: beyond, there are several waves
+        rows = min(rows, teams * MAX_TERMS[dtype])
     number = ceil_div(m, rows)
+    if number > together and device.limited:
+        return None
     return NarrowBackward(
         kernel=with_activation(narrow_backward_kernel(dtype, features, inputs, cluster), activation),
         ctas=number * cluster,

@@ -24,6 +24,7 @@ __all__ = [
     "element_for",
     "forward_sm90",
     "largest_block",
+    "precision_for",
     "resident",
     "sm90_kernels",
     "stages",
@@ -160,6 +161,11 @@ def largest_block(element: str) -> int:
 def by_limbs(element: str) -> bool:
     """Whether forward_sm90 multiplies it as limbs."""
     return element in ("limbs", "limbs_of_x")
+
+
+def precision_for(precision: str, features: int) -> str:
+    """What a call is computed in: products of a matrix and a vector, those of one feature, have no TF32 in PyTorch."""
+    return "highest" if features == 1 else precision
 
 
 def element_for(dtype: str, precision: str) -> str:

@@ -32,7 +32,7 @@ The gradients go on from ``δ``, ``t``, ``η`` and ``r₋ ≤ r̂ ≤ r₊`` of 
    smallest step of a value that is kept in units of at most ``2 t``; and by ``ū (|d| + t)`` where y held it before.
 5. ``S = Σ dy`` and ``D = Σ dy d`` are summed over 16 rows in float32 and from there on in float64. They err by
    ``ΔS = 17u Σ|dy|`` and ``ΔD = Σ |dy| (δ + 18u (|d| + δ))``. In inference ``d`` is ``g`` less a centre. The centre's
-   distance from the first row is at most four times the spread of the first eight rows, and ``δ`` is the ``e`` of both.
+   distance from the first row is at most four times the spread of every (B // 8)th row, and ``δ`` is the ``e`` of both.
 6. The vectors: ``s r D`` errs by ``|s| (r₊ ΔD + (r₊ − r₋) |D|)``, and ``γ eps r³ D`` by
    ``|γ| eps (r₊³ ΔD + (r₊³ − r₋³) |D|)``.
 7. ``dg = a (dy − S/B − q d)`` with ``q = s² r² D/B``: the bracket errs by
@@ -337,7 +337,8 @@ def expected_gradients(
         delta = delta + kept * (nearest * (xp.abs(d) + delta) + xp.abs(d) + t) + nearest * smallest_step
         reach = 0
     else:
-        d, reach = g - g[:1], 4 * xp.abs(g[:8] - g[:1]).max(0) + 8 * e[:8].max(0)
+        some = slice(None, None, max(rows // 8, 1))
+        d, reach = g - g[:1], 4 * xp.abs(g[some] - g[:1]).max(0) + 8 * e[some].max(0)
         delta = e + e[:1]
         r = low = high = 1 / xp.sqrt(o.running_var + EPS)
     dots = (dy * d).sum(0)
