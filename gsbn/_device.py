@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
@@ -94,6 +95,7 @@ def on_device(device: int) -> Iterator[None]:
 
 
 _lent: deque[tuple[Any, Any]] = deque()  # an event, and what must stay until it has happened
+_letting_go = threading.Lock()
 
 
 def hold_until_done(arrays: Any, device: int) -> None:
@@ -111,5 +113,7 @@ def hold_until_done(arrays: Any, device: int) -> None:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)
     _lent.append((event, arrays))
-    while _lent and _lent[0][0].done:
-        _lent.popleft()
+    done = []  # let go of without the lock: a producer's code runs then
+    with _letting_go:
+        while _lent and _lent[0][0].done:
+            done.append(_lent.popleft())

@@ -227,6 +227,9 @@ class _Torch:
         self._torch, self._of = torch, weakref.ref(comm)  # torch keeps it until it is destroyed, which joins threads
         self.rank, self.size = torch.distributed.get_rank(comm), torch.distributed.get_world_size(comm)
         self.on_host = "cpu:" in torch.distributed.get_backend_config(comm)
+        # of NCCL's messages: a ProcessGroup does with a device that is never made the current one
+        bound = getattr(comm, "bound_device_id", None)
+        self._device = "cpu" if self.on_host else bound or f"cuda:{torch.cuda.current_device()}"
         if self.rank < 0:
             raise ValueError("comm: expected a ProcessGroup that this process is a member of")
 
@@ -234,8 +237,7 @@ class _Torch:
         torch, comm = self._torch, self._of()
         if comm is None:
             raise RuntimeError("its ProcessGroup was destroyed")
-        device = "cpu" if self.on_host else f"cuda:{torch.cuda.current_device()}"
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         all_ = [torch.empty_like(mine) for _ in range(self.size)]
         work = torch.distributed.all_gather(all_, mine, group=comm, async_op=True)
         if self.on_host:

@@ -6,6 +6,7 @@ A library is only ever looked up in `sys.modules`: whoever hands over a torch te
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -332,6 +333,7 @@ def _nowhere(array: Any) -> int:
 
 
 _kinds: dict[type, Kind] = {np.ndarray: _Numpy()}
+_learning = threading.Lock()
 
 
 def kind_of(array: Any) -> Kind | None:
@@ -342,19 +344,21 @@ def kind_of(array: Any) -> Kind | None:
 
 def _learn(type_: type) -> Kind | None:
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
-    if issubclass(type_, np.ndarray):
-        _kinds[type_] = _kinds[np.ndarray]
-    elif cupy is not None and issubclass(type_, cupy.ndarray):
-        _kinds[type_] = _kinds.get(cupy.ndarray) or _Cupy()
-        _kinds[cupy.ndarray] = _kinds[type_]
-    elif torch is not None and issubclass(type_, torch.Tensor):
-        if torch.Tensor not in _kinds:
-            skip_frames(torch)
-            kind = _Torch(torch)
-            kind.cuda = _TorchCuda(torch)
-            _kinds[torch.Tensor] = kind
-        _kinds[type_] = _kinds[torch.Tensor]
-    return _kinds.get(type_)
+    with _learning:  # one kind of a library, whichever thread comes first
+        if issubclass(type_, np.ndarray):
+            _kinds[type_] = _kinds[np.ndarray]
+        elif cupy is not None and issubclass(type_, cupy.ndarray):
+            if cupy.ndarray not in _kinds:
+                _kinds[cupy.ndarray] = _Cupy()
+            _kinds[type_] = _kinds[cupy.ndarray]
+        elif torch is not None and issubclass(type_, torch.Tensor):
+            if torch.Tensor not in _kinds:
+                skip_frames(torch)
+                kind = _Torch(torch)
+                kind.cuda = _TorchCuda(torch)
+                _kinds[torch.Tensor] = kind
+            _kinds[type_] = _kinds[torch.Tensor]
+        return _kinds.get(type_)
 
 
 def kinds_of(

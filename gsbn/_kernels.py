@@ -1,7 +1,8 @@
-"""Find, digest, compile, cache, memoise and launch the kernels; the only user of cupy.RawModule and of NVRTC."""
+"""Find, digest, compile, cache, memoise and launch the kernels; the only user of CuPy's raw modules and of NVRTC."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -44,7 +45,7 @@ def usable(capability: tuple[int, int]) -> Iterator[Kernel]:
 
 
 _SM90A_NVRTC = (12, 9)  # older ones serialise wgmma
-_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_...
+_MAX_DYNAMIC_SHARED_SIZE_BYTES, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14  # CU_FUNC_ATTRIBUTE_...
 _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by file, or module: others compile meanwhile
 
 
@@ -77,10 +78,15 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
     """The file with a variant's machine code for a GPU of this compute capability, compiled if it is not there yet.
 
     It lies in CuPy's own folder for compiled kernels (the environment variable CUPY_CACHE_DIR, ~/.cupy/kernel_cache by
-    default). For a GPU that NVRTC does not know yet it is PTX, which the driver compiles.
+    default), and is not there where nobody may write to that. For a GPU that NVRTC does not know yet it is PTX, which
+    the driver compiles.
     """
-    import hashlib  # which, as tempfile, `import gsbn` need not load
-    import tempfile
+    return _find(kernel, capability)[0]
+
+
+def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
+    """`compiled`, and the machine code."""
+    import hashlib  # which `import gsbn` need not load
 
     from cupy.cuda import nvrtc
 
@@ -90,27 +96,45 @@ def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
     name = f"gsbn_{kernel.file}_{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}"
     file = _cache_folder() / (name + (".ptx" if arch.startswith("compute") else ".cubin"))
     with _locks[file]:  # a file may hold several kernels
-        if file.exists():
-            return file
-        code = _compile(kernel, arch)
-        # Whole or not there at all, whatever other process compiles the same meanwhile.
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False) as new:
-            new.write(code)
-        os.replace(new.name, file)
-    return file
+        code = _read(file)
+        if code is None:
+            code = _compile(kernel, arch)
+            _write(file, code)
+    return file, code
 
 
 @cache
 def _cache_folder() -> Path:
+    return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+
+
+def _read(file: Path) -> bytes | None:
+    """The code in a file, in front of its checksum; None if it is not there, or not whole."""
+    import hashlib
+
+    try:
+        found = file.read_bytes()
+    except OSError:
+        return None
+    code, checksum = found[:-32], found[-32:]
+    return code if hashlib.sha256(code).digest() == checksum else None
+
+
+def _write(file: Path, code: bytes) -> None:
+    """Whole or not at all, whatever other process compiles the same; not where the folder is read-only or full."""
+    import hashlib
     import tempfile
 
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    new = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # a home that nobody may write to: compiled anew in every process
-        return Path(tempfile.mkdtemp(prefix="gsbn-"))
-    return folder
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.stem, suffix=".tmp", delete=False) as new:
+            new.write(code + hashlib.sha256(code).digest())
+        os.replace(new.name, file)
+    except OSError:
+        if new is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(new.name)
 
 
 @cache
@@ -203,7 +227,7 @@ def _overlaps(device: int) -> bool:
     return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
 
 
-_modules: dict[tuple[str, tuple[tuple[str, str], ...], tuple[int, int]], Any] = {}
+_modules: dict[tuple[str, tuple[tuple[str, str], ...], int], Any] = {}
 _launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
 
 
@@ -219,20 +243,19 @@ def launcher(
         raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")
     found = _launchers.get((kernel, device, cooperative))
     if found is None:
-        import cupy
-        from cupy.cuda import driver
+        from cupy.cuda import driver, function
 
-        capability = _capability(device)
-        key = (kernel.file, kernel.defines, capability)
+        key = (kernel.file, kernel.defines, device)
         with _locks[key]:
             if key not in _modules:
-                _modules[key] = cupy.RawModule(path=str(compiled(kernel, capability)))
+                _modules[key] = module = function.Module()  # what a RawModule has, of code that may be in no file
+                module.load(_find(kernel, _capability(device))[1])
             raw = _modules[key].get_function(kernel.name)
             if kernel.shared:
-                raw.max_dynamic_shared_size_bytes = kernel.shared  # of the current device's copy
+                driver.funcSetAttribute(raw.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared)
             if kernel.arch:  # Hopper's: a cluster may have 16 CTAs
-                driver.funcSetAttribute(raw.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-            found = Launcher(raw.kernel, kernel.shared, cooperative, _overlaps(device))
+                driver.funcSetAttribute(raw.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+            found = Launcher(raw, kernel.shared, cooperative, _overlaps(device))
             _launchers[kernel, device, cooperative] = found
     return found
 

@@ -112,6 +112,8 @@ class Exchange:
         self.waits = ready and boxes is not None
         if not self.waits:
             self._unmap()
+            group.gather_bytes(b"u")
+            self._free()
             self._join()
         self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
         ctypes.memset(self._status.ptr, 0, 8)
@@ -211,6 +213,9 @@ class Exchange:
         for address in self._mapped:
             cuda().runtime.ipcCloseMemHandle(address)
         self._mapped = []
+
+    def _free(self) -> None:
+        """Once no other process has it mapped."""
         if self._mailbox:
             cuda().runtime.free(self._mailbox)
         self._mailbox = 0
@@ -225,6 +230,8 @@ class Exchange:
                 try:
                     self._group.gather_bytes(b"close")
                     self._unmap()
+                    self._group.gather_bytes(b"unmap")
+                    self._free()
                 except RuntimeError:  # a rank does not come: it may still write
                     together = False
             if self._own_comm and not (self._watch is not None and self._watch.late):

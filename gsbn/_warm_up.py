@@ -66,7 +66,11 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
 
     def ready(kernel: _plan.Kernel) -> None:
         if device is None:
-            _kernels.compiled(kernel, capability)
+            file = _kernels.compiled(kernel, capability)
+            if not file.exists():
+                raise OSError(
+                    f"cannot write to {file.parent}, where compiled kernels lie: set CUPY_CACHE_DIR to a folder"
+                )
             return
         with _device.on_device(device):
             _kernels.launcher(kernel, device)

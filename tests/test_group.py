@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -270,6 +272,50 @@ def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) ->
     exchange._mailbox, exchange._mapped = 0x7000, []
     assert exchange._open(64) == [0x7000, 0x9000, 0x7000]
     assert runtime.opened == [b"other".ljust(64)]
+
+
+def test_a_mailbox_is_freed_once_nobody_has_it_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cudaIpcOpenMemHandle: what happens to memory that is freed while another process has it mapped is undefined."""
+    mapped: dict[int, set[int]] = {1: {0}, 0: {1}}  # whose mailboxes, by rank
+    freed_early: list[int] = []
+    here, meeting = threading.local(), threading.Barrier(2)
+
+    class Runtime:
+        CUDARuntimeError = RuntimeError
+
+        def deviceSynchronize(self) -> None:
+            pass
+
+        def ipcCloseMemHandle(self, of: int) -> None:
+            if here.rank == 1:
+                time.sleep(0.1)  # a busy host
+            mapped[here.rank].discard(of)
+
+        def free(self, of: int) -> None:
+            if any(of - 100 in others for others in mapped.values()):
+                freed_early.append(of - 100)
+
+    def gather(data: bytes) -> list[bytes]:
+        meeting.wait(10)
+        return [data, data]
+
+    monkeypatch.setattr(_ranks, "cuda", lambda: SimpleNamespace(runtime=Runtime()))
+    monkeypatch.setattr(_ranks, "on_device", lambda device: contextlib.nullcontext())
+
+    def close(rank: int) -> None:
+        here.rank = rank
+        exchange = _ranks.Exchange.__new__(_ranks.Exchange)
+        exchange._group, exchange.device = SimpleNamespace(gather_bytes=gather), 0  # type: ignore[assignment]
+        exchange._watch, exchange._own_comm = None, False
+        exchange._mapped, exchange._mailbox = [1 - rank], 100 + rank
+        exchange._close(True)
+
+    threads = [threading.Thread(target=close, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not freed_early and not any(mapped.values())
 
 
 def test_a_mailbox_has_room_for_wide_layers_of_many_ranks() -> None:

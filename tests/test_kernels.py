@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,13 +133,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 FOLD = _plan.fold("float32")
 
 
+def code_in(file: Path) -> bytes:
+    """What lies in front of the checksum."""
+    return file.read_bytes()[:-32]
+
+
 def test_what_was_compiled_is_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _kernels.compiled(FOLD, (8, 0))
     assert list(cache.iterdir()) == [file] and file.read_bytes().startswith(b"\x7fELF")
     monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())  # what it does now is seen
     assert _kernels.compiled(FOLD, (8, 0)) == file and file.read_bytes().startswith(b"\x7fELF")
     others = [_kernels.compiled(FOLD, (9, 0)), _kernels.compiled(_plan.fold("float16"), (8, 0))]
-    assert [other.read_bytes() for other in others] == [b"sm_90", b"sm_80"]
+    assert [code_in(other) for other in others] == [b"sm_90", b"sm_80"]
     monkeypatch.setattr(_kernels, "digest", lambda: "of other sources")
     assert _kernels.compiled(FOLD, (8, 0)) not in (file, *others)
     assert len(list(cache.iterdir())) == 4
@@ -144,20 +152,60 @@ def test_what_was_compiled_is_found_again(cache: Path, monkeypatch: pytest.Monke
 
 def test_a_gpu_that_nvrtc_does_not_know_gets_ptx(cache: Path) -> None:
     file = _kernels.compiled(FOLD, (99, 0))
-    assert file.suffix == ".ptx" and ".visible .entry fold(" in file.read_text()
+    assert file.suffix == ".ptx" and b".visible .entry fold(" in code_in(file)
 
 
 def test_a_failed_compilation_leaves_nothing(cache: Path) -> None:
     with pytest.raises(RuntimeError, match=r"fold\.cu for sm_80:\n"):
         _kernels.compiled(FOLD._replace(defines=(("X_TYPE", "no_type"),)), (8, 0))
-    assert not list(cache.iterdir())
+    assert not cache.exists()
 
 
 def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> None:
     cache.write_text("a file in the folder's place")
+    file, code = _kernels._find(FOLD, (8, 0))
+    assert not file.exists() and code.startswith(b"\x7fELF")
+    with pytest.raises(OSError, match=r"^cannot write to .* CUPY_CACHE_DIR"):
+        gsbn.warm_up(arch="sm_80")
+
+
+def test_a_read_only_cache_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an image's is, which was filled when that was built; a rename is what a folder refuses root, too."""
     file = _kernels.compiled(FOLD, (8, 0))
-    assert cache not in file.parents and file.read_bytes().startswith(b"\x7fELF")
-    shutil.rmtree(file.parent)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for module, name in ((tempfile, "NamedTemporaryFile"), (os, "replace"), (Path, "mkdir")):
+        monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(_kernels, "_compile", lambda *_: pytest.fail("it was compiled already"))
+    assert _kernels._find(FOLD, (8, 0)) == (file, code_in(file))
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: whole[:-1] + b"\0"])
+def test_a_damaged_file_is_compiled_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = _kernels.compiled(FOLD, (8, 0))
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert _kernels._find(FOLD, (8, 0)) == (file, whole[:-32])
+    assert file.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_pieces(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tempfile.NamedTemporaryFile
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        new = real(*arguments, **options)
+
+        def write(data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        new.write = write
+        return new
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    file, code = _kernels._find(FOLD, (8, 0))
+    assert code.startswith(b"\x7fELF") and not file.exists() and not list(cache.iterdir())
 
 
 def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +213,7 @@ def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch
     steps: list[int] = []
     count = gsbn.warm_up(lambda done, total, name: steps.append(done), arch="sm_90")
     assert count == len(list(_kernels.all_kernels("sm_90a"))) and steps == list(range(count + 1))
-    assert {file.read_bytes() for file in cache.iterdir()} == {b"sm_90", b"sm_90a"}
+    assert {code_in(file) for file in cache.iterdir()} == {b"sm_90", b"sm_90a"}
     assert gsbn.warm_up(arch="sm_86") == len(list(_kernels.all_kernels("sm_86"))) < count
     for wrong in ("sm_70", "90", "sm_", "hopper", "compute_90"):
         with pytest.raises(ValueError, match=r"^arch: expected a compute capability"):

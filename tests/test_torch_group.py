@@ -295,6 +295,48 @@ def test_without_distributed() -> None:
 # ---- one group for all, copies, errors
 
 
+def options(rank: int, device: str) -> None:
+    """A group waits as long as its ProcessGroup does, and is set up with options of its own before the first call."""
+    from datetime import timedelta
+
+    patient = distributed.new_group([0, 1], timeout=timedelta(hours=2))
+    found = _groups.group_of(patient, torch.device(device))
+    assert found is not None and found.timeout == 7200.0
+    with pytest.raises(RuntimeError, match=r"^process_group: .* got one that has its group already$"):
+        gsbn.torch.group(patient, timeout=1.0)
+    quick = distributed.new_group([0, 1])
+    made = gsbn.torch.group(quick, timeout=77.0, peer_memory=False, device=device)
+    assert made is not None and (made.timeout, made.peer_memory) == (77.0, False)
+    layer = small(device)
+    layer.norm = sync(layer.norm, quick)
+    layer(share(batch(device), rank, (13, 7)))
+    assert _groups.group_of(quick) is made
+    assert gsbn.torch.group(distributed.GroupMember.NON_GROUP_MEMBER) is None
+    with pytest.raises(TypeError, match=r"^process_group: expected a torch.distributed ProcessGroup"):
+        gsbn.torch.group("nccl")
+
+
+def test_options_of_a_group(ranks: Ranks) -> None:
+    ranks(options)
+
+
+def without_a_current_device(rank: int, device: str) -> None:
+    """As nn.SyncBatchNorm, a layer does with a device that nobody made the current one."""
+    x = share(batch(device), rank, (13, 7))
+    of_x = x.device
+    with torch.cuda.device(0):
+        layer = small(device)
+        layer.norm = sync(layer.norm, distributed.new_group([0, 1]))
+        layer(x)
+        torch.cuda.synchronize(of_x)
+
+
+def test_the_current_device_may_be_another(ranks: Ranks) -> None:
+    if ranks.backend == "gloo":
+        pytest.skip("a CPU is always current")
+    ranks(without_a_current_device)
+
+
 def life(rank: int, device: str) -> None:
     x = share(batch(device), rank, (13, 7))
     process_group = distributed.new_group([0, 1])

@@ -10,6 +10,7 @@ Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` kn
 
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
+from ._groups import group
 from ._layer import LinearBatchNorm1d
 from ._modules import SyncBatchNorm
 
@@ -20,6 +21,7 @@ __all__ = [
     "Sequential",
     "SyncBatchNorm",
     "convert",
+    "group",
     "linear_batch_norm",
     "revert",
 ]

@@ -160,7 +160,7 @@ def call(
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
         return recorded(tensors, training, differentiate, number, *more, activation, name)
-    group = None if process_group is None or not options[0] else group_of(process_group)
+    group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group), dtype)
     if dtype is not None:

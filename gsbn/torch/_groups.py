@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
+import torch
 from torch import distributed
 
 from .._check import shown
-from .._group import Group, group
+from .._group import Group
+from .._group import group as make_group
 
-__all__ = ["check_group", "group_named", "group_of", "name_of", "world"]
+__all__ = ["check_group", "group", "group_named", "group_of", "name_of", "world"]
 
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
@@ -25,20 +28,89 @@ def name_of(process_group: Any) -> str | None:
     return process_group.group_name if _has_others(process_group) else None
 
 
-def group_named(name: str | None = None) -> Group | None:
+def group_named(device: Any, name: str | None = None) -> Group | None:
     """`group_of` the ProcessGroup of this name."""
-    return None if name is None else group_of(distributed.distributed_c10d._resolve_process_group(name))
+    return None if name is None else group_of(distributed.distributed_c10d._resolve_process_group(name), device)
 
 
-def group_of(process_group: Any) -> Group | None:
-    """The group of a ProcessGroup; None if it has no other rank. The first call of all ranks makes it."""
+def group_of(process_group: Any, device: torch.device | None = None) -> Group | None:
+    """The group of a ProcessGroup, for tensors on a device; None if it has no other rank. The first call of all ranks
+    makes it."""
     if not _has_others(process_group):
         return None
     found = _groups.get(process_group)
-    if found is None:
-        found = _groups[process_group] = group(process_group)
-        finalize(process_group, found.leave).atexit = False  # when the program ends, all memory goes anyway
+    return _make(process_group, device or torch.device("cpu"), None, True) if found is None else found
+
+
+def group(
+    process_group: Any = None,
+    *,
+    timeout: float | None = None,
+    peer_memory: bool = True,
+    device: torch.device | str | int | None = None,
+) -> Group | None:
+    """Set up how layers over a ProcessGroup exchange their statistics, before the first call that would do so itself.
+
+    Collective: every rank of the ProcessGroup calls it, once. All layers over the ProcessGroup share what it makes.
+
+    Parameters
+    ----------
+    process_group : torch.distributed.ProcessGroup, optional
+        The layers' `process_group`; None is the group of all ranks.
+    timeout : float, optional
+        Seconds that a call waits for the other ranks at most; None is the ProcessGroup's own timeout.
+    peer_memory : bool
+        As in `gsbn.group`: whether GPUs may write into each other's memory.
+    device : torch.device, optional
+        Where the layers' inputs lie; None is the device that the ProcessGroup is bound to, or the current one.
+
+    Returns
+    -------
+    gsbn.Group or None
+        None if the ProcessGroup has no other rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `gsbn.group`; a `process_group` that is none.
+    RuntimeError
+        If the ProcessGroup has a group already, or a rank does not come.
+
+    Examples
+    --------
+    >>> import gsbn.torch
+    >>> gsbn.torch.group(timeout=60.0) is None  # a process alone has nobody to wait for
+    True
+    """
+    process_group = world() if process_group is None else process_group
+    if not _has_others(process_group):
+        return None
+    if process_group in _groups:
+        raise RuntimeError(
+            "process_group: expected one whose layers have not been called yet, got one that has its group already"
+        )
+    if device is None and torch.cuda.is_available():
+        device = getattr(process_group, "bound_device_id", None) or torch.device("cuda", torch.cuda.current_device())
+    return _make(process_group, torch.device("cpu" if device is None else device), timeout, peer_memory)
+
+
+def _make(process_group: Any, device: torch.device, timeout: float | None, peer_memory: bool) -> Group:
+    if timeout is None:
+        timeout = _timeout_of(process_group, device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where NCCL's messages travel
+        found = _groups[process_group] = make_group(process_group, timeout=timeout, peer_memory=peer_memory)
+    finalize(process_group, found.leave).atexit = False  # when the program ends, all memory goes anyway
     return found
+
+
+def _timeout_of(process_group: Any, device: torch.device) -> float:
+    """Seconds that the ProcessGroup itself waits; torch's default where it does not tell."""
+    for kind in (device, torch.device("cpu"), torch.device("cuda")):
+        try:
+            return float(process_group._get_backend(kind).options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):  # no backend for this device, or one without options
+            continue
+    return float(distributed.default_pg_timeout.total_seconds())
 
 
 def _has_others(process_group: Any) -> bool:

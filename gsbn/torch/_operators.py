@@ -34,7 +34,7 @@ def _run(training: bool, keep: bool, x: Any, weight: Any, bias: Any, scale: Any,
     arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
     with torch.no_grad():
         return forward_of(
-            arrays, (training, momentum, eps, precision, gemm, keep, None, activation, group_named(*group))
+            arrays, (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
         )
 
 
@@ -85,7 +85,7 @@ def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more
     training, precision, gemm, activation, dtypes, scale_shape, needs, *group = more
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
-    how = How(training, precision, gemm, of_vectors, activation, one, group_named(*group), wanted)
+    how = How(training, precision, gemm, of_vectors, activation, one, group_named(dy.device, *group), wanted)
     with torch.no_grad():
         found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
     return [gradient for gradient in found if gradient is not None]
