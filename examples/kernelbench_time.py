@@ -2,9 +2,9 @@
 
     KERNELBENCH_ROOT=/path/to/KernelBench python examples/kernelbench_time.py
 
-KERNELBENCH_ROOT is a checkout of https://github.com/ScalingIntelligence/KernelBench with its requirements installed: its
+KERNELBENCH_ROOT is a checkout of github.com/ScalingIntelligence/KernelBench with its requirements installed: its
 own evaluator then loads the original and the text of kernelbench_33.py or kernelbench_39.py, checks five trials and
-times a hundred. Without it this program does the same by itself: the text is executed as the evaluator executes it, five
+times a hundred. Without it this program does the same: the text is executed as the evaluator executes it, five
 seeds are compared at KernelBench's tolerance for float32, 1e-4, and each of a hundred trials is timed with CUDA events
 after L2 was cleared; the mean counts. On a CPU it compares 64 rows, and times nothing.
 """

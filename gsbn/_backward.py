@@ -11,7 +11,7 @@ from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._check import VECTOR_PARAMETERS
 from ._copies import copied, move
-from ._device import hold_until_done, is_capturing, is_current, on_device
+from ._device import check_stream, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
@@ -197,6 +197,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
             return run(kind, arrays, how, saved)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
+    check_stream(stream, capturing, how.sms)
     exchange = None if how.group is None or not how.norm else exchange_of(how.group, device, capturing)
     if exchange is not None:
         how.group.check()  # type: ignore[union-attr]
@@ -270,7 +271,9 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
     dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
     wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    call = Call(kind, device, ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks"))
+    gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
+    arguments = ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks")
+    call = Call(kind, device, arguments, limited=gpu.limited)
     shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTOR_PARAMETERS)]
     one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
     if one_scale:
@@ -293,7 +296,6 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
                 call.clear(of[name], nbytes[name])
         return _Backward(call, places)
 
-    gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
     precision = _plan.precision_for(how.precision, n)
     plan = _plan.backward_plan(

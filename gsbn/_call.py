@@ -48,12 +48,14 @@ class Description(NamedTuple):
 class Call:
     """Built once for arrays that are alike, then run with the addresses of each call.
 
+    `limited`: its launches share SMs with nobody else's, so none begins before the one ahead has ended.
+
     Memory has names: the arguments', those of arrays that the call makes, and the workspace with offsets into it. They
     become positions in one list of addresses when the call is built; a name that is not known fails there.
     """
 
-    def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...]) -> None:
-        self._kind, self.device = kind, device
+    def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...], *, limited: bool = False) -> None:
+        self._kind, self.device, self._limited = kind, device, limited
         self._positions = {name: i for i, name in enumerate((*arguments, ABSENT))}
         self._makers: list[Callable[[], Any]] = []
         self._offsets: list[int] = []  # into the workspace; the first is 0
@@ -109,7 +111,8 @@ class Call:
         block: int = _plan.THREADS,
     ) -> None:
         """A kernel, with the fields that it declares of those given, and addresses by the names of its parameters."""
-        launch, record = _kernels.launcher(kernel, self.device, tuple(passed)), _declared.record(kernel, fields)
+        launch = _kernels.launcher(kernel, self.device, tuple(passed), limited=self._limited)
+        record = _declared.record(kernel, fields)
         self._kernels.append(kernel.name)
         self._records.append(record)
         self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
@@ -124,7 +127,8 @@ class Call:
     ) -> None:
         """forward_sm90, which takes tensor maps of some addresses too."""
         record = _declared.record(one.kernel, fields)
-        launch = _kernels.launcher(one.kernel, self.device, tuple(passed), cooperative=one.cooperative)
+        how = {"cooperative": one.cooperative, "limited": self._limited}
+        launch = _kernels.launcher(one.kernel, self.device, tuple(passed), **how)
         matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
         self._kernels.append(one.kernel.name)
         self._records.append(record)

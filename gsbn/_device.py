@@ -10,7 +10,10 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from . import _driver
+
 __all__ = [
+    "check_stream",
     "cuda",
     "gpu_obstacle",
     "hold_until_done",
@@ -60,6 +63,16 @@ def cuda() -> Any:
 def is_capturing(stream: int) -> bool:
     # The legacy default stream cannot be captured, and may not be asked while another thread captures.
     return stream not in (0, 1) and bool(cuda().runtime.streamIsCapturing(stream))
+
+
+def check_stream(stream: int, capturing: bool, sms: int | None) -> None:
+    """Raise ValueError for a stream of a green context that has fewer SMs than the call is planned for: CTAs that wait
+    for each other would never all be there."""
+    if stream < 3 or capturing:  # the default streams are nobody's; and what is captured may be replayed elsewhere
+        return
+    held = _driver.sms_of_stream(stream)
+    if held is not None and (not isinstance(sms, int) or sms > held):
+        raise ValueError(f"sms: expected at most {held} on a stream of a green context that has {held} SMs, got {sms}")
 
 
 _primary: dict[int, int] = {}  # handles of primary contexts, by device

@@ -7,8 +7,18 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
-__all__ = ["OVERLAPPING", "LaunchConfig", "beside_captures", "check", "driver", "launch_kernel_ex", "resident_clusters"]
+__all__ = [
+    "OVERLAPPING",
+    "LaunchConfig",
+    "beside_captures",
+    "check",
+    "driver",
+    "launch_kernel_ex",
+    "resident_clusters",
+    "sms_of_stream",
+]
 
 
 @cache
@@ -75,3 +85,31 @@ def resident_clusters(function: int, threads: int, cluster: int, shared: int) ->
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
     check(result, f"asking how many clusters of {cluster} CTAs fit")
     return found.value
+
+
+class _Resource(ctypes.Structure):  # CUdevResource: a type, padding to 96 bytes, and of SMs first their number
+    _fields_ = (("type", ctypes.c_int), ("padding", ctypes.c_ubyte * 92), ("sms", ctypes.c_uint * 64))
+
+
+_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
+
+
+@cache
+def _green_context_of() -> Callable[[int, Any], int] | None:
+    """cuStreamGetGreenCtx(a stream, where its green context goes); None where the driver has none."""
+    function: Any = getattr(driver(), "cuStreamGetGreenCtx", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return function  # type: ignore[no-any-return]
+
+
+def sms_of_stream(stream: int) -> int | None:
+    """The SMs of the green context that a stream was made in; None for any other stream."""
+    ask = _green_context_of()
+    context = ctypes.c_void_p()
+    if ask is None or ask(stream, ctypes.addressof(context)) or not context.value:
+        return None
+    found = _Resource()
+    result = driver().cuGreenCtxGetDevResource(context, ctypes.byref(found), _SM)
+    check(result, "asking for the SMs of a green context")
+    return int(found.sms[0])

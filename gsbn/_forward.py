@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _check, _cpu, _plan
 from ._call import Description, log, remember
-from ._device import hold_until_done, is_capturing, is_current, on_device
+from ._device import check_stream, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
 from ._group import Group
@@ -23,7 +23,9 @@ from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 __all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
 
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
-_TRAINING, _PRECISION, _SAVES, _GROUP = map(OPTIONS.index, ("training", "precision", "return_saved", "group"))
+_TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
+    OPTIONS.index, ("training", "precision", "return_saved", "sms", "group")
+)
 
 
 # For a type checker: without `return_saved`, with it, and where it is not known or x is another library's array.
@@ -306,6 +308,7 @@ def _forward(
             return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
+    check_stream(stream, capturing, options[_SMS])
     limbs = prepared is not None and prepared.limbs is not None
     found, key, pointers = _find(_calls, kind, arrays, options, limbs, read_only, limits)
     views: dict[str, Any] = {}

@@ -148,7 +148,8 @@ def prepare_call(
         "number": number,
     }
 
-    call = Call(kind, device, (*ARRAYS, *(PREPARED if limbs else ()), *(RANKS if group is not None else ())))
+    arguments = (*ARRAYS, *(PREPARED if limbs else ()), *(RANKS if group is not None else ()))
+    call = Call(kind, device, arguments, limited=gpu.limited)
     copies = [
         copied(call, name, view, at, array)
         for name, view, at, array in (("x", x, x_at, arrays[0]), ("weight", weight, w_at, arrays[1]))

@@ -228,35 +228,41 @@ def _overlaps(device: int) -> bool:
 
 
 _modules: dict[tuple[str, tuple[tuple[str, str], ...], int], Any] = {}
-_launchers: dict[tuple[Kernel, int, bool], Launcher] = {}
+_launchers: dict[tuple[Kernel, int, bool, bool], Launcher] = {}
 
 
 def launcher(
-    kernel: Kernel, device: int, words: tuple[str, ...] | None = None, *, cooperative: bool = False
+    kernel: Kernel,
+    device: int,
+    words: tuple[str, ...] | None = None,
+    *,
+    cooperative: bool = False,
+    limited: bool = False,
 ) -> Launcher:
     """The kernel, compiled if need be and loaded on a device, which must be the current one.
 
-    `words` are the names of the parameters that the caller is going to pass, in this order: TypeError if the source
+    Launches of a `limited` call never overlap with the kernel ahead: two grids would occupy the SMs of both. `words` are the names of the parameters that the caller is going to pass, in this order: TypeError if the source
     declares others.
     """
     if words is not None and words != parameters(kernel)[1]:
         raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")
-    found = _launchers.get((kernel, device, cooperative))
+    key = kernel, device, cooperative, limited
+    found = _launchers.get(key)
     if found is None:
         from cupy.cuda import driver, function
 
-        key = (kernel.file, kernel.defines, device)
-        with _locks[key]:
-            if key not in _modules:
-                _modules[key] = module = function.Module()  # what a RawModule has, of code that may be in no file
+        of_file = (kernel.file, kernel.defines, device)
+        with _locks[of_file]:
+            if of_file not in _modules:
+                _modules[of_file] = module = function.Module()  # what a RawModule has, of code that may be in no file
                 module.load(_find(kernel, _capability(device))[1])
-            raw = _modules[key].get_function(kernel.name)
+            raw = _modules[of_file].get_function(kernel.name)
             if kernel.shared:
                 driver.funcSetAttribute(raw.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared)
             if kernel.arch:  # Hopper's: a cluster may have 16 CTAs
                 driver.funcSetAttribute(raw.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-            found = Launcher(raw, kernel.shared, cooperative, _overlaps(device))
-            _launchers[kernel, device, cooperative] = found
+            found = Launcher(raw, kernel.shared, cooperative, _overlaps(device) and not limited)
+            _launchers[key] = found
     return found
 
 

@@ -31,7 +31,7 @@ class Sm90Gemm:
         self._at = self._record.ctypes.data
         of_a, of_b, of_c = _tma.map_arguments(one, p)
         self._matrices = _tma.Matrices([of_a, of_b, of_c if self._whole_words else of_a])
-        self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS)
+        self._launch = _kernels.launcher(one.kernel, device, SM90_WORDS, limited=p.device.limited)
 
     def __call__(self, operands: tuple[int, ...], stream: int) -> None:
         """Of the addresses of a, b and c, and, where they are limbs, of a's and b's exponents."""

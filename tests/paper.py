@@ -111,6 +111,7 @@ class Launch(NamedTuple):
     name: str
     defines: tuple[tuple[str, str], ...]
     cooperative: bool
+    limited: bool  # never overlaps with the launch ahead
     grid: int
     records: tuple[str, ...]  # what is passed by value, in hexadecimal; tensor maps as what they encode
     words: tuple[Any, ...]
@@ -123,16 +124,16 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
     kind, maps = Kind(), {}
 
     def other(name: str) -> Callable[..., None]:
-        return lambda *words: log.append(Launch(name, (), False, 1, (), words))
+        return lambda *words: log.append(Launch(name, (), False, False, 1, (), words))
 
-    def launcher(kernel: Any, device: int, words: tuple[str, ...], *, cooperative: bool = False) -> Any:
+    def launcher(kernel: Any, device: int, words: tuple[str, ...], *, cooperative: bool = False, limited: bool) -> Any:
         assert words == _declared.parameters(kernel)[1], kernel
 
         def launch(grid: int, block: int, values: tuple[int, ...], passed: tuple[int, ...], stream: int) -> None:
             records = (
                 maps.get(at) or ctypes.string_at(at, _declared.record_dtype(kernel).itemsize).hex() for at in values
             )
-            log.append(Launch(kernel.name, kernel.defines, cooperative, grid, tuple(records), passed))
+            log.append(Launch(kernel.name, kernel.defines, cooperative, limited, grid, tuple(records), passed))
 
         return launch
 
@@ -148,7 +149,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
             self._told = (*told, wide)
 
         def __call__(self, operands: tuple[int, ...], stream: int) -> None:
-            log.append(Launch("cuBLAS", (), False, 1, (), (*self._told, *operands, stream)))
+            log.append(Launch("cuBLAS", (), False, False, 1, (), (*self._told, *operands, stream)))
 
     found = SimpleNamespace(runtime=SimpleNamespace(memsetAsync=other("memset")), current_context=lambda: 1)
     with contextlib.ExitStack() as stack:

@@ -359,7 +359,7 @@ def test_kernelbench_full_size_in_16_bits(number: int, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", PROBLEMS)
 def test_kernelbench_adversarial_checks(number: int) -> None:
-    """KernelBench looks for kernels that change their input, give an earlier result again, or work on another stream."""
+    """KernelBench looks for kernels that change their input, reuse an earlier result, or work on another stream."""
     need_torch_cuda()
     import torch
 

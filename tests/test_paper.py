@@ -38,6 +38,7 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
             if launch.name in ("memset", "cuBLAS"):
                 continue
             prepares = i < beside
+            assert prepares or launch.limited == (sms is not None and sms < device.sms), (seed, launch)
             assert 1 <= launch.grid <= (2**31 - 1 if prepares else most), (seed, launch)
             assert {word >> 32 for word in launch.words} <= known, (seed, launch)
             if launch.cooperative:
