@@ -6,7 +6,7 @@ from typing import Any
 
 from ._check import type_name
 
-__all__ = ["tensor"]
+__all__ = ["is_memory", "tensor"]
 
 _COMPILED = "call it through gsbn.torch"
 _ADVICE = {  # for subclasses that hold no memory themselves
@@ -19,7 +19,14 @@ _TRANSFORMS = {
     "is_batchedtensor": "torch.func.vmap",
     "is_gradtrackingtensor": "torch.func.grad or jvp",
     "is_functionaltensor": "torch.func.functionalize",
+    "is_legacy_batchedtensor": "torch.autograd.grad(is_grads_batched=True)",
 }
+
+
+def is_memory(torch: Any, array: Any) -> bool:
+    """Whether a tensor of torch's own class is memory with strides, and says what lies there: no sparse layout, no
+    negation that is still to be made. What else there is, `tensor` says."""
+    return array.layout is torch.strided and not array.is_neg()
 
 
 def tensor(torch: Any, name: str, array: Any) -> None:

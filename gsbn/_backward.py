@@ -189,7 +189,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     """Compute on the GPU, from the arrays named ARGUMENTS, what was prepared and the arrays that it made.
 
     With `saved` all is checked. Of half a backward `arrays` are those of that half alone, None for the others. The
-    first half makes dg last. It is the first array of the second half, in rows on 16 bytes, and is lost.
+    first half makes dg last. It is the first array of the second half, in rows on 16 bytes.
     """
     device = kind.device(arrays[0])
     if not is_current(device):
@@ -214,7 +214,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
         if saved is not None:
             _check_arguments(kind, arrays[0], saved)
         else:
-            kinds_of({"dy": arrays[0]}, ("dy",))
+            _check_arrays(kind, arrays, how)
         pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
         found = _prepare_call(kind, arrays, how, device, exchange)
         remember(_calls, key, found)
@@ -238,6 +238,31 @@ def _check_arguments(kind: Kind, dy: Any, saved: Saved) -> None:
     kinds_of(named, ("x", "dy"))
     views = {name: kind.view(array) for name, array in named.items()}
     _check.backward_arguments(views["dy"], views["x"], views["weight"].shape[0])
+
+
+def _check_arrays(kind: Kind, arrays: tuple[Any, ...], how: How) -> None:
+    """Raise what is wrong with dy, and with what autograd kept: hooks on saved tensors may give back anything."""
+    dy, x, weight, *_ = arrays
+    named = dict(zip(ARGUMENTS, arrays, strict=True))
+    kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
+    of_dy = kind.view(dy)
+    rows, features = of_dy.shape
+    if rows == 0:
+        return
+    inputs = next((kind.view(array).shape[1] for array in (x, weight) if array is not None), 0)
+    kept = _plan.kept_dtype(of_dy.dtype, rows, training=how.training)
+    expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
+    expected |= {"deviations": ((rows, features), kept), "vectors": ((_plan.SAVED_ROWS, features), "float64")}
+    for name, (shape, dtype) in expected.items():
+        if named[name] is None:
+            continue
+        view = kind.view(named[name])
+        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # in rows of whole words
+        if not (view.shape == shape or pitched) or (view.dtype, view.device) != (dtype, of_dy.device):
+            raise RuntimeError(
+                f"saved {name}: expected {dtype} {shape} on {of_dy.device}, as the forward kept it, got {view.dtype} "
+                f"{view.shape} on {view.device}: hooks on saved tensors must give back what they were given"
+            )
 
 
 def _check_versions(kind: Kind, saved: Saved) -> None:

@@ -103,13 +103,18 @@ def forward(
         taken = 0.0 if f is None else centre
         return kept, _rows(a, gamma * r, r, taken, centre + b, s * (centre + b) - old_mean, s, a, shift)
 
+    # Deviations do not depend on x's column means: without them the products have no digits of these to lose.
+    centre = walk.centre(x)
+    middle = np.empty((1, y.shape[1]), walk.of_products)
+    walk.product(centre[None], w, middle)
     waits = not own and kept is None and len(walk.blocks) > 1  # d does, in y's dtype
     pivots, means, squares, units = [], [], [], []
     for block in walk.blocks:
         d, n = of_y(block) if kept is None else kept[block], block.stop - block.start
-        walk.product(x[block], w, d)
-        pivots.append(walk.mean(d))
-        walk.each(np.subtract, d, pivots[-1], d)
+        walk.product(np.subtract(x[block], centre, dtype=walk.of_products), w, d)
+        pivot = walk.mean(d)
+        walk.each(np.subtract, d, pivot, d)
+        pivots.append(pivot + middle[0].astype(np.float64))
         means.append(pivots[-1])
         squares.append(walk.sums(d, d))
         if not walk.few:
@@ -268,6 +273,11 @@ class _Walk:
 
     def scratch(self) -> Array:
         return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
+
+    def centre(self, x: Array) -> Array:
+        """x's column means, as the products take them; 0 where they are not finite."""
+        means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
+        return np.where(np.isfinite(means), means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
         """out = a b, or out += a b, in chains of equal length."""

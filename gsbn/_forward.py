@@ -258,6 +258,7 @@ def _signature() -> inspect.Signature:
 
 
 _ANY = _plan.Limits()
+_COUNT = ARRAYS.index("num_batches_tracked")
 _NUMERIC = tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number")))
 _calls: dict[Any, ForwardCall] = {}
 _checked: dict[Any, CheckedCall] = {}  # on the CPU
@@ -355,9 +356,11 @@ def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: t
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
-    """The result of an empty batch."""
-    x, y = arrays[0], arrays[-1]
+    """The result of an empty batch, which training counts, as PyTorch does."""
+    x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
+    if options[_TRAINING] and count is not None:
+        count += 1
     if not options[_SAVES]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read

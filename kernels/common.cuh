@@ -29,6 +29,15 @@ __device__ inline void from_float(float v, __half& out) { out = __float2half_rn(
 __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
 __device__ inline void from_float(double v, double& out) { out = v; }
 
+// Without .ftz, which CuPy compiles with: subnormal numbers have digits, too.
+__device__ __forceinline__ float times(float a, float b) {
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+}
+__device__ __forceinline__ void widen(float v, float& out) { out = v; }
+__device__ __forceinline__ void widen(float v, double& out) { asm("cvt.f64.f32 %0, %1;" : "=d"(out) : "f"(v)); }
+
 // N adjacent elements that move as one access of up to 16 bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vector {
@@ -95,9 +104,10 @@ struct Fetched {
 
     template <typename R>  // float or double
     __device__ R or_else(R absent) const {
+        R wide;
 #if BESIDE_TENSOR_CORES
         switch (kind) {
-            case KIND_FLOAT32: return __uint_as_float(static_cast<unsigned>(bits));
+            case KIND_FLOAT32: widen(__uint_as_float(static_cast<unsigned>(bits)), wide); return wide;
             case KIND_FLOAT64: return static_cast<R>(__longlong_as_double(bits));
             case KIND_FLOAT16: return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
             case KIND_BFLOAT16: return __bfloat162float(__ushort_as_bfloat16(static_cast<unsigned short>(bits)));
@@ -108,7 +118,8 @@ struct Fetched {
         float v = __uint_as_float(static_cast<unsigned>(bits));
         v = kind == KIND_FLOAT16 ? __half2float(__ushort_as_half(half)) : v;
         v = kind == KIND_BFLOAT16 ? __bfloat162float(__ushort_as_bfloat16(half)) : v;
-        const R wide = kind == KIND_FLOAT64 ? static_cast<R>(__longlong_as_double(bits)) : static_cast<R>(v);
+        widen(v, wide);
+        wide = kind == KIND_FLOAT64 ? static_cast<R>(__longlong_as_double(bits)) : wide;
         return kind == KIND_ABSENT ? absent : wide;
 #endif
     }

@@ -196,8 +196,8 @@ struct Consumer : Cta {
 #pragma unroll 1
         for (int box = 0; box < BOXES; box++) {
             const int col0 = column + box * (64 / BOXES);
-            const int left = ((int)n - col0) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
-            char* to = y + (row0 + warp) * y_pitch + col0 * Y_BYTES + 4 * lane;
+            const int left = min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
+            char* to = y + (row0 + warp) * y_pitch + (size_t)col0 * Y_BYTES + 4 * lane;
             const bool across = !FLOAT32 && (size_t)to & 2, begins_before = across && lane > 0;
             const bool word = begins_before ? left >= 2 : !across && left >= 4;
             const bool half_word = begins_before ? left == 0 : !FLOAT32 && (across ? left >= 2 : left == 2);

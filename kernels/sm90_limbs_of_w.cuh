@@ -12,13 +12,6 @@
 // lie above the units of its sum.
 constexpr int LEAST_FIELD = 15, SLACK = 8;
 
-// Without .ftz: subnormal elements have digits, too.
-__device__ __forceinline__ float scaled(float a, float b) {
-    float c;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-
 // The limbs of a thread's two features h (Consumer), in one part, as wgmma_of_registers takes them in two steps of 16; and
 // the fields of the exponents that they were scaled by.
 struct LimbsOfW {
@@ -61,7 +54,7 @@ struct LimbsOfW {
             for (int j = 0; j < 2; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    split(scaled(v[h][j][i].x, scale), scaled(v[h][j][i].y, scale), high[j][2 * i + h],
+                    split(times(v[h][j][i].x, scale), times(v[h][j][i].y, scale), high[j][2 * i + h],
                           low[j][2 * i + h]);
         }
     }

@@ -6,7 +6,9 @@ struct Affine {  // of one feature
     float scale, gamma, beta;
 
     // a of y = a (g - mean) + beta: right at scale = 0, too
-    __device__ float slope(float var, float eps) const { return gamma * scale / sqrtf(fmaf(scale * scale, var, eps)); }
+    __device__ float slope(float var, float eps) const {
+        return times(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
+    }
 };
 
 struct Features {  // the caller's per-feature arguments
@@ -36,7 +38,7 @@ struct Features {  // the caller's per-feature arguments
         const Affine u = affine(i);
         const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
         const float gr = u.gamma / sqrtf(rv + eps);
-        return make_float2(gr * u.scale, fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
+        return make_float2(times(gr, u.scale), fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
     }
 };
 

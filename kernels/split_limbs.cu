@@ -56,13 +56,6 @@ __device__ __forceinline__ unsigned magnitude(float v) {
     return bits < INFINITE ? bits : 0;
 }
 
-// Without .ftz, which CuPy compiles with: subnormal elements have digits, too.
-__device__ __forceinline__ float times(float a, float b) {
-    float c;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-}
-
 // What 2^-exponent makes of an element: in two steps, since up to 2^163 it is no float.
 struct Scale {
     int exponent;

@@ -87,6 +87,15 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def fused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and converted models call gsbn on a CPU too, where PyTorch's own modules are faster: what they do on a GPU
+    is seen without one."""
+    from gsbn.torch import _modules
+
+    monkeypatch.setattr(_modules, "wins", lambda x, norm: True)
+
+
+@pytest.fixture
 def hopper() -> None:
     """A GPU that forward_sm90 runs on."""
     import cupy

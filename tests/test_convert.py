@@ -19,6 +19,7 @@ import gsbn.torch  # noqa: E402
 from gsbn.torch import _modules as modules  # noqa: E402
 from gsbn.torch import convert, revert  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 I = 7
 
 
@@ -263,7 +264,7 @@ def test_three_dimensions_are_left_to_the_modules(calls: list[Any]) -> None:
 
 
 def test_where_the_modules_win_they_run(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "_wins", lambda x, weight: len(x) > 10)
+    monkeypatch.setattr(modules, "wins", lambda x, norm: len(x) > 10)
     ours, plain = converted(row().double())
     for rows in (8, 20):
         assert_same(step(ours, batch(shape=(rows, I))), step(plain, batch(shape=(rows, I))))

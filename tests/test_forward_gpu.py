@@ -319,6 +319,24 @@ def test_is_as_accurate_as_torch_in_tf32(monkeypatch: pytest.MonkeyPatch, name: 
     assert_as_accurate_as_torch(torch_kind, name, (1024, 1024, 512), "float32", precision="high")
 
 
+@pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled", "sm90"])
+@pytest.mark.parametrize("shape", [(64, 96, 136), (5000, 32, 32)], ids=str)
+def test_a_subnormal_scale_has_its_digits(shape: tuple[int, int, int], gemm: str) -> None:
+    """CuPy compiles with -ftz=true, which would read it as zero."""
+    if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    B, I, O = shape
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal((n, I), np.float32) for n in (B, O))
+    scale, gamma = np.full(O, 3e-39, np.float32), np.full(O, 1e12, np.float32)
+    state = {"running_mean": np.zeros(O, np.float32), "running_var": np.ones(O, np.float32)}
+    on_gpu = {name: cupy.asarray(a) for name, a in {"scale": scale, "gamma": gamma, **state}.items()}
+    y = gsbn.forward(cupy.asarray(x), cupy.asarray(weight), **on_gpu, gemm=gemm).get()
+    want = x.astype(float) @ weight.T.astype(float) * scale.astype(float) * 1e12 / np.sqrt(1.0 + 1e-5)
+    # 23 bits of 3e-39 begin at 2^-127: its last digit is 2^-22 of it, in the input, which `want` shares
+    assert np.linalg.norm(y - want) <= 1e-6 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
 def test_a_running_mean_outlives_a_scale_that_is_flushed(gemm: str, activation: str | None) -> None:

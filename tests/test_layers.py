@@ -39,7 +39,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn._backward"},
     {"gsbn"},
     {"gsbn.torch._groups"},
-    {"gsbn.torch._operators"},
+    {"gsbn.torch._again", "gsbn.torch._operators"},
     {"gsbn.torch._function"},
     {"gsbn.torch._modules"},
     {"gsbn.torch._layer"},

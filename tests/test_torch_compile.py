@@ -15,7 +15,8 @@ import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _operators as operators  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fused_on_a_cpu")
 
 
 @pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])

@@ -128,9 +128,10 @@ def backward_plan(
     """Decide a backward call, all sizes at least 1; `p` is the forward's with dy for y.
 
     It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
-    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes. `wide`: dw is
-    float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay. `ranks`: where they share the
-    batch, whether their sums come "inside" a launch, which waits for them, or "between" two; whatever this one needs.
+    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes, and is not
+    written. `wide`: dw is float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay.
+    `ranks`: where they share the batch, whether their sums come "inside" a launch, which waits for them, or "between"
+    two; whatever this one needs.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -197,7 +198,7 @@ def backward_plan(
     of_dg = m * pitch * size if dg and linear and not in_place else 0
     across_at = round_up(dg_at + (of_dg if narrow is None else narrow.parts.nbytes), 256)
     limbs_at = round_up(across_at + n * across * size, 256)
-    limbs, weight_first = _split(dx, dw, limbs_at)
+    limbs, weight_first = _split(dx, dw, limbs_at, own=norm)
     kernels = backward_kernels(dtype, kept, training=training, across=across > 0, cluster=cluster, sharing=sharing)
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return BackwardPlan(
@@ -292,22 +293,24 @@ def _product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False
     return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=across), tiled(p, name, wide=wide))
 
 
-def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, bool]:
+def _split(dx: Product | None, dw: Product | None, start: int, *, own: bool) -> tuple[Splits, bool]:
     """The limbs that the products want, and whether dw is made before them.
 
     Where both want limbs dx is made first. The weight's then lie where dw will: they take the same bytes. dg's are all
     made at once, those for dx in its place, and x's there as soon as dx is made. A dw that takes dg as it is comes
     first if there are more rows than input features: dg's limbs take its place, and only the weight's want room. A
-    dx whose launch makes the weight's in registers wants dg's alone.
+    dx whose launch makes the weight's in registers wants dg's alone. A dg that is not the call's `own` stays as it is:
+    all limbs have room of their own.
     """
     of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
     wanted, weight_first = [], False
     if of_x is not None:
         dg = split_of("dg", of_x.x, of_x.m, of_x.k)
-        fits = in_place = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+        fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+        in_place = fits and own
         if of_weight is None:  # split_limbs makes them, one row after the other and each read in full
-            in_place = fits and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
+            in_place = in_place and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
             weight_first = in_place and dw is not None
         else:
             dg = dg._replace(across=split_of("dg", of_weight.x, of_weight.m, of_weight.k).across)
@@ -320,7 +323,7 @@ def _split(dx: Product | None, dw: Product | None, start: int) -> tuple[Splits, 
     elif of_weight is not None:
         wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
     if of_weight is not None:
-        late = of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
+        late = own and of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
         x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
         wanted.append(x._replace(late=late))
     return lay_out(wanted, start), weight_first

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from .._check import PRECISIONS, choice, type_name
 from .._typing import Precision
+from . import _modules as modules
 from ._layer import LinearBatchNorm1d
 from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run
 
@@ -65,6 +68,11 @@ class Sequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """The output of the last child."""
         x: Any = input
+        children = self._modules.values()
+        if x.__class__ is Tensor and not any(modules.wins(x, child) for child in children if child.__class__ in NORMS):
+            for module in children:
+                x = module(x)
+            return x
         for step in self._steps():
             x = run(step, x, self._precision) if step.__class__ is Row else step(x)
         return x
@@ -78,6 +86,12 @@ class Sequential(nn.Sequential):
         if plan is None or plan[0] != key:
             plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
         return plan[1]
+
+    def __prepare_scriptable__(self) -> nn.Sequential:
+        """For torch.jit.script, which runs PyTorch's own modules."""
+        made = nn.Sequential(OrderedDict(self._modules))  # type: ignore[arg-type]  # of modules
+        made.training = self.training
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_plan"}
@@ -119,16 +133,21 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
     ``torch.func``. A ReLU with hooks runs on its own.
 
     A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with its running statistics, as always.
-    Under autocast y has autocast's dtype also behind a scale, where PyTorch goes on in float32. A model that was
-    converted cannot be scripted: `revert` it before.
+    Under autocast y has autocast's dtype also behind a scale, where PyTorch goes on in float32; without it the modules
+    run one by one where the scale has another dtype than the Linear. ``torch.jit.script`` of a converted model gives
+    PyTorch's own modules.
     """
     _module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model: expected an nn.Module, got a scripted one: convert it before torch.jit.script")
     if not isinstance(scales, tuple) or not all(isinstance(scale, type) for scale in scales):
         raise TypeError(f"scales: expected a tuple of classes, got {scales!r:.80}")
     choice("precision", precision, PRECISIONS)
     replaced: list[tuple[str, ...]] = []
     left = [Left("", _NO_ROW)] if isinstance(model, _NORMS) else []
     for prefix, parent in model.named_modules():
+        if isinstance(parent, torch.jit.ScriptModule):
+            continue
         names = [f"{prefix}.{name}".lstrip(".") for name in parent._modules]
         children = tuple(parent._modules.values())
         before = len(replaced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from .._backward import run as backward_run
 from .._check import shown
 from .._forward import forward_of
 from .._interop import NUMBERS, Kind, kind_of
-from .._plan import Limits, serves_narrow_backward
+from .._plan import serves_narrow_backward
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from ..reference import Gradients
+from ._again import Given, gradients_again, products_again
 from ._groups import group_of, name_of
 from ._operators import recorded
 
@@ -36,11 +38,15 @@ _watchers = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 # torch.jit.trace would record one result as a constant, and torch.func's tensors have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_forward_ad: Any = torch.autograd.forward_ad
+_NO_LEVEL = SimpleNamespace(_current_level=-1)
+_level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEVEL  # 0 or more: tensors have tangents
 
 
 def is_transformed() -> bool:
-    """Whether torch.jit.trace or a transform of torch.func looks on, for which PyTorch's own modules are to run."""
-    return not is_compiling() and (_trace() is not None or _transforms())
+    """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func looks on, for which PyTorch's
+    own modules are to run."""
+    return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
 
 
 def _exporting() -> bool:
@@ -70,7 +76,8 @@ def linear_batch_norm(
     """`gsbn.forward` as a part of PyTorch: autograd, autocast and torch.compile know it.
 
     Under ``torch.autocast`` x and weight are cast as ``nn.Linear`` casts them, and y has autocast's dtype; the vectors
-    stay as they are. The gradients have the dtypes of the arguments. There are no second derivatives.
+    stay as they are. The gradients have the dtypes of the arguments. Second derivatives (``create_graph=True``) and
+    batched gradients go through PyTorch's own operators, which compute the call anew.
 
     Parameters
     ----------
@@ -110,13 +117,15 @@ def linear_batch_norm(
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.forward`, with `process_group` as `gsbn.group` and with a `group`. RuntimeError where a gradient is
-        differentiated once more, and within ``torch.jit.trace`` and the transforms of ``torch.func``.
+        As `gsbn.forward`, with `process_group` as `gsbn.group` and with a `group`. RuntimeError for second derivatives
+        under autocast or with a process group, and within ``torch.jit.trace``, forward-mode differentiation and the
+        transforms of ``torch.func``.
     """
     state = running_mean, running_var, num_batches_tracked
     if is_transformed():
         raise RuntimeError(
-            "linear_batch_norm: torch.jit.trace and torch.func cannot look into it: call it outside them"
+            "linear_batch_norm: torch.jit.trace, torch.func and forward-mode differentiation cannot look into it: "
+            "call it outside them"
         )
     _require_tensors(x=x, weight=weight)
     given = {"bias": bias, "gamma": gamma, "beta": beta, "scale": None if isinstance(scale, NUMBERS) else scale}
@@ -180,13 +189,19 @@ class _Whole(Function):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
         ctx.save_for_backward(*_operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
+        ctx.at = saved.deviations.data_ptr()
+        ctx.given = Given(weight, bias, scale, gamma, beta, more[1][2], saved.x is x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
         how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
-        return *_compute(_gradients, how, dy, *ctx.saved_tensors), None
+        x, weight, deviations, vectors = ctx.saved_tensors
+        if _goes_again(dy):
+            return *gradients_again(how, ctx.given, dy, x, vectors), None
+        dy = dy.resolve_neg()
+        return *_gradients(_in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
 
 class _Linear(Function):
@@ -195,28 +210,31 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
+        given = Given(weight, *vectors, more[1][2], saved.x is x)
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # gsbn's own
-        ctx.how = how
-        between += (saved.deviations, saved.vectors, how)
+        ctx.how, ctx.given = how, given
+        between += (saved.deviations, saved.vectors, x, how, given)
         return y
 
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # `_Norm`'s matter
+        if _goes_again(dg):
+            return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
+        dg = dg.resolve_neg()
         if not how.wide:
-            dx, dweight = _compute(_products, how, dg, *ctx.saved_tensors)
-            return dx, dweight, None, None, None
+            return *_products(how, dg, *ctx.saved_tensors), None, None, None
         # The cast weight is free before dweight is made, which has twice its bytes.
         dx = dweight = None
         if of_x:
-            dx, _ = _compute(_products, how._replace(needs=("x",)), dg, None, ctx.cast)
+            dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
         if not _keeps_graph():
             ctx.cast = None
         if of_weight:
-            _, dweight = _compute(_products, how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
+            _, dweight = _products(how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
         return dx, dweight, None, None, None
 
 
@@ -226,15 +244,21 @@ class _Norm(Function):
     @staticmethod
     def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, between: Any) -> Any:
         ctx.mark_dirty(y)
-        *kept, ctx.how = between
+        *kept, ctx.how, ctx.given = between
         ctx.save_for_backward(*kept)
+        ctx.at = kept[0].data_ptr()
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         through, *vectors, _ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
-        return *_compute(_before_norm, how, dy, *ctx.saved_tensors), None
+        deviations, of_features, x = ctx.saved_tensors
+        if _goes_again(dy):
+            dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
+            return dg, *found, None
+        dy = dy.resolve_neg()
+        return *_before_norm(_in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 
 
 def _apply(
@@ -258,7 +282,6 @@ def _apply_of(node: Any) -> Any:
 
 
 _FOUR = (False,) * 4
-_ANY = Limits()
 # Whether the graph is kept for another backward; where torch cannot tell, it may be.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
@@ -285,13 +308,12 @@ def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors:
     """All six."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
-    found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), _in_place(how, dy, deviations))
+    found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), how)
     return [None if place is None else made[place] for place in found.places]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
     """dg and the gradients of bias, scale, gamma and beta."""
-    how = _in_place(how, dy, deviations)
     found, made = backward_run(_kind(dy), (dy, None, None, deviations, vectors), how)
     dg = None
     if how.needs[:1] == ("x",):
@@ -311,9 +333,18 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     return [None if place is None else made[place] for place in found.places[:2]]
 
 
-def _in_place(how: How, dy: Any, deviations: Any) -> How:
-    """dg takes the deviations' place where nobody will read them again."""
-    if how.training and deviations.dtype is dy.dtype and not _keeps_graph():
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+
+
+def _goes_again(dy: Any) -> bool:
+    """Whether PyTorch's own operators make the gradients: they are differentiated themselves, or come in batches."""
+    return is_grad_enabled() or _transforms() or _is_batched(dy)
+
+
+def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
+    """dg takes the deviations' place, where nobody will read them again, and they are still what the forward made `at`
+    this address: hooks on saved tensors may give back memory of their own."""
+    if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not _keeps_graph():
         return how._replace(in_place=True)
     return how
 
@@ -322,21 +353,3 @@ def _kind(tensor: Any) -> Kind:
     kind = kind_of(tensor)
     assert kind is not None
     return kind
-
-
-def _compute(function: Any, how: Any, *tensors: Any) -> Any:
-    if is_grad_enabled():  # what it gives is to be differentiated itself
-        return _Again.apply(torch.empty(0, requires_grad=True), function, how, *tensors)
-    return function(how, *tensors)
-
-
-class _Again(Function):
-    """The gradients, of which there are no gradients; the first argument makes each of them ask for one."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Any, function: Any, how: Any, *tensors: Any) -> Any:
-        return tuple(function(how, *tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("gsbn.torch: expected first derivatives alone, got a gradient of a gradient: gsbn has none")

@@ -132,6 +132,13 @@ class LinearBatchNorm1d(nn.Module):
         choice("activation", self.activation, ACTIVATIONS)
         return next(module for module, name in NAMES.items() if name == self.activation)()
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """For torch.jit.script, which runs PyTorch's own modules."""
+        after = nn.Identity() if self.activation is None else self._module()
+        made = _Scriptable(self.linear, self.scale, self.norm, after)
+        made.training = self.training
+        return made
+
     def extra_repr(self) -> str:
         shown: dict[str, Any] = {"scale": True} if self.scale is not None else {}
         shown |= {"activation": self.activation} if self.activation is not None else {}
@@ -170,3 +177,19 @@ class LinearBatchNorm1d(nn.Module):
         made = nn.Linear(linear.in_features, linear.out_features, device="meta")  # which draws no random numbers
         made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
         return made if self.activation is None else nn.Sequential(made, self._module())
+
+
+class _Scriptable(nn.Module):
+    """The layer's modules one after the other, under its names in the state_dict."""
+
+    def __init__(self, linear: nn.Linear, scale: nn.Parameter | None, norm: nn.BatchNorm1d, after: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm, self.after = linear, norm, after
+        self.register_parameter("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x.transpose(1, 2) if x.dim() == 3 else x)
+        if self.scale is not None:
+            z = z * self.scale
+        y: Tensor = self.after(self.norm(z.transpose(1, 2) if x.dim() == 3 else z))
+        return y

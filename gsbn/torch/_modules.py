@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 from torch.nn.modules import module as _module
 
+from .._admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._function import call, is_transformed
 from ._groups import world
 
-__all__ = ["NAMES", "NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run"]
+__all__ = ["NAMES", "NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run", "wins"]
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
 _NO_STATISTICS = (None, None, None)
@@ -52,6 +55,8 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
 NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # of the modules that are an `activation`
+# What a call of such a module runs: adapters, quantisers and tracers put something else there, for all of a class
+_FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *NAMES)}
 
 
 class Row(NamedTuple):
@@ -66,12 +71,11 @@ class Row(NamedTuple):
 def run(row: Row, x: Any, precision: Precision) -> Any:
     """What the modules give one after the other; they do it themselves where gsbn cannot."""
     linear, scale, norm, after = row
-    # Of three dimensions Linear and BatchNorm1d do not agree which one is the features
-    if not are_plain(x, linear, norm) or x.dim() != 2 or not (scale is None or is_plain(scale, scale.__class__)):
+    factor = None if scale is None else scale._parameters["scale"]
+    if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
         for module in row:
             x = x if module is None else module(x)
         return x
-    factor = None if scale is None else scale._parameters["scale"]
     if after is None:
         return fused(x, linear, factor, norm, None, precision, "auto")
     if is_plain(after, after.__class__):
@@ -79,10 +83,22 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
     return after(fused(x, linear, factor, norm, None, precision, "auto"))
 
 
+def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
+    """Whether what follows the Linear does with its output what one call does."""
+    if x.dim() != 2:  # of three dimensions Linear and BatchNorm1d do not agree which one is the features
+        return False
+    if scale is None:
+        return True
+    # of two dtypes PyTorch goes on in the wider one; under autocast one call is documented to give autocast's
+    return is_plain(scale, scale.__class__) and (factor.dtype is linear._parameters["weight"].dtype or _casts(x))
+
+
 def is_plain(module: Any, type_: Any) -> bool:
     """Whether a call of the module does what its type does and nothing else."""
     own = module.__dict__
-    return module.__class__ is type_ and not (
+    if module.__class__ is not type_ or type_.forward is not _FORWARDS.get(type_, type_.forward):
+        return False
+    return not (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -105,12 +121,20 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
-    return _wins(x, weight)
+    if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's tensors are
+        return False
+    return wins(x, norm)
 
 
-def _wins(x: Tensor, weight: Tensor) -> bool:
-    """The one place that leaves a call to the modules for being slower: no layer on a GPU was found that is."""
-    return True
+def wins(x: Tensor, norm: Any) -> bool:
+    """The one place that leaves a call to the modules for being slower: on a CPU PyTorch's own operators are the faster
+    ones, and NumPy's threads would fight with theirs. Ranks that share a batch there have no other way."""
+    return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
+
+
+def _casts(x: Tensor) -> bool:
+    """Whether autocast casts the operands of a product."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 def fused(

@@ -1,0 +1,90 @@
+"""Gradients that are differentiated themselves, or come in batches: of the call anew, by PyTorch's own operators."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from .._backward import How
+from .._interop import NUMBERS
+from ..reference import Gradients
+
+__all__ = ["Given", "gradients_again", "products_again"]
+
+# Rows of what the forward saved with frozen statistics, as kernels/common.cuh numbers them
+_R, _BIASED, _Z, _S = 2, 4, 5, 6
+
+
+class Given(NamedTuple):
+    """What the forward was given beside x, which autograd keeps."""
+
+    weight: Any
+    bias: Any
+    scale: Any
+    gamma: Any
+    beta: Any
+    eps: float
+    connected: bool  # the x that autograd keeps is the one that was given, not a cast of it
+
+
+def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
+    """The gradients in `how.needs`, in the order of `Gradients`, as functions of x, dy and what was given.
+
+    Of half a backward that of x is the gradient of g. RuntimeError where there is nothing to compute them from.
+    """
+    create = _checked(how, given, x)
+    weight, bias, scale, gamma, beta, eps, _ = given
+    with torch.enable_grad():
+        if not create:  # a graph of its own, which ends here
+            x = x.detach().requires_grad_(x.is_floating_point())
+        g = functional.linear(x, weight.to(x.dtype))
+        z = g if scale is None else g * scale
+        if how.training:  # the bias cancels
+            features = weight.shape[0]
+            ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
+            z = z.to(torch.promote_types(x.dtype, torch.float32))
+            y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
+        else:
+            if bias is not None:
+                z = z + (bias if scale is None else bias * scale)
+            mean = vectors[_S] * vectors[_BIASED] - vectors[_Z]
+            y = (z - mean.to(z.dtype)) * vectors[_R].to(z.dtype)
+        y = y if gamma is None else y * gamma
+        y = y if beta is None else y + beta
+        y = (torch.relu(y) if how.activation == "relu" else y).to(x.dtype)
+        inputs = dict(zip(Gradients._fields, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
+        wanted = [name for name in how.needs if not isinstance(inputs[name], NUMBERS)]
+        found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)
+    gradients = dict(zip(wanted, found, strict=True))
+    if "bias" in gradients and gradients["bias"] is None:
+        gradients["bias"] = torch.zeros_like(bias)
+    return [gradients.get(name) for name in Gradients._fields]
+
+
+def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:
+    """dx and dweight of dg, where `how.needs` has them."""
+    _checked(how, given, x if "weight" in how.needs else dg)
+    dx = dg @ given.weight.to(dg.dtype) if "x" in how.needs else None
+    return dx, dg.transpose(0, 1) @ x if "weight" in how.needs else None
+
+
+def _checked(how: How, given: Given, x: Any) -> bool:
+    """Whether the gradients are to be differentiated; RuntimeError where they cannot."""
+    create = torch.is_grad_enabled()
+    if how.group is not None:
+        raise RuntimeError(
+            "gsbn.torch: no second derivatives and no batched gradients of a batch that ranks share: use "
+            "nn.SyncBatchNorm there"
+        )
+    if x is None:
+        raise RuntimeError(
+            "gsbn.torch: no second derivatives and no batched gradients of a weight that does not require grad, whose "
+            "forward keeps no x: let it require grad, or call PyTorch's own modules"
+        )
+    if create and not given.connected:
+        raise RuntimeError(
+            "gsbn.torch: no second derivatives under autocast: call the model outside torch.autocast, or `revert` it"
+        )
+    return create

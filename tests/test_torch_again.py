@@ -1,0 +1,260 @@
+"""What PyTorch's users expect beside a step: second derivatives, batched gradients, tangents, scripts, odd tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+
+import gsbn.torch  # noqa: E402
+from gsbn.torch import LinearBatchNorm1d, convert, linear_batch_norm  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
+B, I, O = 12, 7, 5
+
+
+def tensors(device: str, *shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [a.to(device, dtype).requires_grad_() for a in drawn]
+
+
+class Scale(nn.Module):
+    def __init__(self, features: int, dtype: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((features,), 1.5, dtype=dtype))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def network(device: str = "cpu", dtype: Any = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(I, O), nn.BatchNorm1d(O), nn.ReLU()).to(device, dtype)
+
+
+def converted(model: nn.Module, **options: Any) -> Any:
+    model = copy.deepcopy(model)
+    convert(model, **options)
+    return model
+
+
+# ---- second derivatives and batched gradients
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("training", [True, False])
+def test_second_derivatives(device: str, training: bool, activation: Any) -> None:
+    """Against finite differences; and gradients in batches, as jacobian(vectorize=True) asks for them."""
+    x, weight, *vectors = tensors(device, (B, I), (O, I), *[(O,)] * 4)
+    mean, var = torch.randn(O, dtype=torch.float64).to(device), torch.rand(O, dtype=torch.float64).to(device) + 0.5
+
+    def run(x: Any, weight: Any, scale: Any, bias: Any, gamma: Any, beta: Any) -> Any:
+        return linear_batch_norm(
+            x,
+            weight,
+            scale,
+            bias=bias,
+            gamma=gamma,
+            beta=beta,
+            running_mean=mean.clone(),
+            running_var=var.clone(),
+            training=training,
+            activation=activation,
+        )
+
+    assert torch.autograd.gradcheck(run, (x, weight, *vectors), check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, (x, weight, *vectors), check_batched_grad=True)
+
+
+@pytest.mark.parametrize("shape", [(B, I, O), pytest.param((4096, 1024, 2048), marks=pytest.mark.gpu)], ids=str)
+def test_a_gradient_penalty(device: str, shape: tuple[int, int, int]) -> None:
+    """As Wasserstein GANs train their critics; the large one goes through two nodes of autograd's on a GPU."""
+    rows, inputs, features = shape
+    if device == "cpu" and rows > 1000:
+        pytest.skip("one node is the same for any size there")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(inputs, features), nn.BatchNorm1d(features), nn.ReLU()).to(device).double()
+    found = []
+    for model in (plain, converted(plain)):
+        x = torch.randn(rows, inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+        x.requires_grad_()
+        y = model(x)
+        (of_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        loss = y.mean() + (of_x.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        found.append([of_x.detach(), x.grad, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert (ours - theirs).norm() <= 1e-9 * theirs.norm() + 1e-12 * rows
+
+
+def test_what_has_no_second_derivative_says_so(device: str) -> None:
+    x, weight = tensors(device, (B, I), (O, I), dtype=torch.float32)
+    y = linear_batch_norm(x, weight.detach(), training=True)
+    if device == "cuda":  # where x is not kept
+        with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second .* of a weight that does not require"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+    with torch.autocast(device, torch.bfloat16):
+        y = linear_batch_norm(x, weight, training=True)
+    with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second derivatives under autocast"):
+        torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+
+
+# ---- tensors that are no plain memory, in a model that was converted
+
+
+def sparse_x(model: Any, x: Any) -> Any:
+    return model(x.to_sparse())
+
+
+def sparse_weight(model: Any, x: Any) -> Any:
+    model.eval()[0].weight = nn.Parameter(model[0].weight.detach().to_sparse_csr(), requires_grad=False)
+    with torch.no_grad():
+        return model(x)
+
+
+def negated_x(model: Any, x: Any) -> Any:
+    return model(torch.complex(x, x).conj().imag)
+
+
+def negated_gradient(model: Any, x: Any) -> Any:
+    y = model(x)
+    z = torch.complex(torch.zeros_like(y), y).conj()
+    (z * torch.ones_like(z)).abs().sum().backward()
+    return model[0].weight.grad
+
+
+def tangents(model: Any, x: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def batched_gradients(model: Any, x: Any) -> Any:
+    y = model(x)
+    weights = torch.stack([torch.ones_like(y), torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)])
+    return torch.autograd.grad(y, model[0].weight, weights, is_grads_batched=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("act", [sparse_x, sparse_weight, negated_x, negated_gradient, tangents, batched_gradients])
+def test_odd_tensors_go_through_a_converted_model(device: str, act: Any) -> None:
+    plain = network(device)
+    (x,) = tensors(device, (B, I), dtype=torch.float32)
+    x = x.detach()
+    want, got = act(copy.deepcopy(plain), x), act(converted(plain), x)
+    assert (got - want).norm() <= 1e-5 * want.norm() + 1e-6
+
+
+@pytest.mark.parametrize(("of_linear", "of_scale"), [("float16", "float32"), ("float32", "float16")])
+def test_a_scale_of_another_dtype_gives_pytorchs(device: str, of_linear: str, of_scale: str) -> None:
+    linear, scale = nn.Linear(I, O, dtype=getattr(torch, of_linear)), Scale(O, getattr(torch, of_scale))
+    plain = nn.Sequential(linear, scale, nn.BatchNorm1d(O)).to(device)
+    x = torch.randn(B, I).to(device, linear.weight.dtype)
+    want, got = plain(x), converted(plain, scales=(Scale,))(x)
+    assert got.dtype is want.dtype is torch.float32
+    assert torch.equal(got, want)
+
+
+def test_a_class_that_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters, quantisers and tracers replace a forward for all modules of a class."""
+    model, calls, plain = converted(network()), [], nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(1) or plain(self, x))
+    model(torch.randn(B, I))
+    assert calls == [1]
+    assert "hooks or a forward of its own" in str(convert(network()))
+
+
+# ---- scripts
+
+
+def test_scripts_run_pytorchs_modules() -> None:
+    x = torch.randn(B, I)
+    for model in (
+        converted(network()).eval(),
+        LinearBatchNorm1d(I, O, scale=True, activation="relu").eval(),
+        LinearBatchNorm1d(I, O).train(),
+    ):
+        scripted = torch.jit.script(copy.deepcopy(model))
+        assert list(scripted.state_dict()) == list(model.state_dict())
+        assert scripted.training == model.training
+        torch.testing.assert_close(scripted(x), model(x))
+
+
+def test_a_scripted_model_is_not_converted() -> None:
+    with pytest.raises(TypeError, match=r"^model: expected an nn.Module, got a scripted one: convert it before"):
+        convert(torch.jit.script(network()))
+    model = nn.Sequential(torch.jit.script(network()), nn.Linear(O, 3), nn.BatchNorm1d(3))
+    assert str(convert(model)) == "replaced 1 + 2"
+    assert model(torch.randn(B, I)).shape == (B, 3)
+
+
+# ---- autograd's own memory
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 2048, 2048), (2048, 1024, 8192), (8192, 4096, 1024)], ids=str)
+def test_a_gradient_of_autograds_is_not_written(hopper: None, shape: tuple[int, int, int]) -> None:
+    """Whoever asked for the gradient between the two nodes has it afterwards."""
+    rows, inputs, features = shape
+    torch.manual_seed(0)
+    layer = LinearBatchNorm1d(inputs, features, device="cuda")
+    x, dy = torch.randn(rows, inputs, device="cuda", requires_grad=True), torch.randn(rows, features, device="cuda")
+    y = layer(x)
+    kept: list[Any] = []
+    y.grad_fn.next_functions[0][0].register_prehook(lambda grads: kept.append((grads[0], grads[0].clone())))
+    y.backward(dy)
+    assert torch.equal(*kept[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [256, 8192])
+@pytest.mark.parametrize("change", [lambda a: a.half() if a.is_floating_point() else a, lambda a: a[: len(a) // 2]])
+def test_saved_tensors_that_changed_are_an_error(rows: int, change: Any) -> None:
+    layer = LinearBatchNorm1d(128, 1024, device="cuda")
+    x = torch.randn(rows, 128, device="cuda", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: a, change):
+        y = layer(x)
+    with pytest.raises(RuntimeError, match=r"^saved \w+: expected .* hooks on saved tensors must give back"):
+        y.sum().backward()
+
+
+@pytest.mark.gpu
+def test_memory_of_a_hook_is_not_written() -> None:
+    layer = LinearBatchNorm1d(128, 1024, device="cuda")
+    x = torch.randn(8192, 128, device="cuda", requires_grad=True)
+    given: list[Any] = []
+
+    def unpack(a: Any) -> Any:
+        given.append((a.clone(), a))
+        return given[-1][1]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda a: a.clone(), unpack):
+        y = layer(x)
+    y.sum().backward()
+    assert given and all(torch.equal(*pair) for pair in given)
+
+
+# ---- an empty batch
+
+
+def test_training_counts_an_empty_batch(device: str) -> None:
+    x = torch.empty(0, I, device=device)
+    counts = []
+    for model in (network(device), converted(network(device))):
+        model(x)
+        counts.append(model[1].num_batches_tracked.item())
+    layer = LinearBatchNorm1d(I, O, device=device)
+    layer(x)
+    layer.eval()(x)
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    state = {"running_mean": torch.zeros(O, device=device), "running_var": torch.ones(O, device=device)}
+    with torch.no_grad():
+        for training in (True, False):
+            gsbn.forward(x, layer.linear.weight, **state, num_batches_tracked=count, training=training)
+    assert (*counts, layer.norm.num_batches_tracked.item(), count.item()) == (1, 1, 1, 1)
+    assert torch.equal(state["running_mean"], torch.zeros(O, device=device))
