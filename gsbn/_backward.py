@@ -11,7 +11,7 @@ from . import _check, _cpu, _declared, _kernels, _plan
 from ._call import ABSENT, Call, log, matrix_of, remember
 from ._check import VECTOR_PARAMETERS
 from ._copies import copied, move
-from ._device import check_stream, hold_until_done, is_capturing, is_current, on_device
+from ._device import green_sms, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._group import Group
 from ._interop import Kind, kind_of, kinds_of
@@ -193,11 +193,12 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     """
     device = kind.device(arrays[0])
     if not is_current(device):
-        with on_device(device):
+        with on_device(device, kind.stream):
             return run(kind, arrays, how, saved)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    check_stream(stream, capturing, how.sms)
+    if (held := green_sms(stream)) is not None:
+        how = how._replace(sms=held if how.sms is None else min(how.sms, held))
     exchange = None if how.group is None or not how.norm else exchange_of(how.group, device, capturing)
     if exchange is not None:
         how.group.check()  # type: ignore[union-attr]
@@ -318,7 +319,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
             call.make("dg", dy.shape, like, dy.dtype)
         for name in made:
             if nbytes[name]:
-                call.clear(of[name], nbytes[name])
+                call.clear(of[name], nbytes[name], gpu)
         return _Backward(call, places)
 
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
@@ -393,7 +394,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
     elif plan.sums and m:
         call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0), "zeros": zeros})
     elif "bias" in made:  # in training, and nothing but zeros is wanted
-        call.clear(of["bias"], nbytes["bias"])
+        call.clear(of["bias"], nbytes["bias"], gpu)
     sums = call.at(0)
     if exchange is not None and plan.merge_kernel is not None and not plan.fused:
         totals = call.at(plan.totals_at)
@@ -424,7 +425,7 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         names = {"dg": dg, "across": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
         multiply_both(call, plan, names, precision, gpu)
     elif "weight" in made:
-        call.clear(of["weight"], nbytes["weight"])
+        call.clear(of["weight"], nbytes["weight"], gpu)
     gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
     log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
     return _Backward(call, places)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from . import _capture, _declared, _kernels, _plan, _tma
 from ._check import VECTORS
-from ._device import cuda
 from ._interop import Kind
 
 __all__ = ["ABSENT", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
@@ -30,7 +29,7 @@ class Description(NamedTuple):
     why : str
         Why this one.
     kernels : tuple of str
-        What is launched, in this order, by the names that a profiler shows; "cuBLAS" and "memset" are CUDA's own.
+        What is launched, in this order, by the names that a profiler shows; "cuBLAS" stands for its own.
     scratch : int
         Bytes that are allocated beside what is returned.
     """
@@ -48,10 +47,9 @@ class Description(NamedTuple):
 class Call:
     """Built once for arrays that are alike, then run with the addresses of each call.
 
-    `limited`: its launches share SMs with nobody else's, so none begins before the one ahead has ended.
-
     Memory has names: the arguments', those of arrays that the call makes, and the workspace with offsets into it. They
-    become positions in one list of addresses when the call is built; a name that is not known fails there.
+    become positions in one list of addresses when the call is built; a name that is not known fails there. No launch of
+    a `limited` call begins before the one ahead of it in the stream has ended.
     """
 
     def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...], *, limited: bool = False) -> None:
@@ -98,6 +96,9 @@ class Call:
         return self.at(self._nbytes) if nbytes else ABSENT
 
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
+        if len(names) == 1:  # of which itemgetter would make no tuple
+            at = self._positions[names[0]]
+            return lambda addresses: (addresses[at],)
         return itemgetter(*(self._positions[name] for name in names))
 
     # ---- steps
@@ -150,12 +151,9 @@ class Call:
         self._kernels.append("ncclAllGather")
         self._steps.append((exchange.gather, (count,), self._of((posted, gathered))))
 
-    def clear(self, name: str, nbytes: int) -> None:
-        """Zeros."""
-        memset = cuda().runtime.memsetAsync
-        self._kernels.append("memset")
-        at = self._positions[name]
-        self._steps.append((lambda addresses, stream: memset(addresses[at], 0, nbytes, stream), (), _all))
+    def clear(self, name: str, nbytes: int, gpu: _plan.Device) -> None:
+        """Zeros, of memory on 16 bytes."""
+        self.launch(_plan.clear(), _plan.clear_grid(nbytes, gpu), {"bytes": nbytes}, {"to": name})
 
     # ---- the call
 

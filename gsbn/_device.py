@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from . import _driver
 
 __all__ = [
-    "check_stream",
     "cuda",
     "gpu_obstacle",
+    "green_sms",
     "hold_until_done",
     "is_capturing",
     "is_current",
@@ -65,14 +65,12 @@ def is_capturing(stream: int) -> bool:
     return stream not in (0, 1) and bool(cuda().runtime.streamIsCapturing(stream))
 
 
-def check_stream(stream: int, capturing: bool, sms: int | None) -> None:
-    """Raise ValueError for a stream of a green context that has fewer SMs than the call is planned for: CTAs that wait
-    for each other would never all be there."""
-    if stream < 3 or capturing:  # the default streams are nobody's; and what is captured may be replayed elsewhere
-        return
-    held = _driver.sms_of_stream(stream)
-    if held is not None and (not isinstance(sms, int) or sms > held):
-        raise ValueError(f"sms: expected at most {held} on a stream of a green context that has {held} SMs, got {sms}")
+_OWN = 3  # the first address that a stream made by somebody can have; the default streams are 0, 1 and 2
+
+
+def green_sms(stream: int) -> int | None:
+    """The SMs that a stream has if it is of a green context: all that a call on it can occupy."""
+    return None if stream < _OWN else _driver.sms_of_stream(stream)
 
 
 _primary: dict[int, int] = {}  # handles of primary contexts, by device
@@ -92,13 +90,24 @@ def is_current(device: int) -> bool:
 
 
 @contextlib.contextmanager
-def on_device(device: int) -> Iterator[None]:
-    """Make a device's primary context current, and leave what was."""
+def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Iterator[None]:
+    """Make a device's primary context current, and leave what was.
+
+    `stream_of` tells the stream that the caller is going to launch on. A default stream of a green context is refused:
+    in the primary context the same handle is another stream, which neither has those SMs nor waits for that one.
+    """
     if is_current(device):
         yield
         return
     found = cuda()
     before = found.current_context()
+    if stream_of is not None and found.runtime.getDevice() == device and stream_of(device) < _OWN:
+        held = _driver.sms_of_stream(0)
+        if held is not None:
+            raise RuntimeError(
+                f"expected a current stream that was created, got the default stream of a green context of {held} SMs: "
+                "create one in that context, and make it the current stream"
+            )
     found.runtime.setDevice(device)
     _primary[device] = found.current_context()
     try:

@@ -95,21 +95,35 @@ _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 
 
 @cache
-def _green_context_of() -> Callable[[int, Any], int] | None:
-    """cuStreamGetGreenCtx(a stream, where its green context goes); None where the driver has none."""
+def _green_context_of() -> Callable[[int, int], int] | None:
+    """cuStreamGetGreenCtx(a stream, where the handle of its green context goes); None where the driver has none."""
     function: Any = getattr(driver(), "cuStreamGetGreenCtx", None)
     if function is not None:
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return function  # type: ignore[no-any-return]
 
 
+_handles: list[tuple[Any, int]] = []  # room for one and its address: as many as there were ever calls at the same time
+
+
 def sms_of_stream(stream: int) -> int | None:
-    """The SMs of the green context that a stream was made in; None for any other stream."""
+    """The SMs of a stream's green context; None if it has none. A default stream is the current context's.
+
+    The driver is asked each time: a new stream may have the handle of one that was destroyed.
+    """
     ask = _green_context_of()
-    context = ctypes.c_void_p()
-    if ask is None or ask(stream, ctypes.addressof(context)) or not context.value:
+    if ask is None:
+        return None
+    try:
+        room = _handles.pop()
+    except IndexError:
+        handle = ctypes.c_void_p()
+        room = handle, ctypes.addressof(handle)
+    failed, context = ask(stream, room[1]), room[0].value
+    _handles.append(room)
+    if failed or not context:
         return None
     found = _Resource()
-    result = driver().cuGreenCtxGetDevResource(context, ctypes.byref(found), _SM)
+    result = driver().cuGreenCtxGetDevResource(ctypes.c_void_p(context), ctypes.byref(found), _SM)
     check(result, "asking for the SMs of a green context")
     return int(found.sms[0])

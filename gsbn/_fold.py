@@ -89,7 +89,7 @@ def fold(
     view = views["weight"]
     assert view is not None
     device, given_arrays = kind.device(arrays["weight"]), tuple(arrays[name] for name in ARRAYS)
-    with on_device(device):
+    with on_device(device, kind.stream):
         at, call = matrix_of(view), Call(kind, device, ARRAYS)
         source = "weight"
         if at.strides[1] != 1:

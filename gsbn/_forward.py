@@ -10,7 +10,7 @@ import numpy as np
 
 from . import _check, _cpu, _plan
 from ._call import Description, log, remember
-from ._device import check_stream, hold_until_done, is_capturing, is_current, on_device
+from ._device import green_sms, hold_until_done, is_capturing, is_current, on_device
 from ._dynamo import outside_graphs
 from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
 from ._group import Group
@@ -240,7 +240,9 @@ def _describe(
     if not kind.on_gpu or (views["x"].shape[0] == 0 and options[_GROUP] is None):
         return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
     device = kind.device(arrays[0])
-    with on_device(device):
+    with on_device(device, kind.stream):
+        if (held := green_sms(kind.stream(device))) is not None:
+            options = _within(options, held)
         return prepare_call(kind, arrays, views, options, device, prepared, limits).description
 
 
@@ -305,11 +307,12 @@ def _forward(
         return _forward_cpu(kind, arrays, options, read_only)
     device = kind.device(arrays[0])
     if not is_current(device):
-        with on_device(device):
+        with on_device(device, kind.stream):
             return _forward(kind, arrays, options, prepared, limits, read_only)
     stream = kind.stream(device)
     capturing = is_capturing(stream)
-    check_stream(stream, capturing, options[_SMS])
+    if (held := green_sms(stream)) is not None:
+        options = _within(options, held)
     limbs = prepared is not None and prepared.limbs is not None
     found, key, pointers = _find(_calls, kind, arrays, options, limbs, read_only, limits)
     views: dict[str, Any] = {}
@@ -340,6 +343,13 @@ def _forward(
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if found.y is None else made[found.y]
     return y if found.dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], found.dtypes))
+
+
+def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
+    """The options of a call that can occupy so many SMs at most."""
+    _check.sm_count(options[_SMS])
+    sms = held if options[_SMS] is None else min(options[_SMS], held)
+    return (*options[:_SMS], sms, *options[_SMS + 1 :])
 
 
 def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *more: Any) -> Any:

@@ -273,7 +273,7 @@ def _product_and_passes(
         if exchange is not None and not exchange.waits:
             passed |= {"posted": call.at(posted), "gathered": call.at(gathered)}
             if m == 0:
-                call.clear(passed["posted"], 8 * letters(n))
+                call.clear(passed["posted"], 8 * letters(n), p.device)
             else:
                 call.launch(plan.merge_kernel, plan.merge_grid, fields, passed | {"gathered": ABSENT})
             call.gather(exchange, letters(n), passed["posted"], passed["gathered"])

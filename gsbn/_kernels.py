@@ -241,9 +241,9 @@ def launcher(
 ) -> Launcher:
     """The kernel, compiled if need be and loaded on a device, which must be the current one.
 
-    Launches of a `limited` call never overlap with the kernel ahead: two grids would occupy the SMs of both. `words`
-    are the names of the parameters that the caller is going to pass, in this order: TypeError if the source declares
-    others.
+    `words` are the names of the parameters that the caller is going to pass, in this order: TypeError if the source
+    declares others. Launches of a `limited` call do not overlap with the kernel ahead: while this one holds its SMs,
+    CTAs that wait for it would hold others.
     """
     if words is not None and words != parameters(kernel)[1]:
         raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")

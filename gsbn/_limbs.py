@@ -63,7 +63,7 @@ class Limbs:
         call, splits = self._call, self._splits
         if across := [split for split in splits.of if split.across is not None]:
             if not self._cleared:
-                call.clear(call.at(splits.maxima), splits.maxima_bytes)
+                call.clear(call.at(splits.maxima), splits.maxima_bytes, self._gpu)
             kernel, _ = _plan.tile_kernels()
             grid, rows = _plan.maxima_grid(across, self._gpu)
             passed = {**self._sources(across), "maxima": call.at(splits.maxima)}

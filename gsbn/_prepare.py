@@ -55,7 +55,7 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     if not kind.on_gpu:
         return Prepared(kind.copy(arrays["weight"]), precision)
     device, given = kind.device(arrays["weight"]), arrays["weight"]
-    with on_device(device):
+    with on_device(device, kind.stream):
         view, gpu, stream = kind.view(given), _kernels.gpu(device), kind.stream(device)
         (n, k), call = view.shape, Call(kind, device, ("weight",))
         at = _plan.in_rows(k, view.itemsize)

@@ -28,7 +28,6 @@ if __package__:  # as tests.paper
 import gsbn
 from gsbn import (
     _backward,
-    _call,
     _declared,
     _device,
     _forward,
@@ -69,6 +68,7 @@ class Kind(_interop.Kind):
 
     def __init__(self) -> None:
         self.made: list[Array] = []
+        self.current = 0  # stream
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         key = tuple(None if a is None else (a.shape, a.strides, a.dtype) for a in arrays)
@@ -88,7 +88,7 @@ class Kind(_interop.Kind):
         return 0
 
     def stream(self, device: int) -> int:
-        return 0
+        return self.current
 
     def empty(self, shape: tuple[int, ...], like: Array, dtype: str | None = None) -> Array:
         self.made.append(Array(tuple(shape), dtype or like.dtype))
@@ -106,7 +106,7 @@ class Kind(_interop.Kind):
 
 
 class Launch(NamedTuple):
-    """One entry of the log: a kernel of ours, or "cuBLAS" or "memset" with all that they were told as words."""
+    """One entry of the log: a kernel of ours, or "cuBLAS" with all that it was told as words."""
 
     name: str
     defines: tuple[tuple[str, str], ...]
@@ -122,9 +122,6 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
     """Calls on `Array`s meanwhile go to such a device; gives what they make and launch."""
     log: list[Launch] = []
     kind, maps = Kind(), {}
-
-    def other(name: str) -> Callable[..., None]:
-        return lambda *words: log.append(Launch(name, (), False, False, 1, (), words))
 
     def launcher(kernel: Any, device: int, words: tuple[str, ...], *, cooperative: bool = False, limited: bool) -> Any:
         assert words == _declared.parameters(kernel)[1], kernel
@@ -151,10 +148,9 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         def __call__(self, operands: tuple[int, ...], stream: int) -> None:
             log.append(Launch("cuBLAS", (), False, False, 1, (), (*self._told, *operands, stream)))
 
-    found = SimpleNamespace(runtime=SimpleNamespace(memsetAsync=other("memset")), current_context=lambda: 1)
+    found = SimpleNamespace(current_context=lambda: 1, runtime=SimpleNamespace(streamIsCapturing=lambda stream: False))
     with contextlib.ExitStack() as stack:
-        for module in (_device, _call):
-            stack.enter_context(mock.patch.object(module, "cuda", return_value=found))
+        stack.enter_context(mock.patch.object(_device, "cuda", return_value=found))
         for module in (_forward, _backward):
             stack.enter_context(mock.patch.object(module, "_calls", {}))
         for module in (_forward_call, _products):

@@ -10,7 +10,7 @@ import paper
 import pytest
 
 import gsbn
-from gsbn import _declared, _group, _plan, _sm90, _tma
+from gsbn import _declared, _device, _driver, _group, _plan, _sm90, _tma
 from gsbn._backward import How, backward_within, run
 from gsbn._plan.sm90_variants import MODES, forward_sm90
 from gsbn._plan.variants import narrow_product, tall_product
@@ -35,10 +35,10 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
             beside = 2 if log[1].name == "split_limbs" and log[1].words[0] == 0 else 1
         for i, launch in enumerate(log):
             seen[launch.name] += 1
-            if launch.name in ("memset", "cuBLAS"):
+            if launch.name == "cuBLAS":
                 continue
             prepares = i < beside
-            assert prepares or launch.limited == (sms is not None and sms < device.sms), (seed, launch)
+            assert launch.limited == (not prepares and most == sms), (seed, launch)  # then it begins behind the last
             assert 1 <= launch.grid <= (2**31 - 1 if prepares else most), (seed, launch)
             assert {word >> 32 for word in launch.words} <= known, (seed, launch)
             if launch.cooperative:
@@ -49,6 +49,62 @@ def test_every_launch_is_as_promised(device: paper._plan.Device) -> None:
     assert set(seen) >= {"gemm_tiled", "scale_stats", "normalize", "copy_matrix", "cuBLAS"}
     assert set(seen) >= {"backward_sums", "backward_dg", "backward_fused", "sum_features"}
     assert hopper <= set(seen) if device == paper.HOPPER else not hopper & set(seen)
+
+
+@pytest.mark.parametrize(("sms", "planned"), [(None, 40), (100, 40), (30, 30)])
+def test_a_stream_of_a_green_context_has_no_more_sms_than_that(
+    sms: int | None, planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call there is that of the smaller number; the next one on another stream has all SMs again."""
+    monkeypatch.setattr(_driver, "sms_of_stream", {7 << 20: 40, 8 << 20: None}.get)
+    x, weight, dy = (paper.Array(shape, "float32") for shape in ((3000, 520), (1032, 520), (3000, 1032)))
+
+    def launches(stream: int, sms: int | None) -> list[tuple[str, bool, int]]:
+        with paper.gpu(paper.HOPPER) as (kind, log):
+            kind.current = stream
+            _, saved = gsbn.forward(x, weight, training=True, sms=sms, return_saved=True)
+            gsbn.backward(dy, saved, sms=sms)
+            described = gsbn.describe(x, weight, training=True, sms=sms, return_saved=True)
+        assert described.kernels == tuple(launch.name for launch in log[: len(described.kernels)])
+        return [(launch.name, launch.limited, launch.grid) for launch in log]
+
+    found = launches(7 << 20, sms)
+    assert found == launches(8 << 20, planned) != launches(8 << 20, None)
+    assert all(limited and grid <= planned for name, limited, grid in found if name != "cuBLAS")
+    with pytest.raises(TypeError, match=r"^sms: expected a number of SMs or None, got 1\.5"):
+        launches(7 << 20, 1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("act", ["forward", "backward", "fold", "prepare"])
+def test_a_default_stream_of_a_green_context_is_refused(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the primary context, where gsbn works, the same handle is another stream."""
+    x, weight, running = (
+        paper.Array((64, 40), "float32"),
+        paper.Array((24, 40), "float32"),
+        paper.Array((24,), "float32"),
+    )
+    current = [1]  # what paper.gpu calls the primary context
+    with paper.gpu(paper.HOPPER) as (kind, log):
+        y, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+        calls = {
+            "forward": lambda: gsbn.forward(x, weight, training=True),
+            "backward": lambda: gsbn.backward(y, saved),
+            "fold": lambda: gsbn.fold(weight, None, running, running),
+            "prepare": lambda: gsbn.prepare(weight),
+        }
+        found = _device.cuda()
+        found.runtime.getDevice, found.runtime.setDevice = lambda: 0, lambda _: current.__setitem__(0, 1)
+        found.current_context = lambda: current[0]
+        found.set_context = lambda context: current.__setitem__(0, context)
+        launched = len(log)
+        monkeypatch.setattr(_driver, "sms_of_stream", lambda stream: 40 if stream == 0 and current[0] == 2 else None)
+        current[0] = 2
+        with pytest.raises(RuntimeError, match="default stream of a green context of 40 SMs"):
+            calls[act]()
+        assert (len(log), current[0]) == (launched, 2)
+        kind.current = 8 << 20  # a stream that was made in the primary context
+        calls[act]()
+        assert (len(log) > launched, current[0]) == (True, 2)
 
 
 def test_a_call_launches_the_same_every_time() -> None:

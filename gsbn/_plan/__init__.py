@@ -6,7 +6,7 @@ one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`
 """
 
 from .backward import BackwardPlan, Product, backward_plan
-from .copies import COPIES_AT_ONCE, adjacent, copy_grid, in_rows, rows_grid, whole_words
+from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, in_rows, rows_grid, whole_words
 from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
 from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
 from .kernel import Kernel
@@ -18,6 +18,7 @@ from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forw
 from .variants import (
     TALL_THREADS,
     THREADS,
+    clear,
     copy_matrix,
     copy_rows,
     every_kernel,
@@ -58,6 +59,8 @@ __all__ = [
     "Splits",
     "adjacent",
     "backward_plan",
+    "clear",
+    "clear_grid",
     "copy_grid",
     "copy_matrix",
     "copy_rows",

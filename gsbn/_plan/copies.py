@@ -1,4 +1,4 @@
-"""Copies of matrices in rows that every kernel can take, and back: how they lie, and the grids that make them."""
+"""Copies of matrices in rows that every kernel can take, and back, and zeros: how they lie, and the grids."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from .problem import Device, Matrix, ceil_div, round_up
 __all__ = [
     "COPIES_AT_ONCE",
     "adjacent",
+    "clear_grid",
     "copy_along",
     "copy_grid",
     "in_rows",
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 COPIES_AT_ONCE = 3  # matrices in a launch of copy_rows
+CLEARED = 16 * 256  # bytes of an item of clear
 TILE = 64  # rows and columns of an item of copy_matrix
 WORDS = 4 * 256  # of 16 bytes, in an item of copy_rows
 
@@ -62,3 +64,8 @@ def copy_grid(rows: int, cols: int, device: Device) -> int:
 def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:
     """CTAs of copy_rows, for matrices of so many rows and pieces of 2 bytes in each."""
     return device.grid(sum(ceil_div(rows * ((cols + 6) // 8 + 1), WORDS) for rows, cols in pieces))
+
+
+def clear_grid(nbytes: int, device: Device) -> int:
+    """CTAs of clear."""
+    return device.grid(ceil_div(nbytes, CLEARED))

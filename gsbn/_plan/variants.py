@@ -25,6 +25,7 @@ __all__ = [
     "TILES",
     "add_parts",
     "backward_kernels",
+    "clear",
     "copy_matrix",
     "copy_rows",
     "every_kernel",
@@ -110,7 +111,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             yield narrow_backward_kernel(dtype, *sizes)
     yield from (tall_product(), add_parts())
     yield from map(copy_matrix, (2, 4, 8))
-    yield copy_rows()
+    yield from (copy_rows(), clear())
     yield fill_sm(0)
     yield from sm90_kernels()
     yield from map(split_limbs, SPLIT_WIDTHS)
@@ -224,6 +225,11 @@ def copy_matrix(itemsize: int) -> Kernel:
 def copy_rows() -> Kernel:
     """What copies rows of elements of any size from and to any bytes."""
     return Kernel("copy_rows", "copy_rows", ())
+
+
+def clear() -> Kernel:
+    """What writes zeros."""
+    return Kernel("clear", "clear", ())
 
 
 def fill_sm(shared: int) -> Kernel:
