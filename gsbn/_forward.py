@@ -133,7 +133,8 @@ def forward(
         are many and short, two launches that make g, each for itself, and never write it. "auto" takes the fastest that
         serves. After one call of the same kind any can be captured in a CUDA graph.
     sms : int, optional
-        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call; None is all. It
+        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call, none of which
+        begins before the one ahead of it has ended; None is all, or those of the stream's green context. It
         matters where another kernel on the GPU waits for this call, a collective of another library for one: in
         training "sm90" needs all the SMs that it takes at once (up to 16 where one cluster has all rows), and would
         wait for the other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the
