@@ -1,0 +1,155 @@
+"""Families of data: what is done to operands so that an average case becomes one that users meet, or one that is hard.
+
+A family changes x (B, I), weight (O, I) and scale (O,) in place. They come standard normal, the weight over √I, the
+scale between 1/2 and 2; in a float dtype, as NumPy or CuPy arrays or PyTorch tensors, and are rounded to their own
+dtype after. Large numbers are bounded for it (Reach).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["FAMILIES", "spoil"]
+
+
+class Reach(NamedTuple):
+    """The largest factor and the largest mean of a dtype.
+
+    float16 ends at 65504, and PyTorch's scaled feature is in x's dtype and up to ten times as large as x. bfloat16 has
+    numbers 8 apart at 2000: beyond, nothing is left of the deviations.
+    """
+
+    factor: float = 1e5
+    mean: float = 1e4
+
+
+REACHES = {"float16": Reach(2e3, 2e3), "bfloat16": Reach(mean=1e3)}
+
+
+class Operands(NamedTuple):
+    x: Any
+    weight: Any
+    scale: Any
+    random: random.Random  # what a family draws itself
+    reach: Reach
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
+
+
+def _one_row(factor: float, which: Callable[[Operands], int]) -> Callable[[Operands], None]:
+    def change(o: Operands) -> None:
+        o.x[which(o)] *= min(factor, o.reach.factor)
+
+    return change
+
+
+def _one_row_in(period: int, factor: float) -> Callable[[Operands], None]:
+    """One in every tile of so many rows, of at least one; never the first of all."""
+
+    def change(o: Operands) -> None:
+        o.x[min(period, o.rows) // 2 :: period] *= min(factor, o.reach.factor)
+
+    return change
+
+
+def _mean(mean: float, zero: bool) -> Callable[[Operands], None]:
+    def change(o: Operands) -> None:
+        o.x[...] += min(mean, o.reach.mean)
+        if zero:
+            o.x[0] = 0
+
+    return change
+
+
+def _zero(part: float) -> Callable[[Operands], None]:
+    def change(o: Operands) -> None:
+        o.x[: max(1, int(part * o.rows))] = 0
+
+    return change
+
+
+def _positive(o: Operands) -> None:
+    """What a ReLU in front leaves."""
+    o.x[...] = (abs(o.x) + o.x) / 2
+
+
+def _alternating(o: Operands) -> None:
+    o.x[...] = abs(o.x)
+    o.x[1::2] *= -1
+
+
+def _sorted(o: Operands) -> None:
+    made = o.x.sort(0)
+    if made is not None:  # PyTorch's is not in place
+        o.x[...] = made.values
+
+
+def _one_hot(o: Operands) -> None:
+    """A category a row."""
+    categories = min(o.x.shape[1], 64)
+    o.x[...] = 0
+    for i in range(categories):
+        o.x[i::categories, i] = 1
+
+
+def _constant_input(o: Operands) -> None:
+    """A column of ones beside the others, large: a bias that somebody put into x."""
+    o.x[:, 0] = 100
+
+
+def _constant_features(o: Operands) -> None:
+    """Every other feature sees constant columns alone: its variance is 0."""
+    half = o.x.shape[1] // 2
+    o.x[:, :half] = 1
+    o.weight[::2, half:] = 0
+
+
+def _tiny(o: Operands) -> None:
+    o.x[...] *= 1e-6
+
+
+def _tiny_variance(o: Operands) -> None:
+    """Of every other feature: far below eps."""
+    o.weight[::2] *= 1e-3
+
+
+def _tiny_scale(o: Operands) -> None:
+    for i, factor in enumerate((0, 1e-6, 1e-3)):
+        o.scale[i::4] *= factor
+
+
+FAMILIES: dict[str, Callable[[Operands], None]] = {
+    "normal": lambda o: None,
+    "row 0 x 2e3": _one_row(2e3, lambda o: 0),
+    "row 0 x 1e5": _one_row(1e5, lambda o: 0),
+    "a row x 2e3": _one_row(2e3, lambda o: o.random.randrange(o.rows)),
+    "last row x 1e5": _one_row(1e5, lambda o: o.rows - 1),
+    "each 4096th row x 1e4": _one_row_in(4096, 1e4),
+    "each 128th row x 1e3": _one_row_in(128, 1e3),
+    "row 0 zero": _zero(0.0),
+    "first tenth zero": _zero(0.1),
+    "mean 1e2": _mean(1e2, zero=False),
+    "mean 1e3": _mean(1e3, zero=False),
+    "mean 1e4": _mean(1e4, zero=False),
+    "mean 1e2, row 0 zero": _mean(1e2, zero=True),
+    "mean 1e3, row 0 zero": _mean(1e3, zero=True),
+    "mean 1e4, row 0 zero": _mean(1e4, zero=True),
+    "alternating signs": _alternating,
+    "sorted rows": _sorted,
+    "after ReLU": _positive,
+    "one-hot": _one_hot,
+    "constant input": _constant_input,
+    "constant features": _constant_features,
+    "x 1e-6": _tiny,
+    "tiny variance": _tiny_variance,
+    "tiny and zero scale": _tiny_scale,
+}
+
+
+def spoil(name: str, x: Any, weight: Any, scale: Any, dtype: str, seed: int = 0) -> None:
+    """Make operands, to be rounded to ``dtype``, of this family; the same for the same seed."""
+    FAMILIES[name](Operands(x, weight, scale, random.Random(seed), REACHES.get(dtype, Reach())))
