@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from gradients import draw_dy
 from harness import Kind, assert_same_bits, kind_of, without_out
@@ -34,10 +35,10 @@ PATHS = vacancy.calls()
 @pytest.mark.parametrize("path", sorted(PATHS.keys() - {vacancy.CUBLAS}))
 def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe: vacancy.Probe, hopper: None) -> None:
     """Whoever wants them all has them within a quarter of a call's time: a launch that waited there would hold them for
-    most of it."""
+    most of it. One time in ten another process may have the GPU."""
     found = probe.wait(PATHS[path](probe.sms))
     assert len(found.waits) >= 16
-    assert found.waits.max() < found.call / 4, found
+    assert np.quantile(found.waits, 0.9) < found.call / 4, found
 
 
 @pytest.mark.parametrize("path", ["one launch behind limbs, float32", "tiled and passes, float32"])
@@ -46,7 +47,7 @@ def test_launches_that_overlap_hold_the_other_sms(path: str, probe: vacancy.Prob
     with vacancy.overlapping():
         found = probe.wait(PATHS[path](probe.sms))
     assert len(found.waits) >= 16
-    assert found.waits.max() > found.call / 2, found
+    assert np.quantile(found.waits, 0.9) > found.call / 2, found
 
 
 # ---- green contexts

@@ -215,7 +215,7 @@ class _Linear(Function):
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # gsbn's own
         ctx.how, ctx.given = how, given
-        between += (saved.deviations, saved.vectors, x, how, given)
+        between += (saved.deviations, saved.vectors, how, given)
         return y
 
     @staticmethod
@@ -253,8 +253,10 @@ class _Norm(Function):
     def backward(ctx: Any, dy: Any) -> Any:
         through, *vectors, _ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
-        deviations, of_features, x = ctx.saved_tensors
+        deviations, of_features = ctx.saved_tensors
         if _goes_again(dy):
+            linear, _ = ctx.next_functions[0]  # which has x, where anybody has
+            x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
         dy = dy.resolve_neg()
