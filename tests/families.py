@@ -108,6 +108,11 @@ def _constant_features(o: Operands) -> None:
     o.weight[::2, half:] = 0
 
 
+def _equal(o: Operands) -> None:
+    """Every row the same: y is beta, and all gradients that pass the normalisation are 0."""
+    o.x[...] = o.x[:1] * 1
+
+
 def _tiny(o: Operands) -> None:
     o.x[...] *= 1e-6
 
@@ -144,6 +149,7 @@ FAMILIES: dict[str, Callable[[Operands], None]] = {
     "one-hot": _one_hot,
     "constant input": _constant_input,
     "constant features": _constant_features,
+    "equal rows": _equal,
     "x 1e-6": _tiny,
     "tiny variance": _tiny_variance,
     "tiny and zero scale": _tiny_scale,
@@ -152,6 +158,8 @@ FAMILIES: dict[str, Callable[[Operands], None]] = {
 
 def spoil(name: str, x: Any, weight: Any, scale: Any, dtype: str, seed: int = 0) -> None:
     """Make operands, to be rounded to ``dtype``, of this family; the same for the same seed."""
+    if not len(x):
+        return
     FAMILIES[name](Operands(x, weight, scale, random.Random(seed), REACHES.get(dtype, Reach())))
     _see_what_spreads(x, weight)
 
