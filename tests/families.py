@@ -175,9 +175,11 @@ def _see_what_spreads(x: Any, weight: Any) -> None:
     """
     d = x - x.mean(0)
     squares, size = (d * d).sum(1), (weight * weight).sum(1)
+    if float(squares.sum()) <= 1e-12 * float((x * x).sum()):  # rows that are equal but for what rounding made of a mean
+        return
     farthest = d[int(squares.argmax())]
     g = d @ weight.T
     found, usual = (g * g).sum(0), size * squares.sum() / x.shape[1]
-    missed = (found < 0.25 * usual) * (found > 0)
+    missed = (found < 0.25 * usual) * (found > 1e-12 * usual)
     part = 0.5 * (size / x.shape[1]) ** 0.5 * (((weight @ farthest) >= 0) * 2 - 1) * missed
     weight += part[:, None] * (farthest / float((farthest * farthest).sum() or 1) ** 0.5)

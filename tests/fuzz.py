@@ -33,6 +33,7 @@ if __package__:  # as tests.fuzz: what is imported next has bare names, as under
 
 import numpy as np
 from conftest import no_gpu
+from families import FAMILIES
 from gradients import (
     NAMES,
     assert_beta_agrees,
@@ -126,7 +127,7 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         scale="none" if scale == "number" else scale,
         activation=activation,
     )
-    return Good(
+    good = Good(
         kind=kind,
         recipe=recipe,
         number=rng.choice([1.0, -0.75, 3, 1e-6, 0.0]) if scale == "number" else None,
@@ -141,6 +142,10 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         thread=rng.random() < 0.06,
         capture=capture,
     )
+    if rng.random() < 0.5:  # else a mean and a spread
+        usual = replace(recipe, offset=0.0, spread=1.0, family=rng.choice(list(FAMILIES)))
+        good = replace(good, recipe=usual)
+    return good
 
 
 def draw_shape(rng: random.Random, dtype: str, training: bool, multiple: int) -> tuple[int, int, int]:
@@ -257,7 +262,7 @@ def results(case: Good, placed: Mapping[str, Placed], made: Mapping[str, Any]) -
         assert tuple(got.shape) == ((B, O) if name == "y" else tuple(like.shape)), name
     assert "out" not in placed or made["y"] is placed["out"].view, "y is not out"
     for name, p in placed.items():
-        written = name == "out" or (name in STATISTICS and case.recipe.training and B > 0)
+        written = name == "out" or (name in STATISTICS and case.recipe.training and (B > 0 or name == COUNT))
         assert p.guards_hold(kind) if written else not p.disturbed(kind), f"{name}: bytes changed that may not"
     state = {name: placed[name].view for name in STATISTICS if name in placed}
     return {name: kind.get(a) for name, a in {**made, **state}.items() if a is not None}
@@ -269,6 +274,7 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     operands |= {} if case.number is None else {"scale": np.array(case.number, np.float64)}
     if recipe.shape[0] == 0:
         assert not any(got[name].any() for name in got if name not in STATISTICS), "gradients of no rows are zero"
+        assert COUNT not in got or got[COUNT] == arrays[COUNT] + recipe.training
         return
     wide = np.longdouble if recipe.dtype == "float64" else np.float64
     truth = reference.forward(**operands, **recipe.options, dtype=wide)

@@ -34,7 +34,7 @@ import ml_dtypes
 import numpy as np
 from accuracy import SEEDS, family
 from harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
-from tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of
+from tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of, summed
 
 import gsbn
 from gsbn import Gradients, reference
@@ -43,7 +43,7 @@ from gsbn._forward import forward_within
 from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 
-FAMILIES = ("standard", "mean 1e2", "tiny variance", "tiny and zero scale")  # of the rule for gradients
+FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # of the rule for gradients
 NAMES = Gradients._fields
 VECTORS = NAMES[2:]
 
@@ -166,10 +166,10 @@ def gradient_bounds(
     if training:
         d = g - g.mean(0)
         sigma = np.sqrt((d * d).mean(0))
-        D = E + E.mean(0) + (n + 2) * u * xw.mean(0) + 2 * u * np.abs(d)
+        D = E + E.mean(0) + (summed(n) + 2) * u * xw.mean(0) + 2 * u * np.abs(d)
         rms_D = np.sqrt((D * D).mean(0))
         t = np.sqrt(s * s * sigma**2 + eps)
-        tau = abs_s * rms_D + (n + 8) * u * t
+        tau = abs_s * rms_D + (summed(n) + 8) * u * t
         r, r_low, r_max = 1 / t, 1 / (t + tau), 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
         delta = D + (nearest * short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
         if parked and dtype.itemsize == 2:

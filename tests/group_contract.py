@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import FAMILIES
 from gradients import NAMES, before_relu, draw_dy, gradient_bounds, step, truth_of
 from harness import CPU_KINDS, DTYPES, GPU_KINDS, STATISTICS, Kind, assert_same_bits, forward, kind_of, without_out
 from strategies import ACTIVATIONS, SCALES, Case
@@ -229,6 +230,16 @@ def a_mean_far_from_zero(at: Ranks) -> None:
     """E[g²] - E[g]² would be noise; and each rank's own mean is another."""
     for offset in (1e4, -1e4):
         assert_whole_batch(at, replace(CASE, shape=(70, 37, 20), offset=offset), at.deal(70, "uneven"))
+
+
+@together
+def every_family(at: Ranks) -> None:
+    """The first row, the one that is unlike the others, lies on one rank; what is in tiles, on all."""
+    for family in FAMILIES:
+        for dtype in ("float32", "bfloat16"):
+            assert_whole_batch(
+                at, replace(CASE, shape=(300, 40, 24), dtype=dtype, family=family), at.deal(300, "uneven")
+            )
 
 
 @together

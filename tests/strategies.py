@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from families import FAMILIES, spoil
 from harness import DTYPES, LAYOUTS
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ class Case:
     layouts: tuple[tuple[str, str], ...] = ()
     scale: str = "vector"  # of SCALES
     activation: str | None = None
+    family: str = "normal"  # of families.py: what becomes of x, the weight and the scale
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ class Case:
         weight = rng.standard_normal((O, I)) / np.sqrt(I)
         weight[3::8] = 0
         scale = rng.choice([1.0, -1.0, 0.5, 3.0, 0.0, 1e-6], O) * rng.uniform(0.5, 1.5, O)
+        spoil(self.family, x, weight, scale, self.dtype, self.seed)
         vectors = {
             "scale": scale,
             "bias": rng.standard_normal(O),
@@ -110,6 +113,8 @@ def cases(
         given_.add("running")
     if "running" not in given_:
         given_.discard("num_batches_tracked")
+    family = draw(st.sampled_from(["normal", *FAMILIES]))
+    usual = family == "normal"
     momenta = [0.1, 0.0, 1.0, 0.75] + [None] * ("num_batches_tracked" in given_)
     names = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "out")
     return Case(
@@ -117,8 +122,8 @@ def cases(
         dtype=dtype,
         training=in_training,
         seed=draw(st.integers(0, 99)),
-        offset=draw(st.sampled_from([0.0, 1.0, -10.0, 100.0] + [1e4] * (dtype != "float16"))),
-        spread=draw(st.sampled_from([1.0, 1e-3, 30.0])),
+        offset=draw(st.sampled_from([0.0, 1.0, -10.0, 100.0] + [1e4] * (dtype != "float16"))) if usual else 0.0,
+        spread=draw(st.sampled_from([1.0, 1e-3, 30.0])) if usual else 1.0,
         momentum=draw(st.sampled_from(momenta)),
         eps=draw(st.sampled_from([1e-5, 1e-3, 1.0])),
         given=tuple(name for name in OPTIONAL if name in given_),
@@ -126,4 +131,5 @@ def cases(
         layouts=tuple((name, layout) for name in names if (layout := draw(st.sampled_from(LAYOUTS))) != "C"),
         scale=draw(st.sampled_from(scales)),
         activation=draw(st.sampled_from(activations)),
+        family=family,
     )

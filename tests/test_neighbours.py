@@ -131,7 +131,7 @@ def test_captured_memory_is_about_torchs_and_ends_with_the_graph() -> None:
     import torch
 
     arrays = {
-        name: kind_of("torch-cuda").put(a) for name, a in family("standard", 0, (8192, 2048, 2048), "bfloat16").items()
+        name: kind_of("torch-cuda").put(a) for name, a in family("normal", 0, (8192, 2048, 2048), "bfloat16").items()
     }
     x = arrays.pop("x")
 

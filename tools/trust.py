@@ -45,11 +45,11 @@ ON_GPU = (  # shape (B, I, O), kinds, and what `gemm` is
     ((4096, 256, 3), FAST, AUTO),
     ((5000, 24, 40), tuple(KINDS), ALL),
 )
-ON_CPU = (  # where there is no `gemm`, and no TF32
-    ((300, 300, 300), ("float32", "float16", "bfloat16", "float64"), AUTO),
+ON_CPU = (  # where there is no `gemm`, and no TF32; float64 through NumPy's BLAS is not promised to be as PyTorch's
+    ((300, 300, 300), ("float32", "float16", "bfloat16"), AUTO),
     ((9000, 32, 32), ("float32", "bfloat16"), AUTO),
-    ((8, 64, 64), ("float32", "float16", "bfloat16", "float64"), AUTO),
-    ((3, 4096, 1), ("float32", "float64"), AUTO),
+    ((8, 64, 64), ("float32", "float16", "bfloat16"), AUTO),
+    ((3, 4096, 1), ("float32",), AUTO),
     ((4096, 256, 3), ("float32",), AUTO),
 )
 MARKS = "<!-- trust -->", "<!-- /trust -->"
