@@ -220,8 +220,9 @@ def forward(
     if "out" in views:
         assert y is views["out"]
     for name, p in placed.items():
-        counts = len(y) > 1 or options.get("group") is not None  # the rows of other ranks do, too
-        written = name == "out" or (name in WRITTEN and options.get("training", False) and counts)
+        # The call is counted whatever its rows; statistics change if there are any, on this rank or another.
+        any_rows = len(y) > 1 or options.get("group") is not None or name == "num_batches_tracked"
+        written = name == "out" or (name in WRITTEN and options.get("training", False) and any_rows)
         assert p.guards_hold(kind) if written else not p.disturbed(kind), name
 
     def after(name: str) -> np.ndarray | None:
