@@ -15,7 +15,6 @@ import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _operators as operators  # noqa: E402
 
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fused_on_a_cpu")
 
 

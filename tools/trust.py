@@ -120,15 +120,10 @@ def main():
             families = args.family or list(FAMILIES)
             found = measure(shape, kinds, families, device=device, libraries=libraries, gemms=gemms)
             rows += found
-            failed = sum(map(fails, found))
-            print(
-                f"{device} {shape}: {len(found)} results, {failed} failed, {time.time() - begun:.1f} s", file=sys.stderr
-            )
-    wrong = sorted(filter(fails, rows), key=lambda row: -row["share"])
-    if wrong:
-        print(HEADER)
-    for row in wrong:
-        print(line(row))
+            wrong = sorted(filter(fails, found), key=lambda row: -row["share"])
+            print(f"{device} {shape}: {len(found)} results, {len(wrong)} failed, {time.time() - begun:.1f} s")
+            print(*([HEADER, *map(line, wrong)] if wrong else []), sep="\n", flush=True)
+    wrong = list(filter(fails, rows))
     print(f"{machine()}: {len(rows)} results, {len(wrong)} failed, {time.time() - start:.0f} s")
     if args.json:
         finite = [
