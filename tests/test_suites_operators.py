@@ -136,6 +136,24 @@ def test_derivatives(device: str, name: str) -> None:
     judge(cases, LEFT[name], 2 * RUNS[name])
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_recorded(device: str, name: str) -> None:
+    """What is recorded of a call and its gradients, of shapes that are symbols, gives what they give."""
+
+    def case(sample: Any) -> None:
+        operands, options = leaves(sample, torch.float32)
+
+        def run(*given: Any) -> Any:
+            return OURS[name](*(a if a is None or a.requires_grad else a.clone() for a in given), **options)
+
+        optests.aot_autograd_check(run, tuple(operands), {}, dynamic=True)
+
+    cases = (
+        (which, lambda s=s: case(s)) for which, s in samples(name, device, torch.float32) if not which.endswith("gaps")
+    )
+    judge(cases, LEFT[name], RUNS[name])
+
+
 def test_other_dtypes_are_refused(device: str) -> None:
     """Of those that linear has, gsbn has the floating ones; batch_norm has no others."""
     assert set(FOUND[NORM].supported_dtypes(device)) == set(FLOATS)
