@@ -301,7 +301,7 @@ if "TestLayerCUDA" in globals():
 
 
 def test_how_many_there_are() -> None:
-    """Seven of module and mode: in four dtypes for six tests, in two for two, in one for five; and one for four modules,
-    and one for BatchNorm1d's errors."""
+    """Seven of module and mode: six tests in four dtypes, two in two, five in one. Then one of four modules, and one of
+    BatchNorm1d's errors."""
     names = [name for name in dir(globals()["TestLayerCPU"]) if name.startswith("test_") and "_cpu_" in name]
     assert len(names) == 7 * (4 * 6 + 2 * 2 + 5) + 4 + 2 * 2
