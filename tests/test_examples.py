@@ -356,34 +356,56 @@ def test_kernelbench_full_size_in_16_bits(number: int, dtype: str) -> None:
     no_worse_than_the_original(number, "cuda", dtype)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", devices())
 @pytest.mark.parametrize("number", PROBLEMS)
-def test_kernelbench_adversarial_checks(number: int) -> None:
-    """KernelBench looks for kernels that change their input, reuse an earlier result, or work on another stream."""
+def test_kernelbench_adversarial_checks(number: int, gpu: bool) -> None:
+    """KernelBench looks for kernels that change their input or reuse an earlier result."""
+    torch = pytest.importorskip("torch")
+    if gpu:
+        need_torch_cuda()
+    original, candidate, get_inputs = models(number, "cuda" if gpu else "cpu", torch.float32, REDUCED[number])
+    x = get_inputs()[0].to("cuda" if gpu else "cpu")
+    with torch.no_grad():
+        before, parameters = x.clone(), [p.clone() for p in candidate.parameters()]
+        first = candidate(x)
+        kept = first.clone()
+        again = candidate(-x)
+        want, want_again = original(x), original(-x)
+    assert torch.equal(x, before)
+    assert all(map(torch.equal, candidate.parameters(), parameters))
+    assert len({a.untyped_storage().data_ptr() for a in (x, first, again, *candidate.parameters())}) == 3 + len(
+        parameters
+    )
+    assert torch.equal(first, kept)
+    assert torch.allclose(first, want, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(again, want_again, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True], ids=["the default stream", "one of its own"])
+@pytest.mark.parametrize("number", PROBLEMS)
+def test_kernelbench_no_work_on_another_stream(number: int, own: bool) -> None:
+    """x is right from the end of a long kernel on the caller's stream to the next fill: work on any other stream reads
+    NaN, before or after."""
     need_torch_cuda()
     import torch
 
     original, candidate, get_inputs = models(number, "cuda", torch.float32, (1024, 1024, 1024))
     x = get_inputs()[0].cuda()
     with torch.no_grad():
-        before, want = x.clone(), original(x)
-        first = candidate(x)
-        kept = first.clone()
-        again = candidate(-x)
-        assert torch.equal(x, before)
-        assert first.data_ptr() != again.data_ptr()
-        assert torch.equal(first, kept)
-        assert torch.allclose(again, original(-x), atol=1e-4, rtol=1e-4)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(100_000_000)  # work on any other stream would not wait for what comes next
-            late = torch.empty_like(x).copy_(x)
+        want = original(x)
+        late = torch.full_like(x, torch.nan)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            candidate(late)  # compiles, and takes memory
+            torch.cuda._sleep(100_000_000)
+            late.copy_(x)
             y = candidate(late)
-            done = torch.cuda.Event()
-            done.record()
-        assert not done.query()
-        side.synchronize()
+            late.fill_(torch.nan)
+            done = stream.record_event()
+        assert not done.query(), "the host waited for the long kernel"
+        stream.synchronize()  # of this stream alone
         assert torch.allclose(y, want, atol=1e-4, rtol=1e-4)
 
 

@@ -72,6 +72,16 @@ def test_second_derivatives(device: str, training: bool, activation: Any) -> Non
     assert torch.autograd.gradgradcheck(run, (x, weight, *vectors), check_batched_grad=True)
 
 
+def test_the_gradient_of_a_bias_is_a_function(device: str) -> None:
+    """The mean takes the bias out: a gradient of 0, as a function of x, whose gradient is 0, as PyTorch has it."""
+    x, weight, bias = tensors(device, (B, I), (O, I), (O,))
+    y = linear_batch_norm(x, weight, bias=bias, training=True)
+    (of_bias,) = torch.autograd.grad(y.square().sum(), bias, create_graph=True)
+    assert torch.equal(of_bias, torch.zeros_like(bias))
+    (of_x,) = torch.autograd.grad(of_bias.sum(), x)
+    assert torch.equal(of_x, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("shape", [(B, I, O), pytest.param((4096, 1024, 2048), marks=pytest.mark.gpu)], ids=str)
 def test_a_gradient_penalty(device: str, shape: tuple[int, int, int]) -> None:
     """As Wasserstein GANs train their critics; the large one goes through two nodes of autograd's on a GPU."""

@@ -41,10 +41,12 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             x = x.detach().requires_grad_(x.is_floating_point())
         g = functional.linear(x, weight.to(x.dtype))
         z = g if scale is None else g * scale
-        if how.training:  # the bias cancels
+        if how.training:
             features = weight.shape[0]
             ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
             z = z.to(torch.promote_types(x.dtype, torch.float32))
+            if bias is not None:
+                z = z + (bias - bias).to(z.dtype)  # which the mean takes out: a gradient of 0 that has derivatives
             y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
         else:
             if bias is not None:
@@ -58,8 +60,6 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
         wanted = [name for name in how.needs if not isinstance(inputs[name], NUMBERS)]
         found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)
     gradients = dict(zip(wanted, found, strict=True))
-    if "bias" in gradients and gradients["bias"] is None:
-        gradients["bias"] = torch.zeros_like(bias)
     return [gradients.get(name) for name in Gradients._fields]
 
 
