@@ -87,4 +87,4 @@ def _checked(how: How, given: Given, x: Any) -> bool:
         raise RuntimeError(
             "gsbn.torch: no second derivatives under autocast: call the model outside torch.autocast, or `revert` it"
         )
-    return create
+    return bool(create)

@@ -89,7 +89,7 @@ class Sequential(nn.Sequential):
 
     def __prepare_scriptable__(self) -> nn.Sequential:
         """For torch.jit.script, which runs PyTorch's own modules."""
-        made = nn.Sequential(OrderedDict(self._modules))  # type: ignore[arg-type]  # of modules
+        made = nn.Sequential(OrderedDict(self._modules))
         made.training = self.training
         return made
 

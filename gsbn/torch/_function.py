@@ -210,7 +210,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
-        given = Given(weight, *vectors, more[1][2], saved.x is x)
+        given = Given._make((weight, *vectors, more[1][2], saved.x is x))
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # gsbn's own
@@ -234,7 +234,7 @@ class _Linear(Function):
         if not _keeps_graph():
             ctx.cast = None
         if of_weight:
-            _, dweight = _products(how._replace(needs=("weight",)), dg, *ctx.saved_tensors, None)
+            _, dweight = _products(how._replace(needs=("weight",)), dg, ctx.saved_tensors[0], None)
         return dx, dweight, None, None, None
 
 
@@ -340,7 +340,7 @@ _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambd
 
 def _goes_again(dy: Any) -> bool:
     """Whether PyTorch's own operators make the gradients: they are differentiated themselves, or come in batches."""
-    return is_grad_enabled() or _transforms() or _is_batched(dy)
+    return bool(is_grad_enabled() or _transforms() or _is_batched(dy))
 
 
 def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:

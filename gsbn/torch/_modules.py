@@ -134,7 +134,7 @@ def wins(x: Tensor, norm: Any) -> bool:
 
 def _casts(x: Tensor) -> bool:
     """Whether autocast casts the operands of a product."""
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    return bool(torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
 
 
 def fused(
