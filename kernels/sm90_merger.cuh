@@ -193,8 +193,8 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
-            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0), p.eps, deviation_unit(var, 1),
-                        u.slope(var, f.eps), u.beta);
+            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0), p.eps,
+                        deviation_unit(var, 1), u.slope(var, f.eps), u.beta);
         }
     }
     __syncwarp();
