@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ._backward import Gradients, backward
+from ._backward import backward
 from ._call import Description
 from ._fold import fold
 from ._forward import describe, forward
@@ -11,6 +11,7 @@ from ._prepare import prepare
 from ._prepared import Prepared
 from ._saved import Saved
 from ._warm_up import warm_up
+from .reference import Gradients
 
 __all__ = [
     "Description",

@@ -6,8 +6,6 @@ from typing import Any
 
 from ._check import type_name
 
-__all__ = ["is_memory", "tensor"]
-
 _COMPILED = "call it through gsbn.torch"
 _ADVICE = {  # for subclasses that hold no memory themselves
     "FakeTensor": f"gsbn cannot be traced: {_COMPILED}",

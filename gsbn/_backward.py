@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple, overload
 
-from . import _check, _cpu, _declared, _kernels, _plan
-from ._call import ABSENT, Call, log, matrix_of, remember
-from ._check import VECTOR_PARAMETERS
-from ._copies import copied, move
-from ._device import green_sms, hold_until_done, is_capturing, is_current, on_device
+from . import _check, _cpu, _plan
+from ._call import matrix_of
 from ._dynamo import outside_graphs
 from ._group import Group
-from ._interop import Kind, kind_of, kinds_of
-from ._products import add_parts, multiply_both
-from ._ranks import Exchange, exchange_of, letters, posts_at, signature
+from ._interop import Kind, kinds_of
+from ._plan.backward import Vectors, gradient_of
+from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.program import Program
+from ._plan.ranks import Ranks
+from ._ranks import signature
+from ._run import ANY, Checked, Operation, Views, borrow, give_back
+from ._run import run as run_on_gpu
 from ._saved import Saved
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
-
-__all__ = ["Gradients", "How", "backward", "backward_of", "backward_within", "run"]
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
@@ -100,10 +99,7 @@ def backward(
     arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each
     gradient rounded once.
     """
-    return backward_within(_ANY, dy, saved, needs=needs, sms=sms)
-
-
-_ANY = _plan.Limits()
+    return backward_within(ANY, dy, saved, needs=needs, sms=sms)
 
 
 def backward_within(
@@ -126,24 +122,21 @@ def backward_within(
 
 @outside_graphs
 def backward_of(
-    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = _ANY
+    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = ANY
 ) -> Gradients[Any]:
     """`backward`, all but dy being known to be right; the wanted names are in the order of `Gradients`."""
     if saved.group is not None:
         saved.group.check()
-    kind, given = kind_of(dy), dy
-    if kind is None:  # a foreign DLPack producer, or no array at all
-        kind, imported, _ = kinds_of({"dy": dy}, ("dy",))
-        dy = imported["dy"]
+    kind, (dy,), _, borrowed = borrow(("dy",), (dy,), ("dy",))
     if not kind.on_gpu:
-        _check_arguments(kind, dy, saved)
+        _check_arguments(kind, (dy, *saved[:4]))
         _check_versions(kind, saved)
         return _backward_cpu(kind, dy, saved, wanted)
     arrays = (dy, *saved[:4])
     found, made = run(kind, arrays, How.of(saved, wanted, sms, limits), saved)
-    if dy is not given:
-        hold_until_done(dy, kind.device(dy))
-    return Gradients(*(None if place is None else made[place] for place in found.places))
+    if borrowed:
+        give_back(kind, (dy,))
+    return Gradients(*(None if place is None else made[place] for place in found.returns))
 
 
 class How(NamedTuple):
@@ -158,7 +151,7 @@ class How(NamedTuple):
     group: Group | None
     needs: tuple[str, ...]
     sms: int | None = None
-    limits: _plan.Limits = _ANY
+    limits: _plan.Limits = ANY
     norm: bool = True  # the halves: from dy to dg, and on from there
     linear: bool = True
     wide: bool = False  # dweight in float32, of 16-bit operands
@@ -170,7 +163,7 @@ class How(NamedTuple):
         saved: Saved,
         needs: tuple[str, ...],
         sms: int | None = None,
-        limits: _plan.Limits = _ANY,
+        limits: _plan.Limits = ANY,
         *,
         wide: bool = False,
     ) -> How:
@@ -185,85 +178,65 @@ class How(NamedTuple):
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
-def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[_Backward, list[Any]]:
-    """Compute on the GPU, from the arrays named ARGUMENTS, what was prepared and the arrays that it made.
+def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
+    """Compute on the GPU, from the arrays named ARGUMENTS. Gives the arrays that the call made; `returns` of what was
+    found says which of them is which gradient, in the order of `Gradients`.
 
-    With `saved` all is checked. Of half a backward `arrays` are those of that half alone, None for the others. The
-    first half makes dg last. It is the first array of the second half, in rows on 16 bytes.
+    With `saved` its arrays are the caller's; else autograd kept them. Of half a backward `arrays` are those of that
+    half alone, None for the others. The first half makes dg last. It is the first array of the second half, in rows on
+    16 bytes.
     """
-    device = kind.device(arrays[0])
-    if not is_current(device):
-        with on_device(device, kind.stream):
-            return run(kind, arrays, how, saved)
-    stream = kind.stream(device)
-    capturing = is_capturing(stream)
-    if (held := green_sms(stream)) is not None:
-        how = how._replace(sms=held if how.sms is None else min(how.sms, held))
-    exchange = None if how.group is None or not how.norm else exchange_of(how.group, device, capturing)
-    if exchange is not None:
-        how.group.check()  # type: ignore[union-attr]
-    found = key = None
-    pointers: list[int] = []
-    try:
-        alike, pointers = kind.read(arrays)
-        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[2] & 15 == 0)
-        key = (alike, how, aligned)
-        found = _calls.get(key)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        key = None  # something is not what it should be: the checks say what
-    if found is None:
-        if saved is not None:
-            _check_arguments(kind, arrays[0], saved)
-        else:
-            _check_arrays(kind, arrays, how)
-        pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = _prepare_call(kind, arrays, how, device, exchange)
-        remember(_calls, key, found)
-    if saved is not None:
-        _check_versions(kind, saved)
-    if exchange is None:
-        return found, found.call.run(arrays[0], pointers, stream, capturing)
-    pointers.append(exchange.address)
-    exchange.begin(stream, capturing)
-    made = found.call.run(arrays[0], pointers, stream, capturing)
-    exchange.end(stream, capturing)
+    operation = OF_KEPT if saved is None else BACKWARD
+    before = None if saved is None else partial(_check_versions, kind, saved)
+    group = how.group if how.norm else None
+    found, made = run_on_gpu(operation, kind, arrays, how, group=group, limits=how.limits, before=before)
+    assert found is not None
     return found, made
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(kind: Kind, dy: Any, saved: Saved) -> None:
+def _views(kind: Kind, arrays: tuple[Any, ...]) -> Views:
+    return {name: None if array is None else kind.view(array) for name, array in zip(ARGUMENTS, arrays, strict=True)}
+
+
+def _check_arguments(kind: Kind, arrays: tuple[Any, ...], *_: Any) -> Views:
     """Raise what is wrong with dy, or with what was saved."""
-    named = {"x": saved.x, "weight": saved.weight, "dy": dy}
-    kinds_of(named, ("x", "dy"))
-    views = {name: kind.view(array) for name, array in named.items()}
-    _check.backward_arguments(views["dy"], views["x"], views["weight"].shape[0])
+    dy, x, weight, *_others = arrays
+    kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
+    views = _views(kind, arrays)
+    of_dy, of_x, of_weight = views["dy"], views["x"], views["weight"]
+    assert of_dy is not None and of_x is not None and of_weight is not None
+    _check.backward_arguments(of_dy, of_x, of_weight.shape[0])
+    return views
 
 
-def _check_arrays(kind: Kind, arrays: tuple[Any, ...], how: How) -> None:
+def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How, *_: Any) -> Views:
     """Raise what is wrong with dy, and with what autograd kept: hooks on saved tensors may give back anything."""
-    dy, x, weight, *_ = arrays
     named = dict(zip(ARGUMENTS, arrays, strict=True))
     kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
-    of_dy = kind.view(dy)
+    views = _views(kind, arrays)
+    of_dy, x, weight = views["dy"], views["x"], views["weight"]
+    assert of_dy is not None
     rows, features = of_dy.shape
     if rows == 0:
-        return
-    inputs = next((kind.view(array).shape[1] for array in (x, weight) if array is not None), 0)
+        return views
+    inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
     kept = _plan.kept_dtype(of_dy.dtype, rows, training=how.training)
     expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
     expected |= {"deviations": ((rows, features), kept), "vectors": ((_plan.SAVED_ROWS, features), "float64")}
     for name, (shape, dtype) in expected.items():
-        if named[name] is None:
+        view = views[name]
+        if view is None:
             continue
-        view = kind.view(named[name])
         pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # in rows of whole words
         if not (view.shape == shape or pitched) or (view.dtype, view.device) != (dtype, of_dy.device):
             raise RuntimeError(
                 f"saved {name}: expected {dtype} {shape} on {of_dy.device}, as the forward kept it, got {view.dtype} "
                 f"{view.shape} on {view.device}: hooks on saved tensors must give back what they were given"
             )
+    return views
 
 
 def _check_versions(kind: Kind, saved: Saved) -> None:
@@ -279,156 +252,54 @@ def _check_versions(kind: Kind, saved: Saved) -> None:
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
-class _Backward(NamedTuple):
-    """A backward call, ready but for its addresses, and the places of its gradients among what it makes."""
-
-    call: Call
-    places: list[int | None]
-
-
-_calls: dict[Any, _Backward] = {}
-
-
-def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, exchange: Exchange | None) -> _Backward:
-    like, needs = arrays[0], how.needs
-    dy, x, weight = (None if array is None else kind.view(array) for array in arrays[:3])
+def _program(
+    views: Views, how: How, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, _: bool
+) -> Program | None:
+    dy, x, weight, deviations = (views[name] for name in ARGUMENTS[:4])
     assert dy is not None
     (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
-    given = (dy.dtype, "float32" if how.wide else dy.dtype, *how.dtypes)
-    dtypes = [dtype if name in needs else None for name, dtype in zip(Gradients._fields, given, strict=True)]
-    wanted = tuple(name for name, dtype in zip(Gradients._fields, dtypes, strict=True) if dtype is not None)
-    gpu = (how.limits.gpu or _kernels.gpu(device)).at_most(how.sms)
-    arguments = ARGUMENTS if exchange is None else (*ARGUMENTS, "ranks")
-    call = Call(kind, device, arguments, limited=gpu.limited)
-    shapes: list[tuple[int, ...]] = [(m, k), (n, k), *[(n,)] * len(VECTOR_PARAMETERS)]
-    one_scale = how.scale_shape is not None and "scale" in wanted and how.norm
-    if one_scale:
-        assert how.scale_shape is not None
-        shapes[Gradients._fields.index("scale")] = how.scale_shape
-    of = dict.fromkeys(Gradients._fields, ABSENT)
-    nbytes = {}
-    made: list[str] = []
-    for name, shape, dtype in zip(Gradients._fields, shapes, dtypes, strict=True):
-        if dtype is not None and (how.norm if name in VECTOR_PARAMETERS else how.linear):
-            of[name] = call.make(f"gradient of {name}", shape, like, dtype)
-            nbytes[name] = math.prod(shape) * _plan.ITEMSIZE[dtype]
-            made.append(name)
-    places = [made.index(name) if name in made else None for name in Gradients._fields]
-    if m == 0 and exchange is None:
-        if not how.linear:
-            call.make("dg", dy.shape, like, dy.dtype)
-        for name in made:
-            if nbytes[name]:
-                call.clear(of[name], nbytes[name], gpu)
-        return _Backward(call, places)
-
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
-    precision = _plan.precision_for(how.precision, n)
-    plan = _plan.backward_plan(
-        _plan.Matmul(max(m, 1), n, k, dy.dtype, gpu, x_at, w_at, matrix_of(dy), how.limits),
+    given = dict(zip(VECTOR_PARAMETERS, how.dtypes, strict=True))
+    dtypes = {name: dtype for name, dtype in given.items() if dtype is not None}
+    if ranks is not None:
+        ranks = ranks._replace(signature=signature(f"backward of {n} features, {dy.dtype}"))
+    return _plan.plan_backward(
+        _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), x_at, w_at, matrix_of(dy), limits),
         training=how.training,
-        needs=wanted,
-        precision=precision,
+        needs=tuple(name for name in how.needs if name in ("x", "weight") or name in dtypes),
+        vectors=Vectors(dtypes, how.scale_shape),
+        precision=_plan.precision_for(how.precision, n),
         gemm=how.gemm,
         activation=how.activation,
         norm=how.norm,
         linear=how.linear,
         wide=how.wide,
         in_place=how.in_place,
-        ranks=None if exchange is None else "inside" if exchange.waits and m else "between",
+        ranks=ranks,
+        ld_saved=0 if deviations is None else deviations.shape[1],
     )
-    codes = {
-        name: 8 + _declared.kind_code(dtype) for name, dtype in zip(VECTOR_PARAMETERS, dtypes[2:], strict=True) if dtype
-    }
-    fields = {
-        "m": m,
-        "n": n,
-        "k": k,
-        "ldx": x_at.strides[0],
-        "ldw": w_at.strides[0],
-        "narrow_rows": plan.narrow.rows if plan.narrow else 0,
-        "narrow_features": plan.narrow.features if plan.narrow else 0,
-        "dy_row": plan.dy.strides[0],
-        "dy_col": plan.dy.strides[1],
-        "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
-        "lddg": plan.pitch,
-        "ld_across": plan.across,
-        "along": plan.along,
-        "sums_rows": plan.sums_rows,
-        "dg_rows": plan.dg_rows,
-        "splits": plan.splits if m else 0,
-        "signature": signature(f"backward of {n} features, {dy.dtype}") if exchange is not None else 0,
-        "words": plan.limbs.maxima_bytes // 4,
-        "vector_dy": plan.vector_dy,
-        **{f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS},
-    }
-    copies = [copied(call, "dy", dy, plan.dy, like)] if plan.copy_dy and m else []
-    for name, view, product in (("x", x, plan.weight), ("weight", weight, plan.x)):  # the operand b of the product
-        if m and view is not None and product is not None and product.p.w.own:
-            copies.append(copied(call, name, view, product.p.w.T, like))
-    where = {copy.name: copy.to for copy in copies}
-    of_dy, of_x, of_w = (where.get(name, name) for name in ("dy", "x", "weight"))
-    dg = across = ABSENT if how.norm else "dy"
-    if plan.across and not how.norm:
-        transposed = dy._replace(shape=(n, m), strides=dy.strides[::-1])
-        copies.append(copied(call, "dy", transposed, _plan.Matrix((plan.across, 1), True), like))
-        across = copies[-1].to
-    if plan.dg and not how.linear:
-        dg = "deviations" if how.in_place else call.make("dg", (m, plan.pitch), like, dy.dtype)
-    move(call, copies, gpu)
-    posted, gathered, end = posts_at(plan.workspace + (8 * n if one_scale else 0), n, exchange)
-    call.workspace(plan.workspace + (8 * n if one_scale else 0) if exchange is None else end)
-    if plan.dg and how.linear:
-        dg = "deviations" if how.in_place else call.at(plan.dg_at)
-        across = call.at(plan.across_at) if plan.across else dg
-    to_vectors = {f"to_{name}": of[name] for name in VECTOR_PARAMETERS}
-    if one_scale:  # those of the features first, in float64
-        to_vectors["to_scale"] = call.at(plan.workspace)
-        fields["to_scale"] = 8 + _declared.kind_code("float64")
-    reads = {"dy": of_dy, "d": "deviations" if plan.reads_d else ABSENT, "saved": "vectors"}
-    zeros = call.at(plan.limbs.maxima) if plan.limbs.maxima_bytes else ABSENT
-    if plan.fused:
-        ranks = ABSENT if exchange is None else "ranks"
-        passed = {**reads, "dg": dg, **to_vectors, "zeros": zeros, "ranks": ranks}
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, passed)
-    elif plan.sums and m:
-        call.launch(plan.sums_kernel, plan.sums_grid, fields, {**reads, "workspace": call.at(0), "zeros": zeros})
-    elif "bias" in made:  # in training, and nothing but zeros is wanted
-        call.clear(of["bias"], nbytes["bias"], gpu)
-    sums = call.at(0)
-    if exchange is not None and plan.merge_kernel is not None and not plan.fused:
-        totals = call.at(plan.totals_at)
-        passed = {"saved": "vectors", "workspace": sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
-        passed |= {"totals": totals, **to_vectors}
-        if not exchange.waits:
-            of_posted, of_gathered = call.at(posted), call.at(gathered)
-            first = {**passed, "posted": of_posted, "totals": ABSENT}
-            call.launch(plan.merge_kernel, plan.merge_grid, fields, first)
-            call.gather(exchange, letters(n), of_posted, of_gathered)
-            passed["gathered"] = of_gathered
-        call.launch(plan.merge_kernel, plan.merge_grid, fields, passed)
-        sums = totals
-        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # the gradients of vectors are there
-    if m and plan.narrow is not None:
-        partials = call.at(plan.dg_at)
-        passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": sums}
-        passed |= {"partials": partials, "dx": of["x"], **to_vectors}
-        call.launch(plan.narrow.kernel, plan.narrow.ctas, fields, passed, plan.narrow.block)
-        add_parts(call, plan.narrow.parts, partials, of["weight"], (n, k), "float32" if how.wide else dy.dtype)
-    elif m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
-        reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
-        call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
-    if one_scale:
-        of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
-        call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
-    if m:
-        names = {"dg": dg, "across": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
-        multiply_both(call, plan, names, precision, gpu)
-    elif "weight" in made:
-        call.clear(of["weight"], nbytes["weight"], gpu)
-    gemms = ", ".join(f"d{name} by {p.gemm}" for name, p in (("x", plan.x), ("weight", plan.weight)) if p is not None)
-    log.debug("backward %s x %s, %s: %s", (m, k), (n, k), dy.dtype, call.describe("backward", gemms))
-    return _Backward(call, places)
+
+
+def _within(how: How, held: int) -> How:
+    """The same of a call that can occupy so many SMs at most."""
+    return how._replace(sms=held if how.sms is None else min(how.sms, held))
+
+
+def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]:
+    return tuple(program.made(gradient_of(name)) for name in Gradients._fields)
+
+
+BACKWARD = Operation(
+    name="backward",
+    arguments=ARGUMENTS,
+    aligned=(0, 1, 2),
+    numeric=(),
+    check=_check_arguments,
+    program=_program,
+    returns=_returns,
+    within=_within,
+)
+OF_KEPT = BACKWARD._replace(check=_check_kept)  # of what autograd kept
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -1,20 +1,20 @@
-"""A call that is ready but for its addresses: what it allocates, and what it launches in which order."""
+"""A program made ready to run: everything but the addresses is known, and a call fills them in."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from . import _capture, _declared, _kernels, _plan, _tma
-from ._check import VECTORS
+from . import _capture, _kernels, _tma
+from ._cublas import CublasGemm
 from ._interop import Kind
+from ._plan import declared
+from ._plan.problem import VECTORS, Matrix
+from ._plan.program import ABSENT, Gather, Gemm, Launch, Program, nbytes_of, offset_of
 
-__all__ = ["ABSENT", "Call", "Description", "log", "matrix_of", "remember", "vector_codes"]
-
-ABSENT = "absent"  # the address 0
 _MAX_CALLS = 1024  # that a cache holds
 log = logging.getLogger("gsbn")
 
@@ -45,120 +45,70 @@ class Description(NamedTuple):
 
 
 class Call:
-    """Built once for arrays that are alike, then run with the addresses of each call.
+    """A program for arrays that are alike, run with the addresses of each call.
 
-    Memory has names: the arguments', those of arrays that the call makes, and the workspace with offsets into it. They
-    become positions in one list of addresses when the call is built; a name that is not known fails there. No launch of
-    a `limited` call begins before the one ahead of it in the stream has ended.
+    Names of memory become positions in one list of addresses: the arguments, 0 for what is absent, the arrays that the
+    call makes, then places in the workspace. `like` tells the library where to allocate.
     """
 
-    def __init__(self, kind: Kind, device: int, arguments: tuple[str, ...], *, limited: bool = False) -> None:
-        self._kind, self.device, self._limited = kind, device, limited
-        self._positions = {name: i for i, name in enumerate((*arguments, ABSENT))}
-        self._makers: list[Callable[[], Any]] = []
-        self._offsets: list[int] = []  # into the workspace; the first is 0
-        self._nbytes = self._lent = 0
+    def __init__(
+        self, kind: Kind, device: int, arguments: tuple[str, ...], program: Program, like: Any, exchange: Any = None
+    ) -> None:
+        self._kind, self.program = kind, program
+        arrays = tuple(array.name for array in program.arrays)
+        self._positions = {name: i for i, name in enumerate((*arguments, ABSENT, *arrays))}
+        self._makers = [kind.maker(array.shape, like, array.dtype) for array in program.arrays]
+        self._offsets: list[int] = []  # into the workspace
+        self._records: list[Any] = []  # whose addresses are among the values
         # What acts, what it is told each time, and what it picks of the addresses
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
-        self._records: list[Any] = []  # whose addresses are among the values
-        self._kernels: list[str] = []  # of the steps
-        self._copied = 0  # bytes
+        kernels: list[str] = []
+        lent = program.lent
+        for step in program.steps:
+            if isinstance(step, Launch):
+                kernels.append(step.kernel.name)
+                self._steps.append(self._launch(step, device, limited=program.limited))
+            elif isinstance(step, Gemm):
+                kernels.append("cuBLAS")
+                gemm = CublasGemm(step.p, step.precision, device, wide=step.wide)
+                lent = max(lent, gemm.workspace)
+                scratch = f"workspace + {program.workspace}" if gemm.workspace else ABSENT
+                self._steps.append((gemm, (), self._of((*step.operands, scratch))))
+            elif isinstance(step, Gather):
+                kernels.append("ncclAllGather")
+                gather = exchange.gather if exchange is not None else _no_gather
+                self._steps.append((gather, (step.doubles,), self._of(step.operands)))
+        self._nbytes = program.workspace + lent
+        copied = sum(nbytes_of(array) for array in program.arrays if array.scratch)
+        self.description = Description(program.path, program.why, tuple(kernels), self._nbytes + copied)
 
-    # ---- memory
+    def _launch(self, step: Launch, device: int, *, limited: bool) -> Any:
+        words = tuple(step.passed)
+        launch = _kernels.launcher(step.kernel, device, words, cooperative=step.cooperative, limited=limited)
+        record = declared.record(step.kernel, step.fields)
+        self._records.append(record)
+        values, of = (record.ctypes.data,), self._of(tuple(step.passed.values()))
+        if not step.maps:
+            return launch, (step.grid, step.block, values), of
+        of_maps = self._of(tuple(name for name, _ in step.maps))
+        matrices = _tma.Matrices([what for _, what in step.maps])
 
-    def make(
-        self, name: str, shape: tuple[int, ...], like: Any, dtype: str | None = None, *, scratch: bool = False
-    ) -> str:
-        """An array that every call makes anew, perhaps for itself; all of them before the workspace. Gives the name."""
-        assert not self._offsets
-        if scratch:
-            self._copied += math.prod(shape) * _plan.ITEMSIZE[dtype or self._kind.dtype(like)]
-        self._positions[name] = len(self._positions)
-        self._makers.append(self._kind.maker(shape, like, dtype))
-        return name
+        def act(addresses: list[int], stream: int) -> None:
+            _owners, maps = _tma.tensor_maps(matrices, *of_maps(addresses))  # the owners live until the launch is made
+            launch(step.grid, step.block, values + maps, of(addresses), stream)
 
-    def workspace(self, nbytes: int) -> None:
-        """Scratch memory for one call, of the library's own allocator."""
-        self._nbytes = nbytes + -nbytes % 256
-        self.at(0)
-
-    def at(self, offset: int) -> str:
-        """The name of a place in the workspace."""
-        name = f"workspace + {offset}"
-        if name not in self._positions:
-            self._positions[name] = len(self._positions)
-            self._offsets.append(offset)
-        return name
-
-    def lend(self, nbytes: int) -> str:
-        """Scratch memory for one step, at the workspace's end: what it leaves there, the next one may overwrite."""
-        self._lent = max(self._lent, nbytes)
-        return self.at(self._nbytes) if nbytes else ABSENT
+        return act, (), _all
 
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
+        """What picks the addresses of this memory."""
+        for name in names:
+            if name not in self._positions and (offset := offset_of(name)) is not None:
+                self._positions[name] = len(self._positions)
+                self._offsets.append(offset)
         if len(names) == 1:  # of which itemgetter would make no tuple
             at = self._positions[names[0]]
             return lambda addresses: (addresses[at],)
         return itemgetter(*(self._positions[name] for name in names))
-
-    # ---- steps
-
-    def launch(
-        self,
-        kernel: _plan.Kernel,
-        grid: int,
-        fields: Mapping[str, Any],
-        passed: dict[str, str],
-        block: int = _plan.THREADS,
-    ) -> None:
-        """A kernel, with the fields that it declares of those given, and addresses by the names of its parameters."""
-        launch = _kernels.launcher(kernel, self.device, tuple(passed), limited=self._limited)
-        record = _declared.record(kernel, fields)
-        self._kernels.append(kernel.name)
-        self._records.append(record)
-        self._steps.append((launch, (grid, block, (record.ctypes.data,)), self._of(tuple(passed.values()))))
-
-    def launch_mapped(
-        self,
-        one: _plan.OneLaunch,
-        fields: Mapping[str, Any],
-        boxes: list[Any],
-        mapped: tuple[str, ...],
-        passed: dict[str, str],
-    ) -> None:
-        """forward_sm90, which takes tensor maps of some addresses too."""
-        record = _declared.record(one.kernel, fields)
-        how = {"cooperative": one.cooperative, "limited": self._limited}
-        launch = _kernels.launcher(one.kernel, self.device, tuple(passed), **how)
-        matrices, of_maps, of = _tma.Matrices(boxes), self._of(mapped), self._of(tuple(passed.values()))
-        self._kernels.append(one.kernel.name)
-        self._records.append(record)
-        grid, values = one.ctas, (record.ctypes.data,)
-
-        def act(addresses: list[int], stream: int) -> None:
-            _owners, maps = _tma.tensor_maps(matrices, *of_maps(addresses))  # the owners live until the launch is made
-            launch(grid, _plan.SM90_THREADS, values + maps, of(addresses), stream)
-
-        self._steps.append((act, (), _all))
-
-    def multiply(self, gemm: Any, *names: str) -> None:
-        """A product that takes the addresses of a, b and c, and what else it wants, as one tuple."""
-        self._kernels += gemm.kernels
-        self._steps.append((gemm, (), self._of(names)))
-
-    def gather(self, exchange: Any, count: int, posted: str, gathered: str) -> None:
-        """So many doubles of every rank, by NCCL."""
-        self._kernels.append("ncclAllGather")
-        self._steps.append((exchange.gather, (count,), self._of((posted, gathered))))
-
-    def clear(self, name: str, nbytes: int, gpu: _plan.Device) -> None:
-        """Zeros, of memory on 16 bytes."""
-        self.launch(_plan.clear(), _plan.clear_grid(nbytes, gpu), {"bytes": nbytes}, {"to": name})
-
-    # ---- the call
-
-    def describe(self, path: str, why: str) -> Description:
-        return Description(path, why, tuple(self._kernels), self._nbytes + self._lent + self._copied)
 
     def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
         """Allocate and launch; gives what was made, in order. To `pointers`, the arguments', the others are added."""
@@ -168,8 +118,7 @@ class Call:
             array = make()
             made.append(array)
             addresses.append(kind.pointer(array))
-        nbytes = self._nbytes + self._lent
-        scratch, workspace = kind.scratch(nbytes, like) if nbytes else (None, 0)
+        scratch, workspace = kind.scratch(self._nbytes, like) if self._nbytes else (None, 0)
         for offset in self._offsets:
             addresses.append(workspace + offset)
         if capturing:
@@ -183,17 +132,21 @@ def _all(addresses: list[int]) -> Any:
     return addresses
 
 
-def matrix_of(view: Any) -> _plan.Matrix:
+def _no_gather(*_: Any) -> None:
+    raise RuntimeError("a program that gathers runs with a group")
+
+
+def matrix_of(view: Any) -> Matrix:
     """What the planner looks at of a matrix."""
     strides = tuple(stride // view.itemsize for stride in view.strides)
-    return _plan.Matrix.of(view.shape, strides, view.pointer % 16 == 0)
+    return Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
     """What a kernel is told of each per-feature vector: 8 times its stride, 0 for one element, plus its KIND_; or 0."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
     strides = {name: v.strides[0] // v.itemsize if math.prod(v.shape) > 1 else 0 for name, v in given.items()}
-    codes = {name: strides[name] * 8 + _declared.kind_code(v.dtype) for name, v in given.items()}
+    codes = {name: strides[name] * 8 + declared.kind_code(v.dtype) for name, v in given.items()}
     return dict.fromkeys(VECTORS, 0) | codes
 
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from ._driver import check, driver
 from ._interop import Kind
 
-__all__ = ["keep_alive"]
-
 _SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
 
 

@@ -10,31 +10,13 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from ._plan.problem import VECTORS
 from ._typing import Activation, Gemm, Precision
-
-__all__ = [
-    "View",
-    "backward_arguments",
-    "choice",
-    "flag",
-    "fold_arguments",
-    "forward_arguments",
-    "needs",
-    "overlaps",
-    "prepare_arguments",
-    "shown",
-    "sm_count",
-    "span",
-    "timeout_seconds",
-    "type_name",
-]
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 GEMMS: tuple[str, ...] = get_args(Gemm)
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # those that have gradients, in the order of Gradients
-VECTORS = (*VECTOR_PARAMETERS, "running_mean", "running_var")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 

@@ -23,8 +23,6 @@ import numpy as np
 from ._plan import FEW_ROWS, SAVED_ROWS
 from .reference import ACTIVATIONS, next_count, round_to
 
-__all__ = ["backward", "forward"]
-
 Array = Any  # np.ndarray, of any dtype; a number for an absent vector
 Gather = Callable[[Array], Array]  # numbers of this rank (N,) to those of all (ranks, N)
 

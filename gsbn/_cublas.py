@@ -18,8 +18,6 @@ from . import _plan
 from ._device import cuda
 from ._driver import beside_captures
 
-__all__ = ["CublasGemm"]
-
 _TRANS_A, _TRANS_B, _SM_COUNT_TARGET = 3, 4, 15  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...; b, a, c, d
 _ANY, _IN_ACCUMULATOR = 7, 2  # CUBLASLT_REDUCTION_SCHEME_MASK, ..._COMPUTE_TYPE

@@ -12,16 +12,6 @@ from typing import Any
 
 from . import _driver
 
-__all__ = [
-    "cuda",
-    "gpu_obstacle",
-    "green_sms",
-    "hold_until_done",
-    "is_capturing",
-    "is_current",
-    "on_device",
-]
-
 
 def gpu_obstacle() -> str:
     """Why CuPy cannot be used on a GPU here; empty if it can."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from ._check import type_name
 
-__all__ = ["Producer"]
-
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 

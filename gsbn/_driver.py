@@ -9,17 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-__all__ = [
-    "OVERLAPPING",
-    "LaunchConfig",
-    "beside_captures",
-    "check",
-    "driver",
-    "launch_kernel_ex",
-    "resident_clusters",
-    "sms_of_stream",
-]
-
 
 @cache
 def driver() -> ctypes.CDLL:

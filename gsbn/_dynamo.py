@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, TypeVar, cast
 
-__all__ = ["outside_graphs", "skip_frames"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _codes: list[CodeType] = []
 

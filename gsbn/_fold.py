@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from . import _check, _kernels, _plan, reference
-from ._call import Call, matrix_of, vector_codes
-from ._check import VECTORS
-from ._copies import copied, move
-from ._device import hold_until_done, is_capturing, on_device
+from . import _check, _plan, reference
+from ._call import matrix_of, vector_codes
 from ._dynamo import outside_graphs
-from ._interop import NUMBERS, kind_of, kinds_of
+from ._interop import NUMBERS, Kind, kinds_of
+from ._plan.problem import VECTORS
+from ._plan.program import Builder, Program
 from ._prepared import Prepared
+from ._run import Operation, Views, borrow, give_back, run
 from ._typing import A, AnyArray, Array
-
-__all__ = ["fold"]
 
 ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
 REQUIRED = ("weight", "running_mean", "running_var")
@@ -76,34 +74,61 @@ def fold(
     if isinstance(scale, NUMBERS):
         number, scale = scale, None  # type: ignore[assignment]
     given = (weight, scale, running_mean, running_var, bias, gamma, beta)
-    kind, arrays, _ = kinds_of(dict(zip(ARRAYS, given, strict=True)), REQUIRED)
-    views = {name: None if array is None else kind.view(array) for name, array in arrays.items()}
-    _check.fold_arguments(views, eps=eps, number=number)
+    kind, arrays, _, borrowed = borrow(ARRAYS, given, REQUIRED)
     if not kind.on_gpu:
-        host = {name: None if array is None else kind.numpy(array) for name, array in arrays.items()}
-        dtype = host["weight"].dtype  # type: ignore[union-attr]
-        host["scale"] = number if host["scale"] is None else host["scale"]  # type: ignore[assignment]
-        w, b = reference.fold(**host, eps=float(eps))  # type: ignore[arg-type]
-        return kind.from_numpy(reference.round_to(w, dtype)), kind.from_numpy(reference.round_to(b, dtype))
+        return _fold_cpu(kind, arrays, (eps, number))
+    _, made = run(FOLD, kind, arrays, (eps, number))
+    if borrowed:
+        give_back(kind, arrays)
+    return made[-2], made[-1]
 
+
+def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], _: frozenset[str] = frozenset()) -> Views:
+    eps, number = options
+    named = dict(zip(ARRAYS, arrays, strict=True))
+    kinds_of(named, REQUIRED)
+    views = {name: None if array is None else kind.view(array) for name, array in named.items()}
+    _check.fold_arguments(views, eps=eps, number=number)
+    return views
+
+
+def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+    eps, number = options
     view = views["weight"]
     assert view is not None
-    device, given_arrays = kind.device(arrays["weight"]), tuple(arrays[name] for name in ARRAYS)
-    with on_device(device, kind.stream):
-        at, call = matrix_of(view), Call(kind, device, ARRAYS)
-        source = "weight"
-        if at.strides[1] != 1:
-            at = _plan.in_rows(view.shape[1], view.itemsize)
-            copy = copied(call, "weight", view, at, arrays["weight"])
-            move(call, [copy], _kernels.gpu(device))
-            source = copy.to
-        fields = {"k": view.shape[1], "ldw": at.strides[0], "eps": eps, "number": number, **vector_codes(views)}
-        passed = {"w": source, "w_folded": call.make("w", view.shape, arrays["weight"])}
-        passed |= {"b_folded": call.make("b", view.shape[:1], arrays["weight"]), **{name: name for name in VECTORS}}
-        call.launch(_plan.fold(view.dtype), view.shape[0], fields, passed)
-        stream = kind.stream(device)
-        pointers = [0 if array is None else kind.pointer(array) for array in given_arrays]
-        *_, folded, bias_folded = call.run(arrays["weight"], pointers, stream, is_capturing(stream))
-    if kind_of(weight) is None:
-        hold_until_done(arrays, device)
-    return folded, bias_folded
+    (rows, columns), build, source = view.shape, Builder(gpu), "weight"
+    at, copies = matrix_of(view), []
+    if at.strides[1] != 1:
+        in_rows = _plan.in_rows(columns, view.itemsize)
+        copies = [build.copied("weight", (rows, columns), at, in_rows, view.dtype)]
+        at, source = in_rows, copies[0].to
+    build.copy(copies)
+    fields = {"k": columns, "ldw": at.strides[0], "eps": eps, "number": number, **vector_codes(views)}
+    passed = {"w": source, "w_folded": build.make("w", (rows, columns), view.dtype)}
+    passed |= {"b_folded": build.make("b", (rows,), view.dtype), **{name: name for name in VECTORS}}
+    build.launch(_plan.fold(view.dtype), rows, fields, passed)
+    return build.program("fold", "")
+
+
+FOLD = Operation(
+    name="fold",
+    arguments=ARRAYS,
+    aligned=(0,),
+    numeric=(0, 1),
+    check=_views,
+    program=_program,
+    returns=lambda program, views, options: None,
+    within=lambda options, held: options,
+)
+
+
+def _fold_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+    _views(kind, arrays, options)
+    eps, number = options
+    host: dict[str, Any] = {
+        name: None if array is None else kind.numpy(array) for name, array in zip(ARRAYS, arrays, strict=True)
+    }
+    dtype = host["weight"].dtype
+    host["scale"] = number if host["scale"] is None else host["scale"]
+    w, b = reference.fold(**host, eps=float(eps))
+    return kind.from_numpy(reference.round_to(w, dtype)), kind.from_numpy(reference.round_to(b, dtype))

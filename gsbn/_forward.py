@@ -9,19 +9,33 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from . import _check, _cpu, _plan
-from ._call import Description, log, remember
-from ._device import green_sms, hold_until_done, is_capturing, is_current, on_device
+from ._call import Description, matrix_of, vector_codes
 from ._dynamo import outside_graphs
-from ._forward_call import ARRAYS, CheckedCall, ForwardCall, prepare_call, vector_dtypes
 from ._group import Group
-from ._interop import NUMBERS, Kind, kind_of, kinds_of
+from ._interop import NUMBERS, Kind, kinds_of
+from ._plan.forward import PREPARED
+from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.program import Program
+from ._plan.ranks import Ranks
 from ._prepared import Prepared
-from ._ranks import exchange_of, forward_words
+from ._ranks import forward_words, signature
+from ._run import ANY, Operation, Views, borrow, checked, give_back, run
+from ._run import describe as describe_run
 from ._saved import Saved
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
-__all__ = ["Saved", "describe", "forward", "forward_of", "forward_within"]
-
+ARRAYS = (
+    "x",
+    "weight",
+    "scale",
+    "bias",
+    "gamma",
+    "beta",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "out",
+)
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
 _TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
     OPTIONS.index, ("training", "precision", "return_saved", "sms", "group")
@@ -191,18 +205,18 @@ def forward(
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
-    return _read(arrays, options, _ANY)
+    return _call(arrays, options, ANY)
 
 
 @outside_graphs
 def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """`forward` of arrays and options in the order of ARRAYS and OPTIONS: what a caller of a hot loop has at hand."""
-    return _read(arrays, options, _ANY)
+    return _call(arrays, options, ANY)
 
 
 def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
     """`forward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
-    return _read(*_bind(arguments, keywords), limits)
+    return _call(*_bind(arguments, keywords), limits)
 
 
 def describe(*arguments: Any, **keywords: Any) -> Description:
@@ -226,25 +240,16 @@ def describe(*arguments: Any, **keywords: Any) -> Description:
     TypeError, ValueError, RuntimeError
         What `forward` would raise.
     """
-    return _read(*_bind(arguments, keywords), _ANY, _describe)  # type: ignore[no-any-return]
-
-
-def _describe(
-    kind: Kind,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    prepared: Prepared | None,
-    limits: _plan.Limits,
-    read_only: frozenset[str] = frozenset(),
-) -> Description:
-    views = _views(kind, arrays, options, read_only)
-    if not kind.on_gpu or (views["x"].shape[0] == 0 and options[_GROUP] is None):
-        return Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
-    device = kind.device(arrays[0])
-    with on_device(device, kind.stream):
-        if (held := green_sms(kind.stream(device))) is not None:
-            options = _within(options, held)
-        return prepare_call(kind, arrays, views, options, device, prepared, limits).description
+    kind, arrays, options, prepared, read_only, borrowed = _given(*_bind(arguments, keywords))
+    how = None
+    if kind.on_gpu:
+        of_call = {"group": options[_GROUP], "limits": ANY, "read_only": read_only, "prepared": prepared}
+        how = describe_run(FORWARD, kind, arrays, options, **of_call)
+    else:
+        _views(kind, arrays, options, read_only)
+    if borrowed:
+        give_back(kind, arrays)
+    return how or Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
 
 
 def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -260,23 +265,21 @@ def _signature() -> inspect.Signature:
     return inspect.signature(forward)
 
 
-_ANY = _plan.Limits()
 _COUNT = ARRAYS.index("num_batches_tracked")
 _NUMERIC = tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number")))
-_calls: dict[Any, ForwardCall] = {}
-_checked: dict[Any, CheckedCall] = {}  # on the CPU
 
 
-def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits, act: Any = None) -> Any:
-    """What kind of arrays these are, and the rest by it: the forward, or `act` in its place."""
-    act = act or _forward
+def _given(
+    arrays: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[Kind, tuple[Any, ...], tuple[Any, ...], Prepared | None, frozenset[str], bool]:
+    """Whose arrays these are; a scale that is a number among the options; a prepared weight beside its array."""
     prepared = None
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {_check.shown(group)}")
         group.check()
-    if isinstance(scale, NUMBERS):  # which then stands among the options
+    if isinstance(scale, NUMBERS):
         arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
     else:
         options = (*options, 1.0)
@@ -284,66 +287,29 @@ def _read(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
         if weight.precision != precision and precision in _check.PRECISIONS:
             raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
         prepared, arrays = weight, (x, weight.weight, *arrays[2:])
-    kind = kind_of(x)
-    if kind is None:  # a foreign DLPack producer, or no array at all
-        own = ("out",) if prepared is None else ("out", "weight")
-        kind, imported, read_only = kinds_of(dict(zip(ARRAYS, arrays, strict=True)), ("x", "weight"), own)
-        arrays = tuple(imported.values())
-        result = act(kind, arrays, options, prepared, limits, read_only)
-        if kind.on_gpu:
-            hold_until_done(arrays, kind.device(arrays[0]))
-        return result
-    return act(kind, arrays, options, prepared, limits)
+    own = ("out",) if prepared is None else ("out", "weight")
+    kind, arrays, read_only, borrowed = borrow(ARRAYS, arrays, ("x", "weight"), own)
+    return kind, arrays, options, prepared, read_only, borrowed
 
 
-def _forward(
-    kind: Kind,
-    arrays: tuple[Any, ...],
-    options: tuple[Any, ...],
-    prepared: Prepared | None,
-    limits: _plan.Limits,
-    read_only: frozenset[str] = frozenset(),
-) -> Any:
+def _call(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
+    kind, arrays, options, prepared, read_only, borrowed = _given(arrays, options)
     if not kind.on_gpu:
         return _forward_cpu(kind, arrays, options, read_only)
-    device = kind.device(arrays[0])
-    if not is_current(device):
-        with on_device(device, kind.stream):
-            return _forward(kind, arrays, options, prepared, limits, read_only)
-    stream = kind.stream(device)
-    capturing = is_capturing(stream)
-    if (held := green_sms(stream)) is not None:
-        options = _within(options, held)
-    limbs = prepared is not None and prepared.limbs is not None
-    found, key, pointers = _find(_calls, kind, arrays, options, limbs, read_only, limits)
-    views: dict[str, Any] = {}
+    found, made = run(
+        FORWARD, kind, arrays, options, group=options[_GROUP], limits=limits, read_only=read_only, prepared=prepared
+    )
     if found is None:
-        views = _views(kind, arrays, options, read_only)
-        if views["x"].shape[0] == 0 and options[_GROUP] is None:
-            return _nothing(kind, arrays, options, views["weight"].shape[0])
-    elif found.may_overlap(pointers):
-        _views(kind, arrays, options, read_only)
-    group = options[_GROUP]
-    exchange = None if group is None else exchange_of(group, device, capturing)  # the first one waits
-    if found is None:
-        pointers = pointers or [0 if a is None else kind.pointer(a) for a in arrays]  # none if `read` refused
-        found = prepare_call(kind, arrays, views, options, device, prepared, limits, exchange)
-        remember(_calls, key, found)
-        log.debug(
-            "forward %s x %s, %s: %s", views["x"].shape, views["weight"].shape, views["x"].dtype, found.description
-        )
-    if limbs:
-        pointers += prepared.limbs[1:]  # type: ignore[union-attr, index]
-    if exchange is not None:
-        pointers.append(exchange.address)
-        exchange.begin(stream, capturing)
-    made = found.call.run(arrays[0], pointers, stream, capturing, prepared)
-    if exchange is not None:
-        exchange.end(stream, capturing)
-    if found.written and kind.counts_writes:
-        kind.written([arrays[i] for i in found.written])
-    y = arrays[-1] if found.y is None else made[found.y]
-    return y if found.dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], found.dtypes))
+        result = _nothing(kind, arrays, options, arrays[1].shape[0])
+    else:
+        y_at, dtypes = found.returns
+        if found.written and kind.counts_writes:
+            kind.written([arrays[i] for i in found.written])
+        y = arrays[-1] if y_at is None else made[y_at]
+        result = y if dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], dtypes))
+    if borrowed:
+        give_back(kind, arrays)
+    return result
 
 
 def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
@@ -351,19 +317,6 @@ def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
     _check.sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
-
-
-def _find(calls: dict[Any, Any], kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *more: Any) -> Any:
-    """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
-    try:
-        alike, pointers = kind.read(arrays)
-        # True == 1 == 1.0: without the types a bad option would pass for a good one that came before it.
-        types = tuple([type(options[i]) for i in _NUMERIC])
-        aligned = (pointers[0] & 15 == 0, pointers[1] & 15 == 0, pointers[-1] & 15 == 0) if kind.on_gpu else None
-        key = (alike, options, types, aligned, *more)
-        return calls.get(key), key, pointers
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None, None, []  # the checks say what
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
@@ -375,7 +328,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[_SAVES]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, vector_dtypes(kind, arrays))
+    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
 
 
 def _saved(
@@ -404,17 +357,73 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_o
     return views
 
 
+def _program(
+    views: Views, options: tuple[Any, ...], gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
+) -> Program | None:
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
+    x, weight, out = views["x"], views["weight"], views["out"]
+    assert x is not None and weight is not None
+    (m, k), n = x.shape, weight.shape[0]
+    if m == 0 and ranks is None:
+        return None
+    y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
+    p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
+    if ranks is not None:
+        words = forward_words(views, n, k, x.dtype, momentum, eps, activation, number)
+        ranks = ranks._replace(signature=signature(words))
+    return _plan.plan_forward(
+        p,
+        training=bool(training),
+        momentum=momentum,
+        eps=eps,
+        precision=_plan.precision_for(precision, n),
+        gemm=gemm,
+        prepared=limbs,
+        saves=bool(return_saved),
+        activation=activation,
+        number=number,
+        vectors=vector_codes(views),
+        counts=views["num_batches_tracked"] is not None,
+        out=out is not None,
+        ranks=ranks,
+    )
+
+
+def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
+    """Which of the arrays that a call makes is y, None if it is given; the vectors' dtypes where they are saved."""
+    return program.made("y"), _vector_dtypes(views) if options[_SAVES] else None
+
+
+def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
+    """Of bias, scale, gamma and beta."""
+    vectors = (arrays[ARRAYS.index(name)] for name in VECTOR_PARAMETERS)
+    return tuple(None if a is None else kind.dtype(a) for a in vectors)
+
+
+def _vector_dtypes(views: Views) -> tuple[str | None, ...]:
+    """Of bias, scale, gamma and beta."""
+    return tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
+
+
+FORWARD = Operation(
+    name="forward",
+    arguments=ARRAYS,
+    aligned=(0, 1, len(ARRAYS) - 1),
+    numeric=_NUMERIC,
+    check=_views,
+    program=_program,
+    returns=_returns,
+    within=_within,
+    written=lambda views, options: _check.written(views, training=bool(options[_TRAINING])),
+    extra=PREPARED,
+)
+
+
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
 def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
-    found, key, pointers = _find(_checked, kind, arrays, options, read_only)
-    if found is None:
-        views = _views(kind, arrays, options, read_only)
-        found = CheckedCall(views, bool(options[_TRAINING]))
-        remember(_checked, key, found)
-    elif found.may_overlap(pointers):
-        _views(kind, arrays, options, read_only)
+    found = checked(FORWARD, kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
@@ -443,4 +452,4 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
     if kept is None:
         return result
     deviations, vectors = map(kind.from_numpy, kept)
-    return result, _saved(kind, arrays, options, deviations, vectors, vector_dtypes(kind, arrays))
+    return result, _saved(kind, arrays, options, deviations, vectors, _dtypes(kind, arrays))

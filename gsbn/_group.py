@@ -14,8 +14,6 @@ import numpy as np
 
 from ._check import flag, shown, timeout_seconds
 
-__all__ = ["Group", "group"]
-
 _NCCL_UINT8 = 1
 _HEADER = 256  # bytes: what a rank calls, in words that an error can show
 

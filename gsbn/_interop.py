@@ -19,8 +19,6 @@ from ._check import View, type_name
 from ._dlpack import Producer
 from ._dynamo import skip_frames
 
-__all__ = ["NUMBERS", "Kind", "kind_of", "kinds_of"]
-
 NUMBERS = (float, int, np.floating, np.integer)  # which are no arrays, whatever attributes they have
 
 

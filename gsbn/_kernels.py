@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from . import _device, _driver, _plan
-from ._declared import KERNEL_DIR, parameters, source
 from ._plan import Kernel
-
-__all__ = ["all_kernels", "compile_all", "compiled", "digest", "gpu", "launcher", "usable"]
+from ._plan.declared import KERNEL_DIR, parameters, source
 
 
 @cache

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from . import _check, _declared, _kernels, _plan
-from ._call import ABSENT, Call
-from ._copies import copied, move
-from ._device import hold_until_done, is_capturing, on_device
-from ._dynamo import outside_graphs
-from ._interop import kind_of, kinds_of
-from ._limbs import SPLIT_WORDS
-from ._prepared import Prepared
-from ._typing import AnyArray, Precision
+from typing import Any
 
-__all__ = ["prepare"]
+from . import _check, _plan
+from ._call import matrix_of
+from ._dynamo import outside_graphs
+from ._interop import Kind, kinds_of
+from ._plan import declared
+from ._plan.products import SPLIT_WORDS
+from ._plan.program import ABSENT, Builder, Program
+from ._prepared import Prepared
+from ._run import Operation, Views, borrow, give_back, run
+from ._typing import AnyArray, Precision
 
 
 @outside_graphs
@@ -50,30 +51,50 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     """
     if isinstance(weight, Prepared):
         raise TypeError("weight: expected an array, got one that is prepared already")
-    kind, arrays, _ = kinds_of({"weight": weight}, ("weight",))
-    _check.prepare_arguments(kind.view(arrays["weight"]), precision=precision)
+    kind, arrays, _, borrowed = borrow(("weight",), (weight,), ("weight",))
     if not kind.on_gpu:
-        return Prepared(kind.copy(arrays["weight"]), precision)
-    device, given = kind.device(arrays["weight"]), arrays["weight"]
-    with on_device(device, kind.stream):
-        view, gpu, stream = kind.view(given), _kernels.gpu(device), kind.stream(device)
-        (n, k), call = view.shape, Call(kind, device, ("weight",))
-        at = _plan.in_rows(k, view.itemsize)
-        copy = copied(call, "weight", view, at, given)
-        move(call, [copy], gpu)
-        words = {"w": copy.to}
-        takes_limbs = _plan.takes_limbs(view.dtype, precision, gpu)
-        if takes_limbs:
-            limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
-            fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": _declared.flags(vector_w=True)}
-            # In words of 32 bits, which is all that an allocator need know of them.
-            words["w_limbs"] = call.make("limbs", (n, limbs.pitch), given, "float32")
-            words["w_exponents"] = call.make("exponents", (n,), given, "float32")
-            call.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
-        made = call.run(given, [view.pointer], stream, is_capturing(stream))
-    prepared = Prepared(made[0][:, :k], precision)
-    if takes_limbs:
+        _views(kind, arrays, (precision,))
+        return Prepared(kind.copy(arrays[0]), precision)
+    _, made = run(PREPARE, kind, arrays, (precision,))
+    prepared = Prepared(made[0][:, : arrays[0].shape[1]], precision)
+    if len(made) > 1:
         prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
-    if kind_of(weight) is None:
-        hold_until_done(arrays, device)
+    if borrowed:
+        give_back(kind, arrays)
     return prepared
+
+
+def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], _: frozenset[str] = frozenset()) -> Views:
+    kinds_of({"weight": arrays[0]}, ("weight",))
+    view = kind.view(arrays[0])
+    _check.prepare_arguments(view, precision=options[0])
+    return {"weight": view}
+
+
+def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+    view = views["weight"]
+    assert view is not None
+    (n, k), build = view.shape, Builder(gpu)
+    at = _plan.in_rows(k, view.itemsize)
+    copy = build.copied("weight", (n, k), matrix_of(view), at, view.dtype)
+    build.copy([copy])
+    if _plan.takes_limbs(view.dtype, options[0], gpu):
+        limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
+        fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": declared.flags(vector_w=True)}
+        # In words of 32 bits, which is all that an allocator need know of them.
+        words = {"w": copy.to, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
+        words |= {"w_exponents": build.make("exponents", (n,), "float32")}
+        build.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
+    return build.program("prepare", "")
+
+
+PREPARE = Operation(
+    name="prepare",
+    arguments=("weight",),
+    aligned=(0,),
+    numeric=(),
+    check=_views,
+    program=_program,
+    returns=lambda program, views, options: None,
+    within=lambda options, held: options,
+)

@@ -6,8 +6,6 @@ from typing import Any
 
 from ._typing import Precision
 
-__all__ = ["Prepared"]
-
 
 class Prepared:
     """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ._check import VECTORS
 from ._device import cuda, on_device
 from ._driver import beside_captures
 from ._group import Group
-
-__all__ = ["Exchange", "exchange_of", "features_of", "forward_words", "letters", "posts_at", "signature"]
+from ._plan.problem import VECTORS
+from ._plan.ranks import letters
 
 _MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 features
 _FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank
@@ -33,18 +32,6 @@ _STATUS = {  # STATUS_ of kernels/ranks.cuh
     2: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a backward",
     3: "Expected more than 1 value per channel when training, got one row on all ranks together",
 }
-
-
-def letters(features: int) -> int:
-    """How many numbers a rank posts."""
-    return 2 + 2 * features
-
-
-def posts_at(start: int, features: int, exchange: Exchange | None) -> tuple[int, int, int]:
-    """In a call's workspace, from an offset on: what this rank posts, what NCCL gathers, and the end."""
-    nbytes = 8 * letters(features) + -8 * letters(features) % 256
-    start += -start % 256
-    return start, start + nbytes, start + nbytes * (1 if exchange is None or exchange.waits else 1 + exchange.size)
 
 
 def forward_words(

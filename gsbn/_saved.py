@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from ._group import Group
 from ._typing import Activation, Gemm, Precision
 
-__all__ = ["Saved"]
-
 
 class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`: pass it on, once or several times.

@@ -6,14 +6,10 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-from . import _plan
 from ._driver import check, driver
-
-__all__ = ["Matrices", "map_arguments", "tensor_map", "tensor_maps"]
 
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
 _INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
-L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
 
 
 @lru_cache(maxsize=4096)
@@ -68,37 +64,3 @@ def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tu
     """Their maps, where they lie now: the owners and the addresses."""
     maps = [tensor_map(at, *rest) for at, rest in zip(pointers, matrices.arguments, strict=True)]
     return tuple(owner for owner, _ in maps), tuple(at for _, at in maps)
-
-
-def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]]:
-    """What `tensor_map` wants beside a pointer, for forward_sm90's x, weight and y: boxes of 128 bytes by the rows of a
-    transfer, which are rows of k where an operand lies across it. Limbs lie as p's x and w say, in float32's; of an
-    operand that CTAs share, a transfer takes one limb, and of x all rows."""
-    m, n, k, dtype, _, x, w, y, _ = p
-    of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # that share it
-    multiplied = one.block_m * one.split  # rows of x
-    if one.element in ("limbs", "limbs_of_x"):
-        of_limbs = "float16", _plan.SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1
-        if one.element == "limbs":
-            w_map: tuple[Any, ...] = (n, k, 4 * w.strides[0], *of_limbs)
-        elif w.strides[1] == 1:
-            w_map = n, k, 4 * w.strides[0], "float32", _plan.SM90_BLOCK_N, 32, L2_256B
-        else:
-            w_map = k, n, 4 * w.strides[1], "float32", 64, 32, L2_256B
-        return [
-            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - of_x),
-            w_map,
-            (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
-        ]
-    size = _plan.ITEMSIZE[dtype]
-    width = 128 // size
-    store_rows = min(one.block_m, 32 if size == 4 else 64)
-    maps: list[tuple[Any, ...]] = []
-    for at, rows, box in ((x, m, multiplied // of_x), (w, n, _plan.SM90_BLOCK_N // of_w)):
-        if at.strides[1] == 1:
-            maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
-        else:
-            maps.append((k, rows, at.strides[1] * size, one.element, width, _plan.COLUMN, L2_256B))
-    if one.wide:
-        return [*maps, (m, n, y.strides[0] * 4, "float32", 32, 32, L2_NONE)]
-    return [*maps, (m, n, y.strides[0] * size, dtype, store_rows, width, L2_NONE)]

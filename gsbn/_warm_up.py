@@ -10,8 +10,6 @@ from collections.abc import Callable
 from . import _device, _kernels, _plan
 from ._check import shown
 
-__all__ = ["warm_up"]
-
 
 def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:
     """Compile every kernel that a GPU can use into the cache on disk, so that no first call pays for it.

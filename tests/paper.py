@@ -27,17 +27,16 @@ if __package__:  # as tests.paper
 
 import gsbn
 from gsbn import (
-    _backward,
-    _declared,
+    _call,
     _device,
-    _forward,
-    _forward_call,
     _interop,
     _kernels,
     _plan,
-    _products,
+    _run,
     _tma,
 )
+
+from gsbn._plan import declared
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)
@@ -124,11 +123,11 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
     kind, maps = Kind(), {}
 
     def launcher(kernel: Any, device: int, words: tuple[str, ...], *, cooperative: bool = False, limited: bool) -> Any:
-        assert words == _declared.parameters(kernel)[1], kernel
+        assert words == declared.parameters(kernel)[1], kernel
 
         def launch(grid: int, block: int, values: tuple[int, ...], passed: tuple[int, ...], stream: int) -> None:
             records = (
-                maps.get(at) or ctypes.string_at(at, _declared.record_dtype(kernel).itemsize).hex() for at in values
+                maps.get(at) or ctypes.string_at(at, declared.record_dtype(kernel).itemsize).hex() for at in values
             )
             log.append(Launch(kernel.name, kernel.defines, cooperative, limited, grid, tuple(records), passed))
 
@@ -151,10 +150,8 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
     found = SimpleNamespace(current_context=lambda: 1, runtime=SimpleNamespace(streamIsCapturing=lambda stream: False))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(_device, "cuda", return_value=found))
-        for module in (_forward, _backward):
-            stack.enter_context(mock.patch.object(module, "_calls", {}))
-        for module in (_forward_call, _products):
-            stack.enter_context(mock.patch.object(module, "CublasGemm", Cublas))
+        stack.enter_context(mock.patch.object(_run, "_found", {}))
+        stack.enter_context(mock.patch.object(_call, "CublasGemm", Cublas))
         stack.enter_context(mock.patch.object(_tma, "tensor_maps", tensor_maps))
         stack.enter_context(mock.patch.object(_kernels, "gpu", return_value=device))
         stack.enter_context(mock.patch.object(_kernels, "launcher", launcher))

@@ -5,84 +5,32 @@ its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `ba
 one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`.
 """
 
-from .backward import BackwardPlan, Product, backward_plan
-from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, in_rows, rows_grid, whole_words
-from .forward import SAVED_ROWS, Keep, Plan, gemm_for, plan
-from .gemm import LimbsOfRows, OneLaunch, limbs_of_rows, one_launch, takes_limbs
-from .kernel import Kernel
-from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
-from .narrow import serves_narrow_backward
-from .parts import Parts
-from .problem import C_TYPE, FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, kept_dtype
-from .sm90_variants import COLUMN, SM90_BLOCK_N, SM90_THREADS, element_for, forward_sm90, precision_for
-from .variants import (
-    TALL_THREADS,
-    THREADS,
-    clear,
-    copy_matrix,
-    copy_rows,
-    every_kernel,
-    fill_sm,
-    fold,
-    split_limbs,
-    tile_kernels,
-)
-
-__all__ = [
-    "AT_ONCE",
-    "COLUMN",
-    "COPIES_AT_ONCE",
-    "C_TYPE",
-    "FEW_ROWS",
-    "INT32_MAX",
-    "ITEMSIZE",
-    "SAVED_ROWS",
-    "SM90_BLOCK_N",
-    "SM90_THREADS",
-    "TALL_THREADS",
-    "THREADS",
-    "BackwardPlan",
-    "Device",
-    "Keep",
-    "Kernel",
-    "LimbsOfRows",
-    "Limits",
-    "Matmul",
-    "Matrix",
-    "OneLaunch",
-    "Operand",
-    "Parts",
-    "Place",
-    "Plan",
-    "Product",
-    "Split",
-    "Splits",
-    "adjacent",
-    "backward_plan",
-    "clear",
-    "clear_grid",
-    "copy_grid",
-    "copy_matrix",
-    "copy_rows",
-    "element_for",
-    "every_kernel",
-    "fill_sm",
-    "fold",
-    "forward_sm90",
-    "gemm_for",
-    "in_rows",
-    "kept_dtype",
-    "limbs_of_rows",
-    "maxima_grid",
-    "one_launch",
-    "plan",
-    "precision_for",
-    "rows_grid",
-    "serves_narrow_backward",
-    "split_grid",
-    "split_limbs",
-    "takes_limbs",
-    "tile_kernels",
-    "tiles_grid",
-    "whole_words",
-]
+from .backward import plan_backward as plan_backward
+from .copies import in_rows as in_rows
+from .forward import SAVED_ROWS as SAVED_ROWS
+from .forward import gemm_for as gemm_for
+from .forward import plan_forward as plan_forward
+from .gemm import OneLaunch as OneLaunch
+from .gemm import limbs_of_rows as limbs_of_rows
+from .gemm import one_launch as one_launch
+from .gemm import takes_limbs as takes_limbs
+from .kernel import Kernel as Kernel
+from .narrow import serves_narrow_backward as serves_narrow_backward
+from .problem import C_TYPE as C_TYPE
+from .problem import FEW_ROWS as FEW_ROWS
+from .problem import INT32_MAX as INT32_MAX
+from .problem import ITEMSIZE as ITEMSIZE
+from .problem import Device as Device
+from .problem import Limits as Limits
+from .problem import Matmul as Matmul
+from .problem import Matrix as Matrix
+from .problem import kept_dtype as kept_dtype
+from .sm90_variants import SM90_BLOCK_N as SM90_BLOCK_N
+from .sm90_variants import SM90_THREADS as SM90_THREADS
+from .sm90_variants import element_for as element_for
+from .sm90_variants import forward_sm90 as forward_sm90
+from .sm90_variants import precision_for as precision_for
+from .variants import THREADS as THREADS
+from .variants import every_kernel as every_kernel
+from .variants import fill_sm as fill_sm
+from .variants import fold as fold

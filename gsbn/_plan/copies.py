@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from .problem import Device, Matrix, ceil_div, round_up
 
-__all__ = [
-    "COPIES_AT_ONCE",
-    "adjacent",
-    "clear_grid",
-    "copy_along",
-    "copy_grid",
-    "in_rows",
-    "on_words",
-    "rows_grid",
-    "whole_words",
-    "word",
-]
-
 COPIES_AT_ONCE = 3  # matrices in a launch of copy_rows
 CLEARED = 16 * 256  # bytes of an item of clear
 TILE = 64  # rows and columns of an item of copy_matrix

@@ -11,19 +11,6 @@ from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import SM90_BLOCK_N, by_limbs, resident, stages
 
-__all__ = [
-    "copies_us",
-    "copy_us",
-    "cublas_us",
-    "ieee_us",
-    "narrow_us",
-    "one_launch_us",
-    "product_us",
-    "recompute_us",
-    "split_us",
-    "tall_us",
-]
-
 
 def one_launch_us(
     p: Matmul,

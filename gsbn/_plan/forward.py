@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from .copies import in_rows, whole_words
 from .cost import copies_us, cublas_us
+from .declared import flags
 from .gemm import (
     LEAST_TERMS,
-    OneLaunch,
     cheapest_tile,
     cublas_obstacle,
     for_cublas,
@@ -20,13 +20,14 @@ from .gemm import (
     tiled,
     waiting_grid,
 )
-from .kernel import Kernel, with_activation
-from .limbs import Splits, lay_out, split_of
-from .narrow import for_narrow, narrow_forward, serves_narrow
+from .kernel import with_activation
+from .limbs import lay_out, split_of
+from .narrow import Narrow, for_narrow, narrow_forward, serves_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
     SPLITS,
+    VECTORS,
     Device,
     Matmul,
     Matrix,
@@ -36,212 +37,331 @@ from .problem import (
     split_rows,
     threads_along,
 )
-from .sm90_variants import ELEMENTS, by_limbs, element_for
+from .products import SPLIT_WORDS, Limbs, sm90_gemm
+from .program import ABSENT, Builder, Copy, Program, place
+from .ranks import Ranks, letters, posts_at
+from .sm90_variants import SM90_THREADS, by_limbs, element_for
+from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
-__all__ = ["SAVED_ROWS", "Keep", "Plan", "gemm_for", "plan"]
-
+PREPARED = ("limbs of weight", "exponents of weight")  # arguments that a prepared weight brings
+NO_VECTORS = dict.fromkeys(VECTORS, 0)
 SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
 ONE_PASS_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
 
 
-class Keep(NamedTuple):
-    """The B x O array that a forward keeps for its backward."""
+class _Names(NamedTuple):
+    """Memory of a call: operands, as they are or their copies, and what it writes; ABSENT for what there is not."""
 
-    dtype: str
-    is_g: bool  # g is computed in it
-
-
-class Plan(NamedTuple):
-    """A forward call, decided. Sizes are in elements, offsets into the workspace and its size in bytes."""
-
-    gemm: str
-    why: str
-    taken: Matmul  # the call with x, weight and y as the kernels take them, perhaps copies
-    y_is_g: bool  # g is computed in y's memory and normalised in place
-    vector_y: bool  # rows of y start on 16 bytes; where one launch writes them, they end there, too
-    ldg: int
-    along: int  # threads along a row of g
-    stats_grid: int
-    stats_rows: int
-    splits: int
-    merge_columns: int
-    merge_grid: int
-    normalize_grid: int
-    normalize_rows: int
-    affine: int
-    partials: int
-    g: int
-    y: int  # of what is then copied to y
-    workspace: int
-    gemm_kernel: Kernel | None
-    gemm_grid: int
-    gemm_block: int
-    block: int  # threads of a CTA of stats_kernel and of normalize_kernel
-    one_pass: bool  # normalize_kernel makes the statistics, too
-    narrow: bool  # stats_kernel and normalize_kernel make g of x, each for itself
-    stats_kernel: Kernel | None  # None where normalize_kernel makes the constants itself
-    merge_kernel: Kernel
-    normalize_kernel: Kernel
-    one: OneLaunch | None
-    product: OneLaunch | None  # g alone, by forward_sm90
-    limbs: Splits  # that it wants
-    keep: Keep | None
-
-    @property
-    def g_of_limbs(self) -> bool:
-        """Whether the tensor core makes g of limbs."""
-        made = self.one or self.product
-        limbs = "ELEMENT", str(ELEMENTS["limbs"])
-        return by_limbs(made.element) if made else self.narrow and limbs in self.normalize_kernel.defines
+    x: str
+    weight: str
+    y: str
+    deviations: str
+    vectors: str
+    batches: str  # their number
 
 
-@lru_cache(maxsize=1024)
-def plan(
+class _Call(NamedTuple):
+    """What the paths share: the call as its path takes it, and what it is told."""
+
+    p: Matmul
+    taken: Matmul  # with x, weight and y as the kernels take them, perhaps copies
+    m: int  # rows, which may be none where ranks share the batch
+    training: bool
+    precision: str
+    saved_dtype: str | None  # of the deviations, where they are saved
+    activation: str | None
+    cumulative: bool
+    prepared: bool
+    ranks: Ranks | None
+    names: _Names
+    fields: dict[str, Any]  # of any kernel: what the caller has set
+
+
+_OWN = {name: name for name in VECTORS}  # parameters of kernels, and the arguments of the call, by one name
+
+
+def plan_forward(
     p: Matmul,
     *,
     training: bool,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
     precision: str = "highest",
     gemm: str = "auto",
     prepared: bool = False,
-    saved: bool = False,
-    cumulative: bool = False,
+    saves: bool = False,
     activation: str | None = None,
-    ranks: Literal["inside", "between"] | None = None,
-) -> Plan:
-    """Decide a forward call, all sizes at least 1; `prepared`: the weight comes with its limbs; `cumulative`: the
-    running statistics are averages over all batches; `activation`: what y is put through; `ranks`: where they share the
-    batch, whether their statistics come "inside" a launch, which waits for them, or "between" two.
+    number: float = 1.0,
+    vectors: Mapping[str, int] = NO_VECTORS,
+    counts: bool = False,
+    out: bool = False,
+    ranks: Ranks | None = None,
+) -> Program:
+    """Decide a forward call; p's rows may be none where ranks share the batch, all other sizes are at least 1.
 
-    Raises ValueError that names `gemm` if the chosen one cannot serve the call; "auto" always serves.
+    `prepared`: the weight's limbs are there. `saves`: deviations and vectors are kept for a backward. `number`: a scale
+    that is no array. `vectors`: what kernels are told of each per-feature vector. `counts`: num_batches_tracked is
+    given. `out`: y is given.
+
+    Raises ValueError that names `gemm` if the one chosen cannot serve the call.
     """
-    if ranks == "inside":
+    m, p = p.m, p._replace(m=max(p.m, 1))
+    cumulative, where = momentum is None, None
+    if ranks is not None:
+        if ranks.waits and ranks.features is not None and p.n > ranks.features:
+            raise ValueError(f"weight: expected at most {ranks.features} features with a group, got {p.n}")
+        # A rank with one row or none has no statistics to begin with: it takes a launch for each step.
+        where = "inside" if m > 1 and ranks.waits else "between"
+        gemm = "auto" if m <= 1 else gemm
+    if where == "inside":
         p = p._replace(device=p.device.with_room())
         if p.device.clusters(2) == 0:  # forward_sm90 has no other tiles for ranks
-            ranks = "between"
-    chosen, why = gemm_for(
-        p,
-        precision=precision,
-        gemm=gemm,
-        training=training,
-        prepared=prepared,
-        saved=saved,
-        cumulative=cumulative,
-        ranks=ranks,
-    )
-    m, n, k, dtype, device, _, _, y, _ = p
-    g_size = ITEMSIZE["float64" if dtype == "float64" else "float32"]
-    y_size = ITEMSIZE[dtype]
-    fused = chosen == "sm90" and ranks != "between"
+            where = "between"
+    of_call = {"precision": precision, "training": training, "saved": saves, "cumulative": cumulative}
+    chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
+    one_launch_ = chosen == "sm90" and where != "between"
     narrow = None
-    if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saved):
-        narrow = narrow_forward(p, precision, training=training, keeps=saved)
-    taken = for_narrow(p) if narrow else _taken(p, chosen, element_for(dtype, precision), fused)
+    if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saves):
+        narrow = narrow_forward(p, precision, training=training, keeps=saves)
+    taken = for_narrow(p) if narrow else _taken(p, chosen, element_for(p.dtype, precision), one_launch_)
 
+    build = Builder(p.device)
+    saved_dtype = kept_dtype(p.dtype, p.m, training=training) if saves else None
+    copies = [
+        build.copied(name, (rows, p.k), given, at, p.dtype)
+        for name, given, at, rows in (("x", p.x, taken.x, m), ("weight", p.w, taken.w, p.n))
+        if at.own and m
+    ]
+    copied = {copy.name: copy.to for copy in copies}
+    y = "out" if out else build.make("y", (m, p.n), p.dtype)
+    fields = {
+        "m": m,
+        "n": p.n,
+        "k": p.k,
+        "ldx": taken.x.strides[0],
+        "ldw": taken.w.strides[0],
+        "signature": 0 if ranks is None else ranks.signature,
+        **vectors,
+        "momentum": 0.0 if momentum is None else momentum,
+        "eps": eps,
+        "number": number,
+    }
+    saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
+    count = "num_batches_tracked" if training and counts else ABSENT
+    names = _Names(copied.get("x", "x"), copied.get("weight", "weight"), y, *saved, count)
+    call = _Call(p, taken, m, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields)
+    if one_launch_:
+        _in_one_launch(build, call, copies)
+    else:
+        _in_passes(build, call, copies, chosen, narrow, where)
+    return build.program(chosen, why)
+
+
+def _save(build: Builder, call: _Call, pitch: int) -> None:
+    """Make what a backward needs: deviations in rows of this pitch, and vectors."""
+    if call.saved_dtype is not None:
+        build.make("deviations", (call.m, pitch), call.saved_dtype)
+        build.make("vectors", (SAVED_ROWS, call.p.n), "float64")
+
+
+def _flags(call: _Call, **given: bool) -> int:
+    taken, size = call.taken, ITEMSIZE[call.p.dtype]
+    return flags(
+        vector_x=taken.x.aligned and taken.x.strides[0] * size % 16 == 0,
+        vector_w=taken.w.aligned and taken.w.strides[0] * size % 16 == 0,
+        cumulative=call.cumulative,
+        units=call.saved_dtype == "float16",
+        running=not call.training,
+        **given,
+    )
+
+
+# ---- forward_sm90, perhaps behind the launch that makes limbs, and before one that copies y
+
+
+def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
+    p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
+    of_x, of_w, y, deviations, vectors, count = call.names
+    saves = call.saved_dtype is not None
+    one = one_launch(
+        taken,
+        _mode(call.training),
+        call.precision,
+        prepared=call.prepared,
+        keeps=saves,
+        cumulative=call.cumulative,
+        ranks=call.ranks is not None,
+    )
+    one = one._replace(kernel=with_activation(one.kernel, call.activation))
+    if one.parks and not whole_words(taken.y, p.n, size):
+        taken = taken._replace(y=in_rows(p.n, size))
+    vector_y = whole_words(taken.y, p.n, size)
+    ldg = round_up(p.n, 16 // (size if saves else max(size, 4)))
+    y_holds_g = whole_words(p.y, p.n, size) and p.n <= p.y.strides[0] <= INT32_MAX
+    if y_holds_g and size >= 4 and not saves:
+        ldg = p.y.strides[0]
+    _save(build, call, ldg)
+    build.copy(copies)
+
+    at_y = round_up(one.workspace, 256)
+    build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
+    of_y = place(at_y) if taken.y.own else y  # where the launch works
+    fields = call.fields | {"y_row": taken.y.strides[0], "ld_kept": ldg}
+    fields |= {name: getattr(one, name) for name in ("panel", "in_panels", "parts_in_panels", "parts_alone")}
+    fields["flags"] = _flags(call, vector_y=vector_y, alone=not one.cooperative, limbs=by_limbs(one.element))
+    exponents = (ABSENT, ABSENT)
+    x_at, w_at = taken.x, taken.w
+    if one.limbs is not None:
+        exponents = place(one.limbs.x_exponents), place(one.limbs.w_exponents)
+        split = dict(zip(SPLIT_WORDS, (of_x, place(one.limbs.x), exponents[0]), strict=False))
+        split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
+        of_x, x_at = place(one.limbs.x), Matrix((one.limbs.pitch, 1), True)
+        if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
+            exponents = exponents[0], ABSENT
+        elif call.prepared:
+            of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
+        else:
+            split |= dict(zip(SPLIT_WORDS[3:], (of_w, place(one.limbs.w), exponents[1]), strict=True))
+            of_w, w_at = place(one.limbs.w), x_at
+        build.launch(one.limbs.kernel, one.limbs.grid, fields, split)
+    boxes = map_arguments(one, taken._replace(x=x_at, w=w_at))
+    maps = [(of_x, boxes[0]), (of_w, boxes[1]), (of_y, boxes[2])]
+    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "roll": place(one.roll), **_OWN}
+    passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
+    if saves:
+        rows, cols, _, *rest = boxes[2]
+        maps.append((deviations, (rows, cols, ldg * size, *rest)))
+        passed |= {"kept": deviations, "saved": vectors}
+    if not vector_y:  # it reads no map of y
+        maps[2] = maps[0]
+    if call.ranks is not None:
+        passed |= {"ranks": "ranks"}
+    build.launch(
+        one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=tuple(maps), cooperative=one.cooperative, tile=one
+    )
+    if of_y != y:
+        build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])
+
+
+# ---- g, or nothing where the passes make it, the statistics and y
+
+
+def _in_passes(
+    build: Builder, call: _Call, copies: list[Copy], chosen: str, narrow: Narrow | None, where: str | None
+) -> None:
+    p, taken, training, device, ranks = call.p, call.taken, call.training, call.p.device, call.ranks
+    m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
+    of_x, of_w, y_name, deviations, vectors, count = call.names
+    saves = call.saved_dtype is not None
+    y_size, g_size = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
+
+    # Where g lies. float32 and float64: y itself, or the deviations, can hold it: one B x O array less, half in L2.
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
-    # float32 and float64: y itself, or what is kept, can hold g, one B x O array less and half the footprint in L2.
-    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saved and not narrow
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not narrow
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
-    ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saved else g_size))
-    keep = None
-    if saved:
-        kept = kept_dtype(dtype, m, training=training)
-        keep = Keep(kept, not fused and not narrow and ITEMSIZE[kept] == g_size)
+    ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
+    saved_is_g = call.saved_dtype is not None and not narrow and ITEMSIZE[call.saved_dtype] == g_size
 
-    one_pass = not narrow and _one_pass(p, training, cumulative, ranks)
-    parted = training and not one_pass  # statistics are made in parts, and merged
+    # How the work is cut.
+    one_pass = not narrow and _one_pass(p, training, call.cumulative, where)
+    merges = training and not one_pass  # statistics are made in parts, and merged
     columns = 16 // g_size  # 16 bytes of g a thread
-    blocks, along = _one_pass_threads(m, n, columns, device) if one_pass else threads_along(n, columns)
+    blocks, along = _one_pass_threads(p.m, n, columns, device) if one_pass else threads_along(n, columns)
     rows = THREADS // along  # of a CTA at once
-    splits, stats_rows = split_rows(m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
-    row_blocks, normalize_rows = split_rows(m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
+    splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
+    row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
     if one_pass:
-        splits, row_blocks, normalize_rows = 1, 1, m
+        splits, row_blocks, normalize_rows = 1, 1, p.m
     stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
     if narrow is not None:
         splits, stats_rows, stats_grid, normalize_grid = narrow.splits, narrow.rows, narrow.grid, narrow.grid
     merge_columns, merge_grid = _merge(n, splits, device)
 
+    # The workspace: constants, the statistics of each part, g.
     affine = 0
-    partials = round_up(affine + (4 * ldg * g_size if parted else 0), 256)
-    g = round_up(partials + (splits * 2 * ldg * 8 if parted else 0), 256)
-    workspace = g + (0 if narrow or y_is_g or (keep is not None and keep.is_g) else m * ldg * g_size)
+    partials = round_up(affine + (4 * ldg * g_size if merges else 0), 256)
+    g_at = round_up(partials + (splits * 2 * ldg * 8 if merges else 0), 256)
+    workspace = g_at + (0 if narrow or y_is_g or saved_is_g else p.m * ldg * g_size)
 
-    stats_kernel, block = scale_stats(dtype) if parted else None, THREADS
-    kept_in_training = keep.dtype if keep is not None and training else None
+    saved_in_training = call.saved_dtype if training else None
     if one_pass:
-        normalize_kernel = normalize_fused(dtype, kept_in_training)
+        normalize_kernel = normalize_fused(dtype, saved_in_training)
     else:
-        normalize_kernel = normalize(dtype, kept_in_training, running=not training)
+        normalize_kernel = normalize(dtype, saved_in_training, running=not training)
+    stats_kernel, block = scale_stats(dtype), THREADS
     if narrow is not None:
-        stats_kernel, normalize_kernel, block = narrow.stats if training else None, narrow.normalize, narrow.threads
+        stats_kernel, normalize_kernel, block = narrow.stats, narrow.normalize, narrow.threads
 
-    kernel, grid, gemm_block, one = None, 0, 0, None
-    if chosen == "tiled" and narrow is None:
-        kernel, grid, gemm_block = tiled(p, "forward")
-    product, split = None, lay_out((), round_up(workspace, 256))
-    if chosen == "sm90" and not fused:
-        of_g = Matrix((ldg, 1), aligned=True, own=True)
-        product = one_launch(taken._replace(y=of_g), "gemm", precision, wide=dtype != "float32")
+    product, limbs = None, lay_out((), round_up(workspace, 256))
+    q = p._replace(x=taken.x, w=taken.w, y=Matrix((ldg, 1), aligned=True, own=True))
+    if chosen == "sm90":
+        product = one_launch(taken._replace(y=q.y), "gemm", call.precision, wide=dtype != "float32")
         if by_limbs(product.element):
-            wanted = [split_of("x", taken.x, m, k), split_of("weight", taken.w, n, k)]
-            split = lay_out(wanted[: 1 + (product.element == "limbs")], split.end)
-            workspace = split.end
-    elif fused:
-        one = one_launch(
-            taken,
-            _mode(training),
-            precision,
-            prepared=prepared,
-            keeps=saved,
-            cumulative=cumulative,
-            ranks=ranks is not None,
-        )
-        one = one._replace(kernel=with_activation(one.kernel, activation))
-        if one.parks and not whole_words(taken.y, n, y_size):
-            taken = taken._replace(y=in_rows(n, y_size))
-        vector_y = whole_words(taken.y, n, y_size)
-        workspace = round_up(one.workspace, 256)
-    of_y = workspace
-    if taken.y.own:
-        workspace = round_up(of_y + m * taken.y.strides[0] * y_size, 256)
-    return Plan(
-        gemm=chosen,
-        why=why,
-        taken=taken,
-        y_is_g=y_is_g,
-        vector_y=vector_y,
-        ldg=ldg,
-        along=along,
-        one_pass=one_pass,
-        narrow=narrow is not None,
-        block=block,
-        stats_grid=stats_grid,
-        stats_rows=stats_rows,
-        splits=splits,
-        merge_columns=merge_columns,
-        merge_grid=merge_grid,
-        normalize_grid=normalize_grid,
-        normalize_rows=normalize_rows,
-        affine=affine,
-        partials=partials,
-        g=g,
-        y=of_y,
-        workspace=workspace,
-        gemm_kernel=kernel,
-        gemm_grid=grid,
-        gemm_block=gemm_block,
-        stats_kernel=stats_kernel,
-        merge_kernel=merge_statistics(dtype),
-        normalize_kernel=with_activation(normalize_kernel, activation),
-        one=one,
-        product=product,
-        limbs=split,
-        keep=keep,
-    )
+            wanted = [split_of("x", taken.x, p.m, k), split_of("weight", taken.w, n, k)]
+            limbs = lay_out(wanted[: 1 + (product.element == "limbs")], limbs.end)
+            workspace = limbs.end
+    posted, gathered, end = posts_at(workspace, n, ranks)
+
+    _save(build, call, ldg)
+    build.copy(copies)
+    build.reserve(end if ranks is not None else workspace)
+    g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
+    of_g = {"x": of_x, "w": of_w} if narrow else {"g": g}
+    fields = call.fields | {
+        "ldg": ldg,
+        "y_row": y.strides[0],
+        "y_col": y.strides[1],
+        "along": along,
+        "stats_rows": stats_rows,
+        "normalize_rows": normalize_rows,
+        "splits": splits,
+        "merge_columns": merge_columns,
+        "affine": affine,
+        "partials": partials,
+    }
+    g_by_limbs = by_limbs(product.element) if product else narrow is not None and narrow.product is not None
+    fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
+
+    if m == 0 or narrow:  # the group's other ranks have rows; or g is made by what follows
+        pass
+    elif product is not None and limbs.of:
+        made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
+        made.make()
+        made.multiply(q, product, "x", "weight", g)
+    elif product is not None:
+        sm90_gemm(build, q, product, (of_x, of_w, g))
+    elif chosen == "tiled":
+        kernel, grid, gemm_block = tiled(p, "forward")
+        build.launch(kernel, grid, fields, {"x": of_x, "w": of_w, "g": g}, gemm_block)
+    else:
+        build.gemm(q, call.precision, of_x, of_w, g, wide=True)
+    if merges and m:
+        build.launch(stats_kernel, stats_grid, fields, {**of_g, "workspace": place(0)}, block)
+    if merges:
+        passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
+        passed |= {"num_batches_tracked": count, "saved": vectors}
+        merge = merge_statistics(dtype)
+        if ranks is not None and not ranks.waits:
+            passed |= {"posted": place(posted), "gathered": place(gathered)}
+            if m == 0:
+                build.clear(passed["posted"], 8 * letters(n))
+            else:
+                build.launch(merge, merge_grid, fields, passed | {"gathered": ABSENT})
+            build.gather(letters(n), passed["posted"], passed["gathered"])
+            passed["posted"] = ABSENT
+        if ranks is not None:
+            passed["ranks"] = "ranks"
+        build.launch(merge, merge_grid, fields, passed)
+        count = ABSENT if ranks is not None else count  # it has counted
+    if m:
+        passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
+        passed |= {**_OWN, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
+        kernel = with_activation(normalize_kernel, call.activation)
+        build.launch(kernel, normalize_grid, fields, passed, block)
 
 
 def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:

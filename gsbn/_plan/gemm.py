@@ -30,30 +30,6 @@ from .sm90_variants import (
 )
 from .variants import TILES, gemm_tiled, split_limbs
 
-__all__ = [
-    "CUBLAS_SMS",
-    "FEW_TERMS",
-    "LEAST_TERMS",
-    "MAX_TERMS",
-    "LimbsOfRows",
-    "OneLaunch",
-    "Tile",
-    "candidates",
-    "cheapest_tile",
-    "cublas_obstacle",
-    "for_cublas",
-    "for_sm90",
-    "for_tiled",
-    "lies_across",
-    "limbs_of_rows",
-    "mostly_writes",
-    "one_launch",
-    "sm90_obstacle",
-    "takes_limbs",
-    "tile_of",
-    "tiled",
-]
-
 CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
 LEAST_STEPS = 8  # of k, 128 bytes each, for each CTA that shares it: below, exchanging sums takes longer than it saves
 PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high

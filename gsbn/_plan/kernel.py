@@ -6,8 +6,6 @@ from typing import NamedTuple, get_args
 
 from .._typing import Activation
 
-__all__ = ["ACTIVATIONS", "Kernel", "with_activation"]
-
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 

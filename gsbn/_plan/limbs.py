@@ -8,21 +8,6 @@ from typing import NamedTuple
 from .problem import Device, Matrix, ceil_div, round_up
 from .variants import split_rows_at_once
 
-__all__ = [
-    "AT_ONCE",
-    "SCRATCH",
-    "Operand",
-    "Place",
-    "Split",
-    "Splits",
-    "lay_out",
-    "limb_pitch",
-    "maxima_grid",
-    "split_grid",
-    "split_of",
-    "tiles_grid",
-]
-
 SPAN = 64  # elements of a row whose limbs lie together
 AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
 Place = int | str  # bytes into the workspace, or the name of other memory

@@ -27,17 +27,6 @@ from .variants import (
     narrow_threads,
 )
 
-__all__ = [
-    "Narrow",
-    "NarrowBackward",
-    "for_narrow",
-    "narrow_backward",
-    "narrow_forward",
-    "product_by_narrow",
-    "serves_narrow",
-    "serves_narrow_backward",
-]
-
 LEAST_ROWS = 2048  # that g is worth making twice for
 # for narrow_backward in float32 of more than 32 features in and out: below, its parts win
 LEAST_FLOAT32_ROWS = 4 * 10**5

@@ -8,8 +8,6 @@ from .kernel import Kernel
 from .problem import Device, ceil_div
 from .variants import THREADS, add_parts
 
-__all__ = ["Parts", "parts_of"]
-
 SHARE = 8  # threads that share an element's parts at most
 
 

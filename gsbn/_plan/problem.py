@@ -4,24 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "C_TYPE",
-    "FEW_ROWS",
-    "INT32_MAX",
-    "ITEMSIZE",
-    "ROOM",
-    "SPLITS",
-    "Device",
-    "Limits",
-    "Matmul",
-    "Matrix",
-    "ceil_div",
-    "kept_dtype",
-    "round_up",
-    "split_rows",
-    "threads_along",
-]
-
+VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # those that have gradients, in the order of Gradients
+VECTORS = (*VECTOR_PARAMETERS, "running_mean", "running_var")
 INT32_MAX = 2**31 - 1
 ROOM = 4  # SMs that a kernel which waits for another GPU leaves to others: enough for any one CTA of theirs to advance
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Rates"]
-
 
 class Rates(NamedTuple):
     """In us and MB; a "step" of forward_sm90 is 128 bytes of k. `cost` says how they enter."""

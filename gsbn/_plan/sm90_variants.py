@@ -7,29 +7,6 @@ from collections.abc import Iterator
 
 from .kernel import Kernel
 
-__all__ = [
-    "BLOCKS_M",
-    "CLUSTERS",
-    "CLUSTERS_OF_RANKS",
-    "COLUMN",
-    "ELEMENTS",
-    "MODES",
-    "SM90_BLOCK_N",
-    "SM90_THREADS",
-    "SPLITS_OF_K",
-    "SPLIT_TILES",
-    "TILES_OF_ROWS",
-    "TILES_OF_X",
-    "by_limbs",
-    "element_for",
-    "forward_sm90",
-    "largest_block",
-    "precision_for",
-    "resident",
-    "sm90_kernels",
-    "stages",
-]
-
 SM90_THREADS = 384  # of a CTA
 # forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_of_x" the weight's limbs are made in registers.
 ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3, "limbs_of_x": 4}

@@ -11,8 +11,6 @@ from .parts import Parts, parts_of
 from .problem import INT32_MAX, Matmul, ceil_div, round_up
 from .variants import TALL_SIDE, tall_product
 
-__all__ = ["Tall", "tall"]
-
 CHUNK = 32  # rows that a CTA takes at a time: CHUNK of kernels/tall_product.cu
 LEAST_ROWS = 2048  # with fewer, dg and x are no more bytes than the parts of their product
 

@@ -10,45 +10,6 @@ from .kernel import ACTIVATIONS, Kernel, with_activation
 from .problem import C_TYPE, ITEMSIZE
 from .sm90_variants import ELEMENTS, MODES, sm90_kernels
 
-__all__ = [
-    "CLUSTERS_OF_COLUMNS",
-    "NARROW_BACKWARD",
-    "NARROW_CHUNKS",
-    "NARROW_LIMBS_KB",
-    "NARROW_SIZES",
-    "RING",
-    "SPLIT_WIDTHS",
-    "SUMS_CLUSTER",
-    "TALL_SIDE",
-    "TALL_THREADS",
-    "THREADS",
-    "TILES",
-    "add_parts",
-    "backward_kernels",
-    "clear",
-    "copy_matrix",
-    "copy_rows",
-    "every_kernel",
-    "fill_sm",
-    "fold",
-    "gemm_tiled",
-    "merge_statistics",
-    "narrow",
-    "narrow_backward_kernel",
-    "narrow_backward_sizes",
-    "narrow_features",
-    "narrow_product",
-    "narrow_teams",
-    "narrow_threads",
-    "normalize",
-    "normalize_fused",
-    "scale_stats",
-    "split_limbs",
-    "split_rows_at_once",
-    "tall_product",
-    "tile_kernels",
-]
-
 THREADS = 256  # of a CTA of most kernels
 RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
 CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused

@@ -15,8 +15,6 @@ from . import _modules as modules
 from ._layer import LinearBatchNorm1d
 from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run
 
-__all__ = ["Conversion", "Left", "Sequential", "convert", "revert"]
-
 _NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
 _OURS = ("_scales", "_precision", "_plan")  # what conversion adds to an nn.Sequential
 

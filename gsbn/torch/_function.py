@@ -24,8 +24,6 @@ from ._again import Given, gradients_again, products_again
 from ._groups import group_of, name_of
 from ._operators import recorded
 
-__all__ = ["call", "is_transformed", "linear_batch_norm"]
-
 # The names of the gradients that are needed, by what autograd says of the arguments
 _WANTED = {
     needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
@@ -311,7 +309,7 @@ def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors:
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
     found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), how)
-    return [None if place is None else made[place] for place in found.places]
+    return [None if place is None else made[place] for place in found.returns]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
@@ -322,7 +320,7 @@ def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
         dg = deviations if how.in_place and len(dy) else made[-1]
         if dg.shape[1] != dy.shape[1]:
             dg = dg[:, : dy.shape[1]]
-    return [dg, *(None if place is None else made[place] for place in found.places[2:])]
+    return [dg, *(None if place is None else made[place] for place in found.returns[2:])]
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
@@ -332,7 +330,7 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
         pitch = -(-dg.shape[1] * size // 16) * 16 // size
         dg = dg.new_empty(len(dg), pitch)[:, : dg.shape[1]].copy_(dg)
     found, made = backward_run(_kind(dg), (dg, x, weight, None, None), how)
-    return [None if place is None else made[place] for place in found.places[:2]]
+    return [None if place is None else made[place] for place in found.returns[:2]]
 
 
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched

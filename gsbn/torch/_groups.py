@@ -13,8 +13,6 @@ from .._check import shown
 from .._group import Group
 from .._group import group as make_group
 
-__all__ = ["check_group", "group", "group_named", "group_of", "name_of", "world"]
-
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 

@@ -13,8 +13,6 @@ from .._typing import Activation, Gemm, Precision
 from ._groups import check_group
 from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
-__all__ = ["LinearBatchNorm1d"]
-
 
 class LinearBatchNorm1d(nn.Module):
     """Linear, perhaps a scale, BatchNorm1d, perhaps ReLU: three or four modules in one call of gsbn.

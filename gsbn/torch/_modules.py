@@ -16,8 +16,6 @@ from .._typing import Activation, Gemm, Precision
 from ._function import call, is_transformed
 from ._groups import world
 
-__all__ = ["NAMES", "NORMS", "Row", "SyncBatchNorm", "are_plain", "fused", "is_plain", "run", "wins"]
-
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
 _NO_STATISTICS = (None, None, None)
 _hooks_of_all: Any = getattr(_module, "_has_any_global_hook", lambda: False)

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from .._backward import How, backward_of
-from .._check import VECTOR_PARAMETERS
 from .._forward import forward_of
 from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
+from .._plan.problem import VECTOR_PARAMETERS
 from ..reference import Gradients
 from ._groups import group_named
-
-__all__ = ["recorded"]
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (

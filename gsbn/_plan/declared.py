@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ._plan import Kernel
-
-__all__ = ["KERNEL_DIR", "flags", "kind_code", "parameters", "record", "record_dtype", "source"]
+from .kernel import Kernel
 
 
 def _find() -> Path:
-    here = Path(__file__).resolve().parent
-    for folder in (here / "kernels", here.parent / "kernels"):  # in a wheel; in a checkout
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "kernels", package.parent / "kernels"):  # in a wheel; in a checkout
         if (folder / "common.cuh").is_file():
             return folder
-    raise ImportError(f"gsbn: no kernels/ inside or beside {here}: reinstall gsbn")
+    raise ImportError(f"gsbn: no kernels/ inside or beside {package}: reinstall gsbn")
 
 
 KERNEL_DIR = _find()
@@ -59,12 +57,19 @@ def _constants() -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common.cuh"))}
 
 
+def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the fields that a kernel takes; TypeError where one of them is not among those given."""
+    names = record_dtype(kernel).names or ()
+    for name in names:
+        if name not in given:
+            raise TypeError(f"{kernel.name} takes a {name}, which is not among {sorted(given)}")
+    return names
+
+
 def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     """What a kernel takes by value, of fields by name; TypeError where one that it declares is not among them."""
     found = np.zeros(1, record_dtype(kernel))
-    for name in found.dtype.names or ():
-        if name not in fields:
-            raise TypeError(f"{kernel.name} takes a {name}, which is not among {sorted(fields)}")
+    for name in fields_of(kernel, fields):
         found[name] = fields[name]
     return found
 

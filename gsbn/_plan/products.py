@@ -1,0 +1,150 @@
+"""The steps that make a product c = a bᵀ by kernels of gsbn: limbs, forward_sm90's GEMM, the sum of a split k."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from . import declared
+from .copies import whole_words
+from .gemm import OneLaunch
+from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
+from .parts import Parts
+from .problem import ITEMSIZE, VECTORS, Matmul, Matrix
+from .program import ABSENT, Builder, place
+from .sm90_variants import SM90_THREADS
+from .tensor_maps import map_arguments
+from .variants import split_limbs, tile_kernels
+
+SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
+_SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
+_OF_STATISTICS = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
+_OF_PARTS = ("in_panels", "parts_in_panels", "parts_alone")
+
+
+def sm90_gemm(
+    build: Builder,
+    p: Matmul,
+    one: OneLaunch,
+    operands: tuple[str, str, str],
+    exponents: tuple[str, str] = (ABSENT, ABSENT),
+    *,
+    beside: bool = False,
+) -> None:
+    """forward_sm90 in mode "gemm", of the memory of a, b and c; a and b may be limbs, and then have exponents.
+
+    Rows of c may start anywhere. `beside`: it reads nothing that the launch ahead of it writes, and may overlap with
+    that launch.
+    """
+    a, b, c = operands
+    fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
+    by_words = whole_words(p.y, p.n, 4 if one.wide else ITEMSIZE[p.dtype])
+    fields["flags"] = declared.flags(beside=beside, vector_y=by_words)
+    fields |= dict.fromkeys((*_OF_PARTS, *_OF_STATISTICS), 0)
+    of_a, of_b, of_c = map_arguments(one, p)
+    maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # c is mapped where it is stored by words
+    passed = dict.fromkeys(_SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}
+    build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, tile=one)
+
+
+def add_parts(build: Builder, parts: Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
+    """Add up the partial products of a split k."""
+    fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
+    fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
+    build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to})
+
+
+class Limbs:
+    """The steps that make limbs, and the products of these.
+
+    `names` are those of memory, by the names of the splits; `cleared`: an earlier step clears the maxima.
+    """
+
+    def __init__(self, build: Builder, splits: Splits, names: dict[str, str], *, cleared: bool = False) -> None:
+        self._build, self._splits, self._names, self._cleared = build, splits, names, cleared
+
+    def make(self, *, late: bool = False) -> None:
+        """Limbs of all matrices; `late`: of those whose place was not free before."""
+        if not late:
+            self._maxima()
+        now = [split for split in self._splits.of if split.late == late]
+        rows = sorted((split for split in now if split.across is None), key=lambda split: split.columns)
+        for k, same in groupby(rows, key=lambda split: split.columns):
+            together = list(same)
+            for i in range(0, len(together), 2):
+                self._rows(k, together[i : i + 2])
+        if tiles := [split for split in now if split.across is not None]:
+            self._tiles(tiles)
+
+    def multiply(self, p: Matmul, one: OneLaunch, a: str, b: str, c: str) -> None:
+        """A product of limbs that are there, of the matrices of these names; or of b as it is."""
+        a_at, a_limbs, a_exponents = self._operand(a, p.x)
+        b_at, b_limbs, b_exponents = self._operand(b, p.w) if one.element == "limbs" else (p.w, self._names[b], ABSENT)
+        q = p._replace(x=a_at, w=b_at)
+        sm90_gemm(self._build, q, one, (a_limbs, b_limbs, c), (a_exponents, b_exponents))
+
+    def _operand(self, name: str, at: Matrix) -> tuple[Matrix, str, str]:
+        """How its limbs lie, where, and where their exponents are."""
+        of = self._splits.operand(name, at)
+        return Matrix((of.pitch, 1), True), self._place(of.limbs), place(of.exponents)
+
+    def _maxima(self) -> None:
+        """Those of all matrices that want any, early and late, in one launch."""
+        build, splits = self._build, self._splits
+        if tiles := [split for split in splits.of if split.across is not None]:
+            if not self._cleared:
+                build.clear(place(splits.maxima), splits.maxima_bytes)
+            kernel, _ = tile_kernels()
+            grid, rows = maxima_grid(tiles, build.device)
+            passed = {**self._sources(tiles), "maxima": place(splits.maxima)}
+            build.launch(kernel, grid, self._fields(tiles) | {"maxima_rows": rows}, passed)
+
+    def _place(self, at: Place) -> str:
+        return place(at) if isinstance(at, int) else self._names[at]
+
+    def _rows(self, k: int, splits: list[Split]) -> None:
+        """K-major matrices, one or two."""
+        passed = dict.fromkeys(SPLIT_WORDS, ABSENT)
+        fields = {"m": 0, "n": 0, "k": k, "ldx": 0, "ldw": 0}
+        for split, name, count in zip(splits, ("x", "w"), ("m", "n"), strict=False):
+            assert split.along is not None
+            fields |= {count: split.rows, f"ld{name}": split.pitch}
+            passed |= {name: self._names[split.name], f"{name}_limbs": self._place(split.along.limbs)}
+            passed[f"{name}_exponents"] = place(split.along.exponents)
+        flags = {f"vector_{name}": split.vector for split, name in zip(splits, ("x", "w"), strict=False)}
+        grid = split_grid((split.rows for split in splits), k, self._build.device)
+        self._build.launch(split_limbs(k), grid, fields | {"flags": declared.flags(**flags)}, passed)
+
+    def _tiles(self, splits: list[Split]) -> None:
+        """MN-major matrices, whose own rows may be wanted as well."""
+        _, kernel = tile_kernels()
+        passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
+        passed["exponents"] = place(self._splits.exponents)
+        for way in ("across", "along"):
+            operands: list[Operand | None] = [getattr(split, way) for split in splits]
+            limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
+            passed |= {f"{name}_{way}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
+        self._build.launch(kernel, tiles_grid(splits, self._build.device), self._fields(splits), passed)
+
+    def _sources(self, splits: list[Split]) -> dict[str, str]:
+        return dict(zip("abc", _all([self._names[split.name] for split in splits], ABSENT), strict=True))
+
+    def _fields(self, splits: list[Split]) -> dict[str, Any]:
+        fields = [
+            {
+                "m": split.rows,
+                "n": split.columns,
+                "lda": split.pitch,
+                "vector": split.vector,
+                "of_columns": self._splits.word(split.across),
+                "of_rows": self._splits.word(split.along),
+                "along_row": 0 if split.along is None else 2 * split.along.pitch,
+            }
+            for split in splits
+        ]
+        return {name: _all([of[name] for of in fields], 0) for name in fields[0]} | {"maxima_rows": 0}
+
+
+def _all(of_splits: list[Any], absent: Any) -> list[Any]:
+    """For every matrix that a launch has room for."""
+    return of_splits + [absent] * (AT_ONCE - len(of_splits))

@@ -1,0 +1,205 @@
+"""A call, decided: what it allocates, and what happens in which order. Nothing here touches a GPU.
+
+A planner writes a `Program` with a `Builder`. The host runs it, `describe` and the tests read the same list. Memory has
+names: those of the call's arguments, those of the arrays that the call makes, and places in the workspace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from . import declared
+from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, rows_grid
+from .kernel import Kernel
+from .problem import ITEMSIZE, Device, Matmul, Matrix
+from .variants import THREADS, clear, copy_matrix, copy_rows
+
+ABSENT = "absent"  # the address 0
+_SIDES = ("a", "b", "c")  # of copy_rows' matrices
+
+
+class Array(NamedTuple):
+    """An array that every call makes anew; `scratch`: for itself, else it is returned."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scratch: bool = False
+
+
+class Launch(NamedTuple):
+    """A kernel of gsbn."""
+
+    kernel: Kernel
+    grid: int
+    block: int
+    fields: dict[str, Any]  # what its struct declares, by name
+    passed: dict[str, str]  # memory, by the names of its parameters
+    maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # memory, and what its tensor map encodes
+    cooperative: bool = False  # its CTAs wait for each other: all must be resident
+    tile: Any = None  # the OneLaunch that it was made of
+
+
+class Gemm(NamedTuple):
+    """A product c = a bᵀ of cuBLAS, of the memory of a, b and c; `wide`: c has the accumulator's type."""
+
+    p: Matmul
+    precision: str
+    wide: bool
+    operands: tuple[str, str, str]
+
+
+class Gather(NamedTuple):
+    """So many doubles of every rank, by NCCL, from one place to the other."""
+
+    doubles: int
+    operands: tuple[str, str]
+
+
+Step = Launch | Gemm | Gather
+
+
+class Program(NamedTuple):
+    """What a call does. Offsets into the workspace and its size are in bytes."""
+
+    path: str  # as `gemm` names it
+    why: str
+    arrays: tuple[Array, ...]
+    workspace: int
+    lent: int  # bytes behind the workspace that one step uses at a time
+    steps: tuple[Step, ...]
+    limited: bool = False  # no launch begins before the one ahead of it in the stream has ended
+
+    def launches(self, name: str | None = None) -> list[Launch]:
+        """The launches, or those of the kernel with this name."""
+        return [step for step in self.steps if isinstance(step, Launch) and name in (None, step.kernel.name)]
+
+    def launch(self, name: str) -> Launch | None:
+        """The first launch of the kernel with this name."""
+        return next(iter(self.launches(name)), None)
+
+    def made(self, name: str) -> int | None:
+        """The position of an array among `arrays`."""
+        return next((i for i, array in enumerate(self.arrays) if array.name == name), None)
+
+
+class Copy(NamedTuple):
+    """A matrix, the memory that it is in and shall be in, and how it lies in each."""
+
+    name: str
+    to: str
+    shape: tuple[int, int]
+    itemsize: int
+    at: Matrix
+    to_at: Matrix
+
+
+def place(offset: int) -> str:
+    """The name of a place in the workspace."""
+    return f"workspace + {offset}"
+
+
+def offset_of(name: str) -> int | None:
+    """The offset of a place in the workspace; None for the name of anything else."""
+    start, _, offset = name.partition(" + ")
+    return int(offset) if start == "workspace" else None
+
+
+class Builder:
+    """Collects what a program consists of, in the order of its steps."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._arrays: list[Array] = []
+        self._steps: list[Step] = []
+        self._nbytes = self._lent = 0
+
+    def program(self, path: str, why: str) -> Program:
+        return Program(
+            path, why, tuple(self._arrays), self._nbytes, self._lent, tuple(self._steps), self.device.limited
+        )
+
+    # ---- memory
+
+    def make(self, name: str, shape: tuple[int, ...], dtype: str, *, scratch: bool = False) -> str:
+        """An array that every call makes anew; gives its name."""
+        self._arrays.append(Array(name, shape, dtype, scratch))
+        return name
+
+    def reserve(self, nbytes: int) -> None:
+        """The size of the workspace; before anything is lent."""
+        self._nbytes = nbytes + -nbytes % 256
+
+    def lend(self, nbytes: int) -> str:
+        """Scratch memory for one step, behind the workspace: the next step may overwrite what it leaves there."""
+        self._lent = max(self._lent, nbytes)
+        return place(self._nbytes) if nbytes else ABSENT
+
+    # ---- steps
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: int,
+        fields: Mapping[str, Any],
+        passed: dict[str, str],
+        block: int = THREADS,
+        *,
+        maps: tuple[tuple[str, tuple[Any, ...]], ...] = (),
+        cooperative: bool = False,
+        tile: Any = None,
+    ) -> None:
+        """A kernel, with the fields of those given that its struct declares."""
+        mine = {name: fields[name] for name in declared.fields_of(kernel, fields)}
+        self._steps.append(Launch(kernel, grid, block, mine, passed, maps, cooperative, tile))
+
+    def gemm(self, p: Matmul, precision: str, a: str, b: str, c: str, *, wide: bool) -> None:
+        self._steps.append(Gemm(p, precision, wide, (a, b, c)))
+
+    def gather(self, doubles: int, posted: str, gathered: str) -> None:
+        self._steps.append(Gather(doubles, (posted, gathered)))
+
+    def clear(self, name: str, nbytes: int) -> None:
+        """Zeros, of memory on 16 bytes."""
+        self.launch(clear(), clear_grid(nbytes, self.device), {"bytes": nbytes}, {"to": name})
+
+    def copied(self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str) -> Copy:
+        """A copy of the argument of this name, which lies as `of` says and shall lie as `at` says, in new memory."""
+        rows, cols = shape
+        if at.strides[1] != 1:
+            rows, cols, of, at = cols, rows, of.T, at.T
+        to = self.make(f"copy of {name}", (rows, at.strides[0]), dtype, scratch=True)
+        return Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at)
+
+    def copy(self, copies: list[Copy]) -> None:
+        """One launch for three matrices whose rows are adjacent elements here and there, and one for any other."""
+        fields: dict[str, Any]
+        by_rows = [c for c in copies if all(adjacent(at, c.shape[1]) for at in (c.at, c.to_at))]
+        for c in copies:
+            if c not in by_rows:
+                (rows, cols), (from_row, from_col), (to_row, to_col) = c.shape, c.at.strides, c.to_at.strides
+                fields = {"rows": rows, "cols": cols}
+                fields |= {"from_row": from_row, "from_col": from_col, "to_row": to_row, "to_col": to_col}
+                passed = {"from": c.name, "to": c.to}
+                self.launch(copy_matrix(c.itemsize), copy_grid(rows, cols, self.device), fields, passed)
+        for first in range(0, len(by_rows), COPIES_AT_ONCE):
+            together = by_rows[first : first + COPIES_AT_ONCE]
+            # in pieces of 2 bytes, from here on
+            sizes = [(c.shape[0], c.shape[1] * c.itemsize // 2) for c in together]
+            none = [0] * (COPIES_AT_ONCE - len(together))
+            fields = {
+                "rows": [rows for rows, _ in sizes] + none,
+                "cols": [cols for _, cols in sizes] + none,
+                "from_row": [c.at.strides[0] * c.itemsize // 2 for c in together] + none,
+                "to_row": [c.to_at.strides[0] * c.itemsize // 2 for c in together] + none,
+            }
+            passed = {f"{way}_{side}": ABSENT for side in _SIDES for way in ("from", "to")}
+            for c, side in zip(together, _SIDES, strict=False):
+                passed |= {f"from_{side}": c.name, f"to_{side}": c.to}
+            self.launch(copy_rows(), rows_grid(sizes, self.device), fields, passed)
+
+
+def nbytes_of(array: Array) -> int:
+    return math.prod(array.shape) * ITEMSIZE[array.dtype]

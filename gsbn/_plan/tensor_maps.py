@@ -1,0 +1,47 @@
+"""What the tensor maps of forward_sm90 encode: how its copy engine cuts each operand into boxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .gemm import OneLaunch
+from .problem import ITEMSIZE, Matmul
+from .sm90_variants import COLUMN, SM90_BLOCK_N, by_limbs
+
+L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
+
+
+def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
+    """What `_tma.tensor_map` takes beside a pointer, for x, weight and y.
+
+    A box is 128 bytes wide and as high as one transfer; its rows are rows of k where an operand is MN-major. Limbs lie
+    as p's x and w say, counted in float32 elements. Of an operand that several CTAs share, a transfer takes one limb.
+    """
+    m, n, k, dtype, _, x, w, y, _ = p
+    of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # CTAs that share it
+    multiplied = one.block_m * one.split  # rows of x
+    if by_limbs(one.element):
+        of_limbs = "float16", SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1
+        if one.element == "limbs":
+            w_map: tuple[Any, ...] = (n, k, 4 * w.strides[0], *of_limbs)
+        elif w.strides[1] == 1:
+            w_map = n, k, 4 * w.strides[0], "float32", SM90_BLOCK_N, 32, L2_256B
+        else:
+            w_map = k, n, 4 * w.strides[1], "float32", 64, 32, L2_256B
+        return [
+            (m, k, 4 * x.strides[0], "float16", multiplied, 64, L2_256B, 3 - of_x),
+            w_map,
+            (m, n, 4 * y.strides[0], "float32", min(one.block_m, 32), 32, L2_NONE),
+        ]
+    size = ITEMSIZE[dtype]
+    width = 128 // size
+    store_rows = min(one.block_m, 32 if size == 4 else 64)
+    maps: list[tuple[Any, ...]] = []
+    for at, rows, box in ((x, m, multiplied // of_x), (w, n, SM90_BLOCK_N // of_w)):
+        if at.strides[1] == 1:
+            maps.append((rows, k, at.strides[0] * size, one.element, box, width, L2_256B))
+        else:
+            maps.append((k, rows, at.strides[1] * size, one.element, width, COLUMN, L2_256B))
+    if one.wide:
+        return [*maps, (m, n, y.strides[0] * 4, "float32", 32, 32, L2_NONE)]
+    return [*maps, (m, n, y.strides[0] * size, dtype, store_rows, width, L2_NONE)]
