@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from ._backward import backward
-from ._call import Description
 from ._fold import fold
 from ._forward import describe, forward
-from ._group import Group, group
+from ._host.call import Description
 from ._prepare import prepare
 from ._prepared import Prepared
+from ._ranks.group import Group, group
 from ._saved import Saved
 from ._warm_up import warm_up
 from .reference import Gradients

@@ -6,18 +6,19 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple, overload
 
-from . import _check, _cpu, _plan
-from ._call import matrix_of
-from ._dynamo import outside_graphs
-from ._group import Group
-from ._interop import Kind, kinds_of
+from . import _cpu, _plan
+from ._arrays import check
+from ._arrays.dynamo import outside_graphs
+from ._arrays.kinds import Kind, kinds_of
+from ._host.call import matrix_of
+from ._host.run import ANY, Checked, Operation, Views, call
+from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
 from ._plan.problem import VECTOR_PARAMETERS
 from ._plan.program import Program
 from ._plan.ranks import Ranks
-from ._ranks import signature
-from ._run import ANY, Checked, Operation, Views, borrow, give_back
-from ._run import run as run_on_gpu
+from ._ranks.exchange import signature
+from ._ranks.group import Group
 from ._saved import Saved
 from ._typing import A, AnyArray, Array
 from .reference import Gradients
@@ -111,12 +112,10 @@ def backward_within(
     sms: int | None = None,
 ) -> Gradients[Any]:
     """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
-    wanted = needs if needs is Gradients._fields else _check.needs(needs, Gradients._fields)
+    wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)
     if not isinstance(saved, Saved):
-        raise TypeError(
-            f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {_check.shown(saved)}"
-        )
-    _check.sm_count(sms)
+        raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {check.shown(saved)}")
+    check.sm_count(sms)
     return backward_of(dy, saved, wanted, sms, limits)
 
 
@@ -127,16 +126,8 @@ def backward_of(
     """`backward`, all but dy being known to be right; the wanted names are in the order of `Gradients`."""
     if saved.group is not None:
         saved.group.check()
-    kind, (dy,), _, borrowed = borrow(("dy",), (dy,), ("dy",))
-    if not kind.on_gpu:
-        _check_arguments(kind, (dy, *saved[:4]))
-        _check_versions(kind, saved)
-        return _backward_cpu(kind, dy, saved, wanted)
-    arrays = (dy, *saved[:4])
-    found, made = run(kind, arrays, How.of(saved, wanted, sms, limits), saved)
-    if borrowed:
-        give_back(kind, (dy,))
-    return Gradients(*(None if place is None else made[place] for place in found.returns))
+    how = How.of(saved, wanted, sms, limits)
+    return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
 
 
 class How(NamedTuple):
@@ -186,12 +177,15 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     half alone, None for the others. The first half makes dg last. It is the first array of the second half, in rows on
     16 bytes.
     """
-    operation = OF_KEPT if saved is None else BACKWARD
-    before = None if saved is None else partial(_check_versions, kind, saved)
     group = how.group if how.norm else None
-    found, made = run_on_gpu(operation, kind, arrays, how, group=group, limits=how.limits, before=before)
+    found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
     assert found is not None
     return found, made
+
+
+def _result(kind: Kind, arrays: tuple[Any, ...], how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
+    assert found is not None
+    return Gradients(*(None if place is None else made[place] for place in found.returns))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -201,18 +195,22 @@ def _views(kind: Kind, arrays: tuple[Any, ...]) -> Views:
     return {name: None if array is None else kind.view(array) for name, array in zip(ARGUMENTS, arrays, strict=True)}
 
 
-def _check_arguments(kind: Kind, arrays: tuple[Any, ...], *_: Any) -> Views:
+def _check(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved | None) -> Views:
+    return _check_kept(kind, arrays, how) if saved is None else _check_arguments(kind, arrays)
+
+
+def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
     """Raise what is wrong with dy, or with what was saved."""
     dy, x, weight, *_others = arrays
     kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
     views = _views(kind, arrays)
     of_dy, of_x, of_weight = views["dy"], views["x"], views["weight"]
     assert of_dy is not None and of_x is not None and of_weight is not None
-    _check.backward_arguments(of_dy, of_x, of_weight.shape[0])
+    check.backward_arguments(of_dy, of_x, of_weight.shape[0])
     return views
 
 
-def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How, *_: Any) -> Views:
+def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
     """Raise what is wrong with dy, and with what autograd kept: hooks on saved tensors may give back anything."""
     named = dict(zip(ARGUMENTS, arrays, strict=True))
     kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
@@ -239,8 +237,10 @@ def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How, *_: Any) -> Views
     return views
 
 
-def _check_versions(kind: Kind, saved: Saved) -> None:
+def _check_versions(kind: Kind, saved: Saved | None) -> None:
     """Raise what autograd raises where an operand is no longer what the forward saw."""
+    if saved is None:
+        return
     for name, expected in zip(("x", "weight"), saved.versions, strict=True):
         if expected is not None and (found := kind.version(getattr(saved, name))) != expected:
             raise RuntimeError(
@@ -289,23 +289,13 @@ def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]
     return tuple(program.made(gradient_of(name)) for name in Gradients._fields)
 
 
-BACKWARD = Operation(
-    name="backward",
-    arguments=ARGUMENTS,
-    aligned=(0, 1, 2),
-    numeric=(),
-    check=_check_arguments,
-    program=_program,
-    returns=_returns,
-    within=_within,
-)
-OF_KEPT = BACKWARD._replace(check=_check_kept)  # of what autograd kept
-
-
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> Gradients[Any]:
+def _on_cpu(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
+    _check_arguments(kind, arrays)
+    _check_versions(kind, saved)
+    dy, needs = arrays[0], how.needs
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
     call = f"backward of {len(saved.weight)} features, {kind.dtype(dy)}"
@@ -318,3 +308,20 @@ def _backward_cpu(kind: Kind, dy: Any, saved: Saved, needs: tuple[str, ...]) -> 
         gather=None if saved.group is None else partial(saved.group.gather, call),
     )
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))
+
+
+BACKWARD = Operation(
+    name="backward",
+    arguments=ARGUMENTS,
+    required=("dy",),
+    foreign=1,
+    aligned=(0, 1, 2),
+    numeric=(),
+    check=_check,
+    program=_program,
+    returns=_returns,
+    result=_result,
+    on_cpu=_on_cpu,
+    within=_within,
+    before=_check_versions,
+)

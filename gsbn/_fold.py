@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from . import _check, _plan, reference
-from ._call import matrix_of, vector_codes
-from ._dynamo import outside_graphs
-from ._interop import NUMBERS, Kind, kinds_of
+from . import _plan, reference
+from ._arrays import check
+from ._arrays.dynamo import outside_graphs
+from ._arrays.kinds import NUMBERS, Kind, kinds_of
+from ._host.call import matrix_of, vector_codes
+from ._host.run import Operation, Views, call
 from ._plan.problem import VECTORS
 from ._plan.program import Builder, Program
 from ._prepared import Prepared
-from ._run import Operation, Views, borrow, give_back, run
 from ._typing import A, AnyArray, Array
 
 ARRAYS = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
@@ -74,21 +75,15 @@ def fold(
     if isinstance(scale, NUMBERS):
         number, scale = scale, None  # type: ignore[assignment]
     given = (weight, scale, running_mean, running_var, bias, gamma, beta)
-    kind, arrays, _, borrowed = borrow(ARRAYS, given, REQUIRED)
-    if not kind.on_gpu:
-        return _fold_cpu(kind, arrays, (eps, number))
-    _, made = run(FOLD, kind, arrays, (eps, number))
-    if borrowed:
-        give_back(kind, arrays)
-    return made[-2], made[-1]
+    return call(FOLD, given, (eps, number))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], _: frozenset[str] = frozenset()) -> Views:
+def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
     eps, number = options
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, REQUIRED)
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
-    _check.fold_arguments(views, eps=eps, number=number)
+    check.fold_arguments(views, eps=eps, number=number)
     return views
 
 
@@ -110,19 +105,7 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     return build.program("fold", "")
 
 
-FOLD = Operation(
-    name="fold",
-    arguments=ARRAYS,
-    aligned=(0,),
-    numeric=(0, 1),
-    check=_views,
-    program=_program,
-    returns=lambda program, views, options: None,
-    within=lambda options, held: options,
-)
-
-
-def _fold_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, Any]:
+def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> tuple[Any, Any]:
     _views(kind, arrays, options)
     eps, number = options
     host: dict[str, Any] = {
@@ -132,3 +115,18 @@ def _fold_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> 
     host["scale"] = number if host["scale"] is None else host["scale"]
     w, b = reference.fold(**host, eps=float(eps))
     return kind.from_numpy(reference.round_to(w, dtype)), kind.from_numpy(reference.round_to(b, dtype))
+
+
+FOLD = Operation(
+    name="fold",
+    arguments=ARRAYS,
+    required=REQUIRED,
+    foreign=len(ARRAYS),
+    aligned=(0,),
+    numeric=(0, 1),
+    check=_views,
+    program=_program,
+    returns=lambda program, views, options: None,
+    result=lambda kind, arrays, options, found, made: (made[-2], made[-1]),
+    on_cpu=_on_cpu,
+)

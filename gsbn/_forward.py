@@ -8,19 +8,20 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from . import _check, _cpu, _plan
-from ._call import Description, matrix_of, vector_codes
-from ._dynamo import outside_graphs
-from ._group import Group
-from ._interop import NUMBERS, Kind, kinds_of
+from . import _cpu, _plan
+from ._arrays import check
+from ._arrays.dynamo import outside_graphs
+from ._arrays.kinds import NUMBERS, Kind, kinds_of
+from ._host.call import Description, matrix_of, vector_codes
+from ._host.run import ANY, Checked, Operation, Views, call, checked
+from ._host.run import describe as describe_call
 from ._plan.forward import PREPARED
 from ._plan.problem import VECTOR_PARAMETERS
 from ._plan.program import Program
 from ._plan.ranks import Ranks
 from ._prepared import Prepared
-from ._ranks import forward_words, signature
-from ._run import ANY, Operation, Views, borrow, checked, give_back, run
-from ._run import describe as describe_run
+from ._ranks.exchange import forward_words, signature
+from ._ranks.group import Group
 from ._saved import Saved
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 
@@ -240,16 +241,8 @@ def describe(*arguments: Any, **keywords: Any) -> Description:
     TypeError, ValueError, RuntimeError
         What `forward` would raise.
     """
-    kind, arrays, options, prepared, read_only, borrowed = _given(*_bind(arguments, keywords))
-    how = None
-    if kind.on_gpu:
-        of_call = {"group": options[_GROUP], "limits": ANY, "read_only": read_only, "prepared": prepared}
-        how = describe_run(FORWARD, kind, arrays, options, **of_call)
-    else:
-        _views(kind, arrays, options, read_only)
-    if borrowed:
-        give_back(kind, arrays)
-    return how or Description("numpy", "no rows" if kind.on_gpu else "the arrays are on the CPU", (), 0)
+    arrays, options, prepared, own = _given(*_bind(arguments, keywords))
+    return describe_call(FORWARD, arrays, options, group=options[_GROUP], context=prepared, own=own)
 
 
 def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -266,55 +259,50 @@ def _signature() -> inspect.Signature:
 
 
 _COUNT = ARRAYS.index("num_batches_tracked")
-_NUMERIC = tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number")))
 
 
 def _given(
     arrays: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[Kind, tuple[Any, ...], tuple[Any, ...], Prepared | None, frozenset[str], bool]:
-    """Whose arrays these are; a scale that is a number among the options; a prepared weight beside its array."""
-    prepared = None
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Prepared | None, tuple[str, ...]]:
+    """Arrays and options, a scale that is a number being among the options; a prepared weight; the names of the arrays
+    that no other library may own."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if group is not None:
         if not isinstance(group, Group):
-            raise TypeError(f"group: expected what gsbn.group(comm) returned, got {_check.shown(group)}")
+            raise TypeError(f"group: expected what gsbn.group(comm) returned, got {check.shown(group)}")
         group.check()
     if isinstance(scale, NUMBERS):
         arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
     else:
         options = (*options, 1.0)
-    if isinstance(weight, Prepared):
-        if weight.precision != precision and precision in _check.PRECISIONS:
-            raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
-        prepared, arrays = weight, (x, weight.weight, *arrays[2:])
-    own = ("out",) if prepared is None else ("out", "weight")
-    kind, arrays, read_only, borrowed = borrow(ARRAYS, arrays, ("x", "weight"), own)
-    return kind, arrays, options, prepared, read_only, borrowed
+    if not isinstance(weight, Prepared):
+        return arrays, options, None, ("out",)
+    if weight.precision != precision and precision in check.PRECISIONS:
+        raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
+    return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
 
 
 def _call(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
-    kind, arrays, options, prepared, read_only, borrowed = _given(arrays, options)
-    if not kind.on_gpu:
-        return _forward_cpu(kind, arrays, options, read_only)
-    found, made = run(
-        FORWARD, kind, arrays, options, group=options[_GROUP], limits=limits, read_only=read_only, prepared=prepared
-    )
+    arrays, options, prepared, own = _given(arrays, options)
+    return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
+
+
+def _result(
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Checked | None, made: list[Any]
+) -> Any:
+    """y, and what is saved."""
     if found is None:
-        result = _nothing(kind, arrays, options, arrays[1].shape[0])
-    else:
-        y_at, dtypes = found.returns
-        if found.written and kind.counts_writes:
-            kind.written([arrays[i] for i in found.written])
-        y = arrays[-1] if y_at is None else made[y_at]
-        result = y if dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], dtypes))
-    if borrowed:
-        give_back(kind, arrays)
-    return result
+        return _nothing(kind, arrays, options, arrays[1].shape[0])
+    y_at, dtypes = found.returns
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    y = arrays[-1] if y_at is None else made[y_at]
+    return y if dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], dtypes))
 
 
 def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
     """The options of a call that can occupy so many SMs at most."""
-    _check.sm_count(options[_SMS])
+    check.sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
 
@@ -347,13 +335,15 @@ def _saved(
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> dict[str, Any]:
+def _views(
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
+) -> Views:
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, ("x", "weight"))
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
     for name in read_only:
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
-    _check.forward_arguments(views, **dict(zip((*OPTIONS, "number"), options, strict=True)))
+    check.forward_arguments(views, **dict(zip((*OPTIONS, "number"), options, strict=True)))
     return views
 
 
@@ -405,24 +395,12 @@ def _vector_dtypes(views: Views) -> tuple[str | None, ...]:
     return tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
 
 
-FORWARD = Operation(
-    name="forward",
-    arguments=ARRAYS,
-    aligned=(0, 1, len(ARRAYS) - 1),
-    numeric=_NUMERIC,
-    check=_views,
-    program=_program,
-    returns=_returns,
-    within=_within,
-    written=lambda views, options: _check.written(views, training=bool(options[_TRAINING])),
-    extra=PREPARED,
-)
-
-
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str]) -> Any:
+def _on_cpu(
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
+) -> Any:
     found = checked(FORWARD, kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
@@ -453,3 +431,21 @@ def _forward_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], 
         return result
     deviations, vectors = map(kind.from_numpy, kept)
     return result, _saved(kind, arrays, options, deviations, vectors, _dtypes(kind, arrays))
+
+
+FORWARD = Operation(
+    name="forward",
+    arguments=ARRAYS,
+    required=("x", "weight"),
+    foreign=len(ARRAYS),
+    aligned=(0, 1, len(ARRAYS) - 1),
+    numeric=tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number"))),
+    check=_views,
+    program=_program,
+    returns=_returns,
+    result=_result,
+    on_cpu=_on_cpu,
+    within=_within,
+    written=lambda views, options: check.written(views, training=bool(options[_TRAINING])),
+    extra=PREPARED,
+)

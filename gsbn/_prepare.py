@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _check, _plan
-from ._call import matrix_of
-from ._dynamo import outside_graphs
-from ._interop import Kind, kinds_of
+from . import _plan
+from ._arrays import check
+from ._arrays.dynamo import outside_graphs
+from ._arrays.kinds import Kind, kinds_of
+from ._host.call import matrix_of
+from ._host.run import Operation, Views, call
 from ._plan import declared
 from ._plan.products import SPLIT_WORDS
 from ._plan.program import ABSENT, Builder, Program
 from ._prepared import Prepared
-from ._run import Operation, Views, borrow, give_back, run
 from ._typing import AnyArray, Precision
 
 
@@ -51,23 +52,13 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     """
     if isinstance(weight, Prepared):
         raise TypeError("weight: expected an array, got one that is prepared already")
-    kind, arrays, _, borrowed = borrow(("weight",), (weight,), ("weight",))
-    if not kind.on_gpu:
-        _views(kind, arrays, (precision,))
-        return Prepared(kind.copy(arrays[0]), precision)
-    _, made = run(PREPARE, kind, arrays, (precision,))
-    prepared = Prepared(made[0][:, : arrays[0].shape[1]], precision)
-    if len(made) > 1:
-        prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
-    if borrowed:
-        give_back(kind, arrays)
-    return prepared
+    return call(PREPARE, (weight,), (precision,))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], _: frozenset[str] = frozenset()) -> Views:
+def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
     kinds_of({"weight": arrays[0]}, ("weight",))
     view = kind.view(arrays[0])
-    _check.prepare_arguments(view, precision=options[0])
+    check.prepare_arguments(view, precision=options[0])
     return {"weight": view}
 
 
@@ -88,13 +79,28 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     return build.program("prepare", "")
 
 
+def _result(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Any, made: list[Any]) -> Prepared:
+    prepared = Prepared(made[0][:, : arrays[0].shape[1]], options[0])
+    if len(made) > 1:
+        prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
+    return prepared
+
+
+def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Prepared:
+    _views(kind, arrays, options)
+    return Prepared(kind.copy(arrays[0]), options[0])
+
+
 PREPARE = Operation(
     name="prepare",
     arguments=("weight",),
+    required=("weight",),
+    foreign=1,
     aligned=(0,),
     numeric=(),
     check=_views,
     program=_program,
     returns=lambda program, views, options: None,
-    within=lambda options, held: options,
+    result=_result,
+    on_cpu=_on_cpu,
 )

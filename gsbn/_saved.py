@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ._group import Group
+from ._ranks.group import Group
 from ._typing import Activation, Gemm, Precision
 
 

@@ -7,8 +7,10 @@ import os
 import re
 from collections.abc import Callable
 
-from . import _device, _kernels, _plan
-from ._check import shown
+from . import _plan
+from ._arrays.check import shown
+from ._cuda import device as devices
+from ._cuda import kernels as kernels_
 
 
 def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:
@@ -51,7 +53,7 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
             raise ValueError(f"arch: expected a compute capability from sm_75 on, such as 'sm_90', got {arch!r}")
         if importlib.util.find_spec("cupy") is None:
             raise RuntimeError("no compiler for the kernels: CuPy, which brings NVRTC, is not installed")
-    elif obstacle := _device.gpu_obstacle():
+    elif obstacle := devices.gpu_obstacle():
         raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
     from concurrent.futures import ThreadPoolExecutor  # 5 ms, which `import gsbn` need not take
 
@@ -59,19 +61,19 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
 
     device = None if arch is not None else cupy.cuda.Device().id
     if device is not None:
-        capability = _kernels.gpu(device).capability
-    kernels = list(_kernels.usable(capability))
+        capability = kernels_.gpu(device).capability
+    kernels = list(kernels_.usable(capability))
 
     def ready(kernel: _plan.Kernel) -> None:
         if device is None:
-            file = _kernels.compiled(kernel, capability)
+            file = kernels_.compiled(kernel, capability)
             if not file.exists():
                 raise OSError(
                     f"cannot write to {file.parent}, where compiled kernels lie: set CUPY_CACHE_DIR to a folder"
                 )
             return
-        with _device.on_device(device):
-            _kernels.launcher(kernel, device)
+        with devices.on_device(device):
+            kernels_.launcher(kernel, device)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works without the GIL
         waiting = [pool.submit(ready, kernel) for kernel in kernels]

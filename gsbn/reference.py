@@ -39,7 +39,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._check import needs as checked_needs
+from ._arrays.check import needs as checked_needs
 from ._typing import A_co, NamedTuple
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]

@@ -100,7 +100,7 @@ def hopper() -> None:
     """A GPU that forward_sm90 runs on."""
     import cupy
 
-    from gsbn import _kernels
+    from gsbn._cuda import kernels as _kernels
 
     device = _kernels.gpu(cupy.cuda.Device().id)
     if device.capability != (9, 0) or not device.sm90a:

@@ -64,7 +64,8 @@ from test_errors import stretch
 from tolerance import TF32, Bounds, assert_outcome_within, assert_within, bounds
 
 import gsbn
-from gsbn import _kernels, _plan, reference
+from gsbn import _plan, reference
+from gsbn._cuda import kernels as _kernels
 
 Arrays = dict[str, np.ndarray]
 COUNT = "num_batches_tracked"

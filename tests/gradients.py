@@ -38,9 +38,9 @@ from tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of, summe
 
 import gsbn
 from gsbn import Gradients, reference
+from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
-from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 
 FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # of the rule for gradients
@@ -248,7 +248,7 @@ def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limi
     how = How(True, "highest", gemm, (None,) * 4, None, None, None, (name,), None, limits, norm=False)
     with poisoned_allocations(kind_of("cupy")):
         found, made = run(library_of(dg), (given, x, weight, None, None), how)
-    place = found.places[NAMES.index(name)]
+    place = found.returns[NAMES.index(name)]
     assert place is not None
     return made[place]
 

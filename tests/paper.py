@@ -26,16 +26,13 @@ if __package__:  # as tests.paper
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import gsbn
-from gsbn import (
-    _call,
-    _device,
-    _interop,
-    _kernels,
-    _plan,
-    _run,
-    _tma,
-)
-
+from gsbn import _plan
+from gsbn._arrays import kinds as _interop
+from gsbn._cuda import device as _device
+from gsbn._cuda import kernels as _kernels
+from gsbn._cuda import tensor_maps as _tma
+from gsbn._host import call as _call
+from gsbn._host import run as _run
 from gsbn._plan import declared
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}

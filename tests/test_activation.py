@@ -23,7 +23,8 @@ from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds
 
 import gsbn
-from gsbn import _kernels, _plan, reference
+from gsbn import _plan, reference
+from gsbn._cuda import kernels as _kernels
 from gsbn._plan import Limits
 from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K
 

@@ -16,8 +16,8 @@ from test_errors import B, I, O, about
 from test_imports import BLOCKER
 
 import gsbn
-from gsbn import _dynamo
-from gsbn._interop import kind_of
+from gsbn._arrays import dynamo as _dynamo
+from gsbn._arrays.kinds import kind_of
 
 torch = pytest.importorskip("torch")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import _device, bench, reference
+from gsbn import bench, reference
+from gsbn._cuda import device as _device
 from gsbn.bench import bounds, libraries, machine, measure, publish
 from gsbn.bench.candidate import Candidate
 from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle

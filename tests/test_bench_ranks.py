@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gsbn import _device
+from gsbn._cuda import device as _device
 from gsbn.bench import cli, libraries, machine, rank_tables, ranks
 from gsbn.bench.clock import median_interval
 from gsbn.bench.report import Settings

@@ -21,7 +21,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gsbn import _device, bench
+from gsbn import bench
+from gsbn._cuda import device as _device
 from gsbn.bench import bounds, cli, machine, selfcheck
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from harness import DTYPES, Kind, assert_same_bits, kind_of, without_out
 from strategies import Case
 
 import gsbn
-from gsbn import _cublas
+from gsbn._cuda import cublas as _cublas
 from gsbn._plan import Device, Matmul, Matrix
 
 # Rows, input and output features: one product each sums far (g, dx, dweight), which cuBLAS splits and keeps in scratch

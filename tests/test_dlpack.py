@@ -55,7 +55,7 @@ def test_an_array_on_a_gpu_without_cupy() -> None:
     script = """
 import numpy as np
 import gsbn
-from gsbn import _device
+from gsbn._cuda import device as _device
 
 class Producer:
     def __dlpack__(self, **options): raise AssertionError("nobody could take it")

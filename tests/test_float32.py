@@ -13,8 +13,9 @@ from strategies import Case
 from tolerance import assert_outcome_within, bounds, norm_error
 
 import gsbn
-from gsbn import _kernels, reference
+from gsbn import reference
 from gsbn._backward import backward_within
+from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.sm90_variants import TILES_OF_X

@@ -33,7 +33,8 @@ from strategies import ACTIVATIONS, SCALES, Case, cases
 from tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
 
 import gsbn
-from gsbn import _kernels, reference
+from gsbn import reference
+from gsbn._cuda import kernels as _kernels
 from gsbn._plan import Limits
 from gsbn._plan.forward import ONE_PASS_ROWS
 from gsbn._plan.gemm import MAX_TERMS

@@ -16,8 +16,11 @@ from strategies import Case
 from tolerance import TF32, assert_outcome_within, assert_within, bounds, roundoff
 
 import gsbn
-from gsbn import _driver, _kernels, _plan, _sm90, reference
+from gsbn import _plan, reference
+from gsbn._cuda import driver as _driver
+from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
+from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits
 from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X, largest_block
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
@@ -197,7 +200,7 @@ def test_products_of_integers_are_exact(
     at = [_plan.Matrix((o.shape[1], 1), True) for o in (a, b, c)]
     x_at, w_at = (where.T if turned else where for where, turned in zip(at, across, strict=False))
     p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2], Limits(sm90=tile))
-    multiply = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
+    multiply = bare_gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
     multiply((a.data.ptr, b.data.ptr, c.data.ptr), cupy.cuda.get_current_stream().ptr)
     got = cupy.asnumpy(c)
     np.testing.assert_array_equal(got[:, :n], reference.round_to(x.astype("f8") @ w.astype("f8").T, t))

@@ -23,8 +23,8 @@ import pytest
 from group_contract import APART, LIMIT, ON_GPUS, TOGETHER, environment, why_not
 
 import gsbn
-from gsbn import _ranks
-from gsbn._group import Group
+from gsbn._ranks import exchange as _ranks
+from gsbn._ranks.group import Group
 
 PROGRAM = Path(__file__).with_name("group_contract.py")
 KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # of arrays: an engine knows nothing of them

@@ -10,8 +10,8 @@ from harness import DTYPES, assert_same_bits
 
 import gsbn
 from gsbn import Gradients
+from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
-from gsbn._interop import kind_of as library_of
 from gsbn._plan import Limits
 
 pytestmark = pytest.mark.gpu
@@ -49,11 +49,13 @@ def test_give_what_the_whole_gives(
     )  # fmt: skip
     expected, kind = gsbn.backward(dy, saved), library_of(x)
     norm, made = run(kind, (dy, None, None, *saved[2:4]), whole(saved)._replace(linear=False))
-    found = {name: made[place] for name, place in zip(Gradients._fields, norm.places, strict=True) if place is not None}
+    found = {
+        name: made[place] for name, place in zip(Gradients._fields, norm.returns, strict=True) if place is not None
+    }
     dg = made[-1][:, :features]
     linear, made = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
     found |= {
-        name: made[place] for name, place in zip(Gradients._fields, linear.places, strict=True) if place is not None
+        name: made[place] for name, place in zip(Gradients._fields, linear.returns, strict=True) if place is not None
     }
     assert found.keys() == {name for name, gradient in expected._asdict().items() if gradient is not None}
     for name, gradient in found.items():
@@ -69,7 +71,7 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
     _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
     expected = gsbn.backward(dy, saved)
     prepared, made = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
-    for name, place in zip(Gradients._fields, prepared.places, strict=True):
+    for name, place in zip(Gradients._fields, prepared.returns, strict=True):
         assert (place is None) == (getattr(expected, name) is None)
         if place is not None:
             assert_same_bits(cupy.asnumpy(made[place]), cupy.asnumpy(getattr(expected, name)))
@@ -92,7 +94,7 @@ def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype
     dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
     dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
     prepared, made = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))
-    got = [cupy.asnumpy(made[place]) for place in prepared.places[:2]]
+    got = [cupy.asnumpy(made[place]) for place in prepared.returns[:2]]
     assert got[1].dtype == np.float32
     np.testing.assert_array_equal(got[1], dweight)
     np.testing.assert_array_equal(got[0], dx.astype(got[0].dtype))

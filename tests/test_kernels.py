@@ -20,7 +20,10 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import _declared, _kernels, _plan, _sm90
+from gsbn import _plan
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import declared as _declared
+from gsbn._plan.products import SM90_WORDS
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -54,7 +57,7 @@ def test_parameters_follow_the_macros() -> None:
             keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("KEEP", "RANKS"))
             by_value, words = _declared.parameters(kernel)
             more = (*(("kept", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
-            assert words == (*_sm90.SM90_WORDS, *more)
+            assert words == (*SM90_WORDS, *more)
             assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
 
 

@@ -19,7 +19,7 @@ from test_forward_gpu import capture, new_stream, occupy, truth_and_bounds
 from tolerance import assert_outcome_within, assert_within, bounds
 
 import gsbn
-from gsbn import _kernels
+from gsbn._cuda import kernels as _kernels
 from gsbn._plan.gemm import CUBLAS_SMS
 
 pytestmark = pytest.mark.gpu

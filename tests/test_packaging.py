@@ -115,7 +115,7 @@ def test_installed_wheel_finds_its_kernels_and_works(installed: Path) -> None:
 import sys
 sys.modules["cupy"] = sys.modules["torch"] = sys.modules["ml_dtypes"] = None  # none of them is installed
 import numpy as np, gsbn
-from gsbn import _declared
+from gsbn._plan import declared as _declared
 y = gsbn.forward(np.eye(4, 3), np.eye(2, 3), np.ones(2), training=True)
 print(gsbn.__file__, _declared.KERNEL_DIR, gsbn.__version__, y.shape, sep="\\n")
 """
@@ -140,7 +140,7 @@ def test_editable_install_reads_the_repository(tmp_path: Path) -> None:
 import site
 site.addsitedir({str(tmp_path / "site")!r})
 import gsbn
-from gsbn import _declared
+from gsbn._plan import declared as _declared
 print(gsbn.__file__, _declared.KERNEL_DIR, sep="\\n")
 """
     module, kernels = python(code, cwd=tmp_path)

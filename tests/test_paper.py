@@ -10,10 +10,16 @@ import paper
 import pytest
 
 import gsbn
-from gsbn import _declared, _device, _driver, _group, _plan, _sm90, _tma
+from gsbn import _plan
 from gsbn._backward import How, backward_within, run
+from gsbn._cuda import device as _device
+from gsbn._cuda import driver as _driver
+from gsbn._cuda import tensor_maps as _tma
+from gsbn._plan import declared as _declared
+from gsbn._plan.products import SM90_WORDS
 from gsbn._plan.sm90_variants import MODES, forward_sm90
 from gsbn._plan.variants import narrow_product, tall_product
+from gsbn._ranks import group as _group
 
 
 @pytest.mark.parametrize("device", [paper.HOPPER, paper.AMPERE], ids=["Hopper", "Ampere"])
@@ -197,7 +203,7 @@ def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) 
         names = ["backward_fused", "take_maxima", "split_tiles", "forward_sm90", "split_tiles", "forward_sm90"]
     assert [launch.name for launch in log] == names
     i = names.index("forward_sm90")
-    passed = dict(zip(_sm90.SM90_WORDS, log[i].words, strict=True))
+    passed = dict(zip(SM90_WORDS, log[i].words, strict=True))
     assert (passed["x_exponents"] >> 32, passed["w_exponents"]) == (kind.made[-1].pointer >> 32, 0)
     _, dg_map, weight_map, _ = log[i].records
     assert weight_map == repr((weight.pointer, (O, I, 4 * I, "float32", 64, 32, _tma.L2_256B)))
@@ -248,9 +254,9 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
     kernel, launch, of_dw = narrow_product(128, 2), log[-3], log[-2]
     passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
     dg, of_x, parts = of_dw.words
-    assert (of_x, log[-1].words) == (x.pointer, (parts, made[prepared.places[1]].pointer))
+    assert (of_x, log[-1].words) == (x.pointer, (parts, made[prepared.returns[1]].pointer))
     copy = next((launch.words[1] for launch in log if launch.name == "copy_matrix"), weight.pointer)
-    assert passed == {"x": dg, "w": copy, "g": made[prepared.places[0]].pointer}
+    assert passed == {"x": dg, "w": copy, "g": made[prepared.returns[0]].pointer}
     assert (dg == saved.deviations.pointer) == in_place
     record = np.frombuffer(bytes.fromhex(launch.records[0]), _declared.record_dtype(kernel))[0]
     ldw = pitch if across else _plan.in_rows(O, 4).strides[0]

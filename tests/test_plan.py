@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import sides
 
-from gsbn import _driver, _kernels
+from gsbn._cuda import driver as _driver
+from gsbn._cuda import kernels as _kernels
 from gsbn._plan import (
     AT_ONCE,
     C_TYPE,

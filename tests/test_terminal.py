@@ -162,7 +162,7 @@ def test_what_an_encoding_lacks_is_spelled_out(encoding: str, text: str, written
 def test_every_command_writes_to_a_pipe_of_any_encoding(encoding: str) -> None:
     code = """
 import sys
-from gsbn import _device
+from gsbn._cuda import device as _device
 from gsbn.__main__ import main
 _device.gpu_obstacle = lambda: "no GPU is visible"
 sys.modules["torch"] = sys.modules["jax"] = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gsbn import _device
+from gsbn._cuda import device as _device
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_CALLS = """

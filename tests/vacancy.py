@@ -24,7 +24,8 @@ import cupy
 import numpy as np
 
 import gsbn
-from gsbn import _backward, _forward, _kernels
+from gsbn._cuda import kernels as _kernels
+from gsbn._host import run as _run
 
 LEFT = 12  # SMs
 PROBES = 64
@@ -130,8 +131,7 @@ def overlapping() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(_kernels, "launcher", launcher))
-        for module in (_forward, _backward):
-            stack.enter_context(mock.patch.object(module, "_calls", {}))
+        stack.enter_context(mock.patch.object(_run, "_found", {}))
         yield
 
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gsbn import _kernels
+from gsbn._cuda import kernels as _kernels
 
 REGISTERS, STACK = 0x2F, 0x12  # attributes of a cubin: a function's symbol, and its number
 LAUNCH = {0x05, 0x10, 0x17, 0x19, 0x3D, 0x3E}  # threads of a CTA, its least count on an SM, parameters, the cluster

@@ -27,10 +27,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gsbn
-from gsbn import _kernels, _plan, _sm90, reference
+from gsbn import _plan, reference
 from gsbn._backward import backward_within
+from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
-from gsbn._group import Group
+from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits
 from gsbn._plan.kernel import ACTIVATIONS, with_activation
 from gsbn._plan.sm90_variants import (
@@ -44,6 +45,7 @@ from gsbn._plan.sm90_variants import (
     TILES_OF_X,
 )
 from gsbn._plan.variants import NARROW_BACKWARD, NARROW_CHUNKS, TILES, narrow_backward_sizes, narrow_features
+from gsbn._ranks.group import Group
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
@@ -229,7 +231,7 @@ def multiply(within, shape, dtype, precision, *, x_across=False, w_across=False)
     device = cp.cuda.Device().id
     a_at, b_at = a_at.T if x_across else a_at, b_at.T if w_across else b_at
     p = _plan.Matmul(m, n, k, dtype, within.gpu, a_at, b_at, _plan.Matrix((n, 1), True), within)
-    launch = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", precision), device)
+    launch = bare_gemm(p, _plan.one_launch(p, "gemm", precision), device)
     launch((a.data.ptr, b.data.ptr, c.data.ptr), cp.cuda.get_current_stream().ptr)
     agree(c, o.x.astype("f8") @ o.weight.astype("f8").T)
 

@@ -27,7 +27,7 @@ import cupy as cp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gsbn import _tma
+from gsbn._cuda import tensor_maps as _tma
 
 HAND_OVER = r"""
 extern "C" __global__ void hand_over(int* out) {

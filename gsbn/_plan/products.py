@@ -17,7 +17,7 @@ from .tensor_maps import map_arguments
 from .variants import split_limbs, tile_kernels
 
 SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
-_SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
+SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
 _OF_STATISTICS = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
 _OF_PARTS = ("in_panels", "parts_in_panels", "parts_alone")
 
@@ -43,7 +43,7 @@ def sm90_gemm(
     fields |= dict.fromkeys((*_OF_PARTS, *_OF_STATISTICS), 0)
     of_a, of_b, of_c = map_arguments(one, p)
     maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # c is mapped where it is stored by words
-    passed = dict.fromkeys(_SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}
+    passed = dict.fromkeys(SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, tile=one)
 
 

@@ -12,7 +12,7 @@ L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
 
 
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
-    """What `_tma.tensor_map` takes beside a pointer, for x, weight and y.
+    """What a tensor map takes beside a pointer, for x, weight and y.
 
     A box is 128 bytes wide and as high as one transfer; its rows are rows of k where an operand is MN-major. Limbs lie
     as p's x and w say, counted in float32 elements. Of an operand that several CTAs share, a transfer takes one limb.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._check import choice
+from .._arrays.check import choice
 from .._plan import ITEMSIZE
 from .._typing import Activation, Precision
 

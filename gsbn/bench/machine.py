@@ -16,8 +16,9 @@ from typing import Any
 
 import gsbn
 
-from .. import _device, _kernels, _plan
-from .._driver import driver
+from .. import _plan
+from .._cuda import device, kernels
+from .._cuda.driver import driver
 from .case import Case
 
 LIBRARIES = ("numpy", "ml_dtypes", "cupy", "torch", "jax", "matplotlib")
@@ -25,7 +26,7 @@ LIBRARIES = ("numpy", "ml_dtypes", "cupy", "torch", "jax", "matplotlib")
 
 def has_gpu() -> bool:
     """Whether CuPy is installed, works, and sees a GPU."""
-    return not _device.gpu_obstacle()
+    return not device.gpu_obstacle()
 
 
 def environment() -> dict[str, Any]:
@@ -60,13 +61,13 @@ def source_digests() -> dict[str, str]:
     package, hasher = Path(gsbn.__file__).parent, hashlib.sha256()
     for name, file in sorted((file.relative_to(package).as_posix(), file) for file in package.rglob("*.py")):
         hasher.update(name.encode() + b"\0" + file.read_bytes())
-    return {"gsbn": hasher.hexdigest()[:16], "kernels": _kernels.digest()}
+    return {"gsbn": hasher.hexdigest()[:16], "kernels": kernels.digest()}
 
 
 def matmul_of(case: Case, xp: Any) -> _plan.Matmul:
     """A case's GEMM as the planner of the current GPU sees it; all operands are contiguous."""
     operand, result = (_plan.Matrix((columns, 1), True) for columns in (case.in_features, case.out_features))
-    gpu = _kernels.gpu(xp.cuda.Device().id)
+    gpu = kernels.gpu(xp.cuda.Device().id)
     return _plan.Matmul(case.batch, case.out_features, case.in_features, case.dtype, gpu, operand, operand, result)
 
 
@@ -83,7 +84,7 @@ def missing() -> list[tuple[str, str]]:
     problems = []
     extra = "cuda13" if cuda_driver() >= 13000 else "cuda12"
     wheels = [name for name in packages().get("cupy", []) if name.startswith("cupy")]
-    obstacle = _device.gpu_obstacle()
+    obstacle = device.gpu_obstacle()
     if len(wheels) > 1:
         both = " ".join(sorted(wheels))
         problems.append((f"two CuPy wheels that break each other: {both}",

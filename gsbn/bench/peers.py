@@ -11,7 +11,8 @@ from typing import Any
 
 import gsbn
 
-from .. import _plan, _sm90
+from .. import _plan
+from .._host.call import bare_gemm
 from . import libraries
 from .bounds import EPS, MOMENTUM, Operands, draw_dy
 from .candidate import WITHOUT_BACKWARD, Candidate, Unavailable
@@ -124,7 +125,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
     one = _plan.one_launch(matmul, "gemm", case.precision)
     if one.element == "limbs":
         raise Unavailable("the GEMM of limbs is not alone: they are made first")
-    multiply = _sm90.Sm90Gemm(matmul, one, xp.cuda.Device().id)
+    multiply = bare_gemm(matmul, one, xp.cuda.Device().id)
 
     def call() -> Any:
         multiply((x.data.ptr, weight.data.ptr, g.data.ptr), xp.cuda.get_current_stream().ptr)

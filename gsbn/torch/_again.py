@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from .._arrays.kinds import NUMBERS
 from .._backward import How
-from .._interop import NUMBERS
 from ..reference import Gradients
 
 # Rows of what the forward saved with frozen statistics, as kernels/common.cuh numbers them

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._check import PRECISIONS, choice, type_name
+from .._arrays.check import PRECISIONS, choice, type_name
 from .._typing import Precision
 from . import _modules as modules
 from ._layer import LinearBatchNorm1d

@@ -11,11 +11,11 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
+from .._arrays.check import shown
+from .._arrays.kinds import NUMBERS, Kind, kind_of
 from .._backward import How, backward_of
 from .._backward import run as backward_run
-from .._check import shown
 from .._forward import forward_of
-from .._interop import NUMBERS, Kind, kind_of
 from .._plan import serves_narrow_backward
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision

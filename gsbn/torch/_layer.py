@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._check import ACTIVATIONS, GEMMS, PRECISIONS, choice
+from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS, choice
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
 from ._groups import check_group

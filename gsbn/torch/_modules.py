@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn.modules import module as _module
 
-from .._admit import is_memory
+from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._function import call, is_transformed
 from ._groups import world

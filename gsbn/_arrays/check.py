@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ._plan.problem import VECTORS
-from ._typing import Activation, Gemm, Precision
+from .._plan.problem import VECTORS
+from .._typing import Activation, Gemm, Precision
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ._device import cuda, on_device
-from ._driver import beside_captures
-from ._group import Group
-from ._plan.problem import VECTORS
-from ._plan.ranks import letters
+from .._cuda.device import cuda, on_device
+from .._cuda.driver import beside_captures
+from .._plan.problem import VECTORS
+from .._plan.ranks import letters
+from .group import Group
 
 _MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 features
 _FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank

@@ -10,7 +10,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from . import _driver
+from . import driver
 
 
 def gpu_obstacle() -> str:
@@ -60,7 +60,7 @@ _OWN = 3  # the first address that a stream made by somebody can have; the defau
 
 def green_sms(stream: int) -> int | None:
     """The SMs that a stream has if it is of a green context: all that a call on it can occupy."""
-    return None if stream < _OWN else _driver.sms_of_stream(stream)
+    return None if stream < _OWN else driver.sms_of_stream(stream)
 
 
 _primary: dict[int, int] = {}  # handles of primary contexts, by device
@@ -92,7 +92,7 @@ def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Ite
     found = cuda()
     before = found.current_context()
     if stream_of is not None and found.runtime.getDevice() == device and stream_of(device) < _OWN:
-        held = _driver.sms_of_stream(0)
+        held = driver.sms_of_stream(0)
         if held is not None:
             raise RuntimeError(
                 f"expected a current stream that was created, got the default stream of a green context of {held} SMs: "

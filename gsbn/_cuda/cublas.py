@@ -14,9 +14,9 @@ import weakref
 from functools import cache
 from typing import Any
 
-from . import _plan
-from ._device import cuda
-from ._driver import beside_captures
+from .. import _plan
+from .device import cuda
+from .driver import beside_captures
 
 _TRANS_A, _TRANS_B, _SM_COUNT_TARGET = 3, 4, 15  # CUBLASLT_MATMUL_DESC_...
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_...; b, a, c, d

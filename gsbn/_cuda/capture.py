@@ -8,8 +8,8 @@ import time
 from functools import cache
 from typing import Any, NamedTuple
 
-from ._driver import check, driver
-from ._interop import Kind
+from .._arrays.kinds import Kind
+from .driver import check, driver
 
 _SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
 

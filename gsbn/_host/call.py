@@ -8,12 +8,13 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from . import _capture, _kernels, _tma
-from ._cublas import CublasGemm
-from ._interop import Kind
-from ._plan import declared
-from ._plan.problem import VECTORS, Matrix
-from ._plan.program import ABSENT, Gather, Gemm, Launch, Program, nbytes_of, offset_of
+from .._cuda import capture, kernels, tensor_maps
+from .._cuda.cublas import CublasGemm
+from .._plan import declared
+from .._plan.gemm import OneLaunch
+from .._plan.problem import VECTORS, Matmul, Matrix
+from .._plan.products import sm90_gemm
+from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, offset_of
 
 _MAX_CALLS = 1024  # that a cache holds
 log = logging.getLogger("gsbn")
@@ -52,7 +53,13 @@ class Call:
     """
 
     def __init__(
-        self, kind: Kind, device: int, arguments: tuple[str, ...], program: Program, like: Any, exchange: Any = None
+        self,
+        kind: Any,
+        device: int,
+        arguments: tuple[str, ...],
+        program: Program,
+        like: Any,
+        exchange: Any = None,
     ) -> None:
         self._kind, self.program = kind, program
         arrays = tuple(array.name for array in program.arrays)
@@ -62,39 +69,40 @@ class Call:
         self._records: list[Any] = []  # whose addresses are among the values
         # What acts, what it is told each time, and what it picks of the addresses
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
-        kernels: list[str] = []
+        names: list[str] = []
         lent = program.lent
         for step in program.steps:
             if isinstance(step, Launch):
-                kernels.append(step.kernel.name)
+                names.append(step.kernel.name)
                 self._steps.append(self._launch(step, device, limited=program.limited))
             elif isinstance(step, Gemm):
-                kernels.append("cuBLAS")
+                names.append("cuBLAS")
                 gemm = CublasGemm(step.p, step.precision, device, wide=step.wide)
                 lent = max(lent, gemm.workspace)
                 scratch = f"workspace + {program.workspace}" if gemm.workspace else ABSENT
                 self._steps.append((gemm, (), self._of((*step.operands, scratch))))
             elif isinstance(step, Gather):
-                kernels.append("ncclAllGather")
+                names.append("ncclAllGather")
                 gather = exchange.gather if exchange is not None else _no_gather
                 self._steps.append((gather, (step.doubles,), self._of(step.operands)))
         self._nbytes = program.workspace + lent
         copied = sum(nbytes_of(array) for array in program.arrays if array.scratch)
-        self.description = Description(program.path, program.why, tuple(kernels), self._nbytes + copied)
+        self.description = Description(program.path, program.why, tuple(names), self._nbytes + copied)
 
     def _launch(self, step: Launch, device: int, *, limited: bool) -> Any:
         words = tuple(step.passed)
-        launch = _kernels.launcher(step.kernel, device, words, cooperative=step.cooperative, limited=limited)
+        launch = kernels.launcher(step.kernel, device, words, cooperative=step.cooperative, limited=limited)
         record = declared.record(step.kernel, step.fields)
         self._records.append(record)
         values, of = (record.ctypes.data,), self._of(tuple(step.passed.values()))
         if not step.maps:
             return launch, (step.grid, step.block, values), of
         of_maps = self._of(tuple(name for name, _ in step.maps))
-        matrices = _tma.Matrices([what for _, what in step.maps])
+        matrices = tensor_maps.Matrices([what for _, what in step.maps])
 
         def act(addresses: list[int], stream: int) -> None:
-            _owners, maps = _tma.tensor_maps(matrices, *of_maps(addresses))  # the owners live until the launch is made
+            # The owners live until the launch is made.
+            _owners, maps = tensor_maps.tensor_maps(matrices, *of_maps(addresses))
             launch(step.grid, step.block, values + maps, of(addresses), stream)
 
         return act, (), _all
@@ -122,10 +130,22 @@ class Call:
         for offset in self._offsets:
             addresses.append(workspace + offset)
         if capturing:
-            _capture.keep_alive(kind, stream, (*made, scratch), prepared)
+            capture.keep_alive(kind, stream, (*made, scratch), prepared)
         for act, told, words in self._steps:
             act(*told, words(addresses), stream)
         return made
+
+
+def bare_gemm(p: Matmul, one: OneLaunch, device: int) -> Callable[[tuple[int, int, int], int], None]:
+    """forward_sm90's GEMM alone: what launches it, of the addresses of a, b and c, on a stream."""
+    build = Builder(p.device)
+    sm90_gemm(build, p, one, ("a", "b", "c"))
+    call = Call(None, device, ("a", "b", "c"), build.program("sm90", ""), None)
+
+    def launch(operands: tuple[int, int, int], stream: int) -> None:
+        call.run(None, list(operands), stream, False)
+
+    return launch
 
 
 def _all(addresses: list[int]) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from . import _admit
-from ._check import View, type_name
-from ._dlpack import Producer
-from ._dynamo import skip_frames
+from . import admit
+from .check import View, type_name
+from .dlpack import Producer
+from .dynamo import skip_frames
 
 NUMBERS = (float, int, np.floating, np.integer)  # which are no arrays, whatever attributes they have
 
@@ -229,7 +229,7 @@ class _Torch(Kind):
         return self._names[array.dtype]
 
     def admit(self, name: str, array: Any) -> None:
-        _admit.tensor(self._torch, name, array)
+        admit.tensor(self._torch, name, array)
         if array.dtype is self._torch.bfloat16 and not self.on_gpu:
             _bfloat16(name)
 

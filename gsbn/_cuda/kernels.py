@@ -13,9 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import _device, _driver, _plan
-from ._plan import Kernel
-from ._plan.declared import KERNEL_DIR, parameters, source
+from .. import _plan
+from .._plan import Kernel
+from .._plan.declared import KERNEL_DIR, parameters, source
+from .device import on_device
+from .driver import OVERLAPPING, LaunchConfig, check, launch_kernel_ex, resident_clusters
 
 
 @cache
@@ -147,10 +149,10 @@ def gpu(device: int) -> _plan.Device:
         return found
     # MPS may leave a process fewer SMs than the device has, and clusters of SMs are fewer still.
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
-    with _device.on_device(device):
+    with on_device(device):
         function = launcher(_plan.fill_sm(shared), device).pointer
         sms, pairs, fours, eights, sixteens = (
-            _driver.resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8, 16)
+            resident_clusters(function, _plan.SM90_THREADS, size, shared) for size in (1, 2, 4, 8, 16)
         )
     return found._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens)
 
@@ -180,7 +182,7 @@ class Launcher:
         self._launch = driver.launchCooperativeKernel if cooperative else driver.launchKernel
         self._overlapping = overlapping and not cooperative
         if self._overlapping:
-            self._launch = _driver.launch_kernel_ex()
+            self._launch = launch_kernel_ex()
         self._free: list[_Parameters] = []  # as many as there were ever launches at the same time
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
@@ -192,7 +194,7 @@ class Launcher:
         if self._overlapping:
             parameters.configure(parameters.config, 0, grid, 1, 1, block, 1, 1, self._shared, stream)
             if result := self._launch(parameters.config_at, self.pointer, parameters.at, None):
-                _driver.check(result, "launching a kernel")
+                check(result, "launching a kernel")
         elif self._cooperative:
             self._launch(self.pointer, grid, 1, 1, block, 1, 1, self._shared, stream, parameters.at)
         else:
@@ -212,7 +214,7 @@ class _Parameters:
         self.memory[words + values :] = list(range(start, start + 8 * words, 8))
         self.at = start + 8 * words
         self.pack = struct.Struct(f"{words + values}Q").pack_into
-        self.config = _driver.LaunchConfig(attributes=ctypes.addressof(_driver.OVERLAPPING), count=1)
+        self.config = LaunchConfig(attributes=ctypes.addressof(OVERLAPPING), count=1)
         self.config_at = ctypes.addressof(self.config)
         self.configure = struct.Struct("7I4xQ").pack_into
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ._check import flag, shown, timeout_seconds
+from .._arrays.check import flag, shown, timeout_seconds
 
 _NCCL_UINT8 = 1
 _HEADER = 256  # bytes: what a rank calls, in words that an error can show
@@ -53,7 +53,7 @@ class Group:
         self.rank, self.size = engine.rank, engine.size
         self._name, self._calls = "", 0  # the name is the same on all ranks, and another in every group
         self._obstacle = ""  # why it cannot be used any more
-        self.on_device: Any = None  # gsbn._ranks.Exchange, once a call on a GPU has needed one
+        self.on_device: Any = None  # the Exchange, once a call on a GPU has needed one
         self._closers: list[Callable[[bool], None]] = []
 
     @property

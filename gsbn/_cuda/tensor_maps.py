@@ -6,7 +6,7 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-from ._driver import check, driver
+from .driver import check, driver
 
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CUtensorMapDataType
 _INTERLEAVE_NONE, _SWIZZLE_128B, _FILL_ZERO = 0, 3, 0
