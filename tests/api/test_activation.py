@@ -25,6 +25,7 @@ from tests.support.gradients import (
 )
 from tests.support.harness import DTYPES, GPU_KINDS, Kind, assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
+from tests.support.streams import capture, new_stream
 from tests.support.tolerance import TF32, assert_outcome_within, assert_within, bounds
 
 Arrays = dict[str, np.ndarray]
@@ -336,8 +337,6 @@ def test_the_same_bits_every_time(dtype: str, training: bool, name: str, gemm: s
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["plain", "no scale", "one element"])
 def test_a_replay_is_a_step(gpu_kind: Kind, form: str, dtype: str, training: bool) -> None:
-    from tests.kernels.test_forward import capture, new_stream
-
     shape = SHAPES["several tiles"]
     arrays, options = drawn(shape, dtype, training, form)
     dy = draw_integers(arrays)

@@ -16,8 +16,8 @@ import pytest
 import gsbn
 from gsbn import _dynamo
 from gsbn._interop import kind_of
-from tests.api.test_errors import B, I, O, about
-from tests.project.test_imports import BLOCKER
+from tests.support.interpreter import BLOCKER
+from tests.support.refusals import B, I, O, about
 
 torch = pytest.importorskip("torch")
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")

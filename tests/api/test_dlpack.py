@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import gsbn
-from tests.api.test_errors import B, I, O, about
-from tests.project.test_imports import BLOCKER
+from tests.support.interpreter import BLOCKER
+from tests.support.refusals import B, I, O, about
 
 
 class Producer:

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import gsbn
-from tests.fuzz import good as fuzz
-from tests.support.harness import CPU_KINDS, GPU_KINDS
+from tests.fuzz.bad import draw_bad, judge_bad
+from tests.fuzz.good import draw_good, judge_good
+from tests.fuzz.run import run
+from tests.support.harness import CPU_KINDS, GPU_KINDS, available
+from tests.support.strategies import Case
 
 CHUNK = 50
 
@@ -18,7 +21,7 @@ CHUNK = 50
 def draw(kinds: tuple[str, ...], chunk: int, *, bad: bool) -> None:
     """A failure tells the line that runs its case again."""
     seeds = range(chunk * CHUNK, (chunk + 1) * CHUNK)
-    served = [fuzz.run(seed, fuzz.available(kinds), bad=bad) for seed in seeds]
+    served = [run(seed, available(kinds), bad=bad) for seed in seeds]
     assert sum(served) > CHUNK / 2, "most cases were refused"
 
 
@@ -43,7 +46,7 @@ def test_bad_calls_on_the_gpu(chunk: int) -> None:
 # ---- the fuzzer itself
 
 
-@pytest.mark.parametrize("drawn", [fuzz.draw_good, fuzz.draw_bad])
+@pytest.mark.parametrize("drawn", [draw_good, draw_bad])
 def test_a_case_is_the_same_without_the_other_kinds(drawn: Any) -> None:
     for seed in range(100):
         case = drawn(seed, CPU_KINDS)
@@ -55,9 +58,9 @@ def test_a_case_is_the_same_without_the_other_kinds(drawn: Any) -> None:
     [("y", r"^y\[8, 3\]"), ("a guard of out", "^out: bytes"), ("gamma", "^gamma: bytes"), ("the count", None)],
 )
 def test_what_is_wrong_is_found(part: str, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = fuzz.Case((9, 5, 4), "float32", training=True)
-    case = replace(fuzz.draw_good(0, ("numpy",)), recipe=recipe, needs=None, prepared=False)
-    assert fuzz.judge_good(case)
+    recipe = Case((9, 5, 4), "float32", training=True)
+    case = replace(draw_good(0, ("numpy",)), recipe=recipe, needs=None, prepared=False)
+    assert judge_good(case)
     forward = gsbn.forward
 
     def wrong(**call: Any) -> Any:
@@ -74,14 +77,14 @@ def test_what_is_wrong_is_found(part: str, message: str | None, monkeypatch: pyt
 
     monkeypatch.setattr(gsbn, "forward", wrong)
     with pytest.raises(AssertionError, match=message):
-        fuzz.judge_good(case)
+        judge_good(case)
 
 
 def test_a_gradient_of_other_signs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of dy that comes where y is zero is within no bound of dbeta: that of integers has none."""
-    recipe = fuzz.Case((9, 5, 4), "bfloat16", training=True, activation="relu")
-    case = replace(fuzz.draw_good(0, ("numpy",)), recipe=recipe, needs=("beta",), integers=True, prepared=False)
-    assert fuzz.judge_good(case)
+    recipe = Case((9, 5, 4), "bfloat16", training=True, activation="relu")
+    case = replace(draw_good(0, ("numpy",)), recipe=recipe, needs=("beta",), integers=True, prepared=False)
+    assert judge_good(case)
     honest = gsbn.backward
 
     def leaks(dy: Any, saved: Any, **options: Any) -> Any:
@@ -92,12 +95,12 @@ def test_a_gradient_of_other_signs_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(gsbn, "backward", leaks)
     with pytest.raises(AssertionError, match="dbeta"):
-        fuzz.judge_good(case)
+        judge_good(case)
 
 
 def test_an_error_that_comes_too_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(fuzz.draw_bad(0, ("numpy",)), way="eps: 1j", primed=False)
-    assert fuzz.judge_bad(case)
+    case = replace(draw_bad(0, ("numpy",)), way="eps: 1j", primed=False)
+    assert judge_bad(case)
     forward = gsbn.forward
 
     def late(**call: Any) -> Any:
@@ -106,4 +109,4 @@ def test_an_error_that_comes_too_late_is_found(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(gsbn, "forward", late)
     with pytest.raises(AssertionError, match="bytes changed"):
-        fuzz.judge_bad(case)
+        judge_bad(case)

@@ -24,7 +24,8 @@ import pytest
 import gsbn
 from gsbn import _ranks
 from gsbn._group import Group
-from tests.groups.contract import APART, LIMIT, ON_GPUS, TOGETHER, environment, why_not
+from tests.groups.contract.engines import environment, why_not
+from tests.groups.contract.rank import APART, LIMIT, ON_GPUS, TOGETHER
 from tests.support import ROOT
 
 PROGRAM = [sys.executable, "-m", "tests.groups.contract"]  # from the root of the repository

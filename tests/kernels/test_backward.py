@@ -17,8 +17,8 @@ from gsbn import reference
 from gsbn._plan import Limits
 from gsbn._plan.backward import FUSED_ROWS
 from gsbn._plan.variants import CLUSTERS_OF_COLUMNS
-from tests.kernels.test_forward import capture, exact_training, new_stream, refused_by_sm90
 from tests.support.accuracy import SEEDS, family
+from tests.support.forwards import exact_training, refused_by_sm90
 from tests.support.gradients import (
     FAMILIES,
     NAMES,
@@ -33,6 +33,7 @@ from tests.support.gradients import (
 )
 from tests.support.harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of, without_out
 from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
+from tests.support.streams import capture, new_stream
 from tests.support.tolerance import TF32, assert_within, norm_error
 
 pytestmark = pytest.mark.gpu

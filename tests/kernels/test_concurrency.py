@@ -1,8 +1,7 @@
-"""A call beside others: cold threads, streams and graphs that come and go, kernels that wait, a share of the GPU."""
+"""A call beside others: cold threads, other streams and contexts, kernels that wait, a share of the GPU."""
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -15,15 +14,16 @@ import pytest
 import gsbn
 from gsbn import _kernels
 from gsbn._plan.gemm import CUBLAS_SMS
-from tests.kernels.test_forward import capture, new_stream, occupy, truth_and_bounds
-from tests.support.accuracy import family
+from tests.support.forwards import truth_and_bounds
 from tests.support.gradients import backward, draw_dy, gradient_bounds, truth_of
 from tests.support.harness import DTYPES, GPU_KINDS, Kind, assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
+from tests.support.streams import new_stream, occupy
 from tests.support.tolerance import assert_outcome_within, assert_within, bounds
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
+
 
 PATHS = ("auto", "cublas", "tiled", "sm90")
 SHAPE = (600, 136, 264)
@@ -115,120 +115,6 @@ def test_streams_are_made_and_destroyed(gpu_kind: Kind, gemm: str) -> None:
         for native, arrays, (truth, _) in zip(natives, problems, limits, strict=True):
             limit = bounds(arrays, truth, training=True, parked=True)
             assert_within(gpu_kind.get(native["out"]), truth.y, limit.y, "y")
-
-
-# ---- graphs that come and go
-
-
-def chain(call: Callable[[Any], Any], x: Any, links: int = 20) -> Any:
-    for _ in range(links):
-        x = call(x)
-    return x
-
-
-def test_captured_memory_is_about_torchs_and_ends_with_the_graph() -> None:
-    """20 chained forwards: a temporary that is free again serves the next one, as it serves PyTorch's."""
-    import torch
-
-    arrays = {
-        name: kind_of("torch-cuda").put(a) for name, a in family("normal", 0, (8192, 2048, 2048), "bfloat16").items()
-    }
-    x = arrays.pop("x")
-
-    def eager(x: Any) -> Any:
-        z = torch.nn.functional.linear(x, arrays["weight"], arrays["bias"]) * arrays["scale"]
-        statistics = arrays["running_mean"], arrays["running_var"]
-        return torch.nn.functional.batch_norm(z, *statistics, arrays["gamma"], arrays["beta"], training=True)
-
-    def ours(x: Any) -> Any:
-        return gsbn.forward(x, **arrays, training=True)
-
-    def settled() -> int:
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return int(torch.cuda.memory_reserved())
-
-    taken, left = [], []
-    for call in (eager, ours):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            chain(call, x)
-            before = settled()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = chain(call, x)
-            taken.append(settled() - before)
-            graph.replay()
-            assert torch.isfinite(y).all()
-            del graph, y
-            left.append(settled() - before)
-    print(f"captured: torch {taken[0] >> 20} MiB, gsbn {taken[1] >> 20} MiB; left {left[1] >> 20} MiB")
-    assert taken[1] <= 1.2 * taken[0]
-    assert left[1] == 0  # torch's own leave cuBLAS' workspace behind
-
-
-@pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
-def test_what_cupy_captured_ends_with_the_graph(gemm: str) -> None:
-    """Nothing of gsbn is called after the graph is gone, and no later capture is begun."""
-    arrays = without_out(Case((2000, 64, 512), "float16", True, layouts=()).arrays())
-    native = {name: cupy.asarray(a) for name, a in arrays.items()}
-    dy = cupy.asarray(draw_dy(arrays))
-    pool = cupy.cuda.MemoryPool()
-    stream = cupy.cuda.Stream(non_blocking=True)
-
-    def step() -> None:
-        _, saved = gsbn.forward(**native, training=True, gemm=gemm, return_saved=True)
-        gsbn.backward(dy, saved)
-
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        step()
-        stream.synchronize()
-        before = pool.used_bytes()
-        for _ in range(3):
-            stream.begin_capture()
-            for _ in range(4):
-                step()
-            graph = stream.end_capture()
-            graph.launch(stream)
-            stream.synchronize()
-            held = pool.used_bytes()
-            assert held - before >= 4 * 2000 * 512 * 2  # y alone, which the graph writes although nobody has it
-            del graph
-            deadline = time.monotonic() + 5
-            while pool.used_bytes() > before and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert pool.used_bytes() == before
-
-
-@pytest.mark.parametrize("library", ["torch in CuPy's capture", "CuPy in torch's capture"])
-def test_a_graph_of_the_other_library_keeps_its_memory(library: str) -> None:
-    """Neither allocator knows of the other's capture: what the call allocated must be held by the graph."""
-    import torch
-
-    arrays = without_out(Case((600, 64, 264), "float16", True, layouts=()).arrays())
-    in_torch = library.startswith("torch")
-    kind, other = (kind_of(name) for name in (("torch-cuda", "cupy") if in_torch else ("cupy", "torch-cuda")))
-    native = {name: kind.put(a) for name, a in arrays.items()}
-    out = kind.put(np.zeros((600, 264), np.float16))
-    side = torch.cuda.Stream()
-    same = cupy.cuda.Stream.from_external(side)
-
-    def call() -> None:
-        with torch.cuda.stream(side), same:
-            out[...] = gsbn.forward(**native, training=True, gemm="tiled")
-
-    call()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side), same:
-        replay, _ = capture(other, same if other.name == "cupy" else side, call)
-    churn = [kind.put(np.full(1 << size, 7, np.uint8)) for size in range(9, 21) for _ in range(8)]
-    out[...] = 0
-    torch.cuda.synchronize()
-    replay()
-    torch.cuda.synchronize()
-    truth, _ = truth_and_bounds(arrays, training=True)
-    assert_within(kind.get(out), truth.y, bounds(arrays, truth, training=True).y)
-    assert all((kind.get(a) == 7).all() for a in churn)
 
 
 # ---- memory that another library lends

@@ -16,6 +16,7 @@ from tests.support import fake_gpu
 from tests.support.gradients import draw_dy
 from tests.support.harness import DTYPES, Kind, assert_same_bits, kind_of, without_out
 from tests.support.strategies import Case
+from tests.support.streams import capture, new_stream
 
 # Rows, input and output features: one product each sums far (g, dx, dweight), which cuBLAS splits and keeps in scratch
 SHAPES = [(64, 8192, 96), (64, 96, 8192), (9000, 64, 96), (300, 257, 131)]
@@ -65,8 +66,6 @@ def test_a_replay_has_the_bits_of_a_call(
     gpu_kind: Kind, shape: tuple[int, int, int], dtype: str, training: bool
 ) -> None:
     """Whatever other streams multiply meanwhile, and whoever else owns what the call had as scratch."""
-    from tests.kernels.test_forward import capture, new_stream
-
     step, other = (Step(gpu_kind, s, dtype, training=training) for s in (shape, (4000, 72, 96)))
     with new_stream(gpu_kind) as stream:
         step()
@@ -90,8 +89,6 @@ def test_a_replay_has_the_bits_of_a_call(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_graphs_beside_each_other(gpu_kind: Kind, dtype: str) -> None:
-    from tests.kernels.test_forward import capture, new_stream
-
     steps = [Step(gpu_kind, shape, dtype) for shape in (SHAPES[0], SHAPES[2])]
     with new_stream(gpu_kind) as one, new_stream(gpu_kind) as two:
         pass
@@ -122,8 +119,6 @@ def stream_of(kind: Kind, stream: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_streams_of_their_own(gpu_kind: Kind, dtype: str) -> None:
     """New threads, two after two of one stream each: nobody's product meets another's."""
-    from tests.kernels.test_forward import new_stream
-
     steps = [Step(gpu_kind, shape, dtype) for shape in SHAPES]
     wants = [step.read(step()) for step in steps]
     failures: list[BaseException] = []
@@ -172,8 +167,6 @@ def test_streams_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("where", ["in the capture", "in another thread"])
 def test_a_new_handle_spoils_no_capture(gpu_kind: Kind, where: str) -> None:
     """cuBLAS is set up, and a new product prepared, while a stream is captured in its library's usual mode."""
-    from tests.kernels.test_forward import capture, new_stream
-
     row, device = Matrix((120, 1), True), Device((9, 0), 132)
     p = Matmul(310, 250, 120, "float32", device, row, row, Matrix((252, 1), True))
     prepared: list[_cublas.CublasGemm] = []

@@ -1,14 +1,7 @@
-"""The kernels: the properties of api/test_forward.py, and what only a GPU has: streams, graphs, precision, size."""
+"""The forward's kernels: the properties of api/test_forward.py, and what only a GPU has."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 import gsbn
-from gsbn import _kernels, reference
+from gsbn import reference
 from gsbn._plan import Limits
 from gsbn._plan.forward import ONE_PASS_ROWS
-from gsbn._plan.gemm import MAX_TERMS
-from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch
+from tests.support.forwards import CASE, GEMMS, exact_training, refused_by_sm90, truth_and_bounds
 from tests.support.harness import (
     ANY,
     DTYPES,
@@ -36,21 +28,10 @@ from tests.support.harness import (
     without_out,
 )
 from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
-from tests.support.tolerance import FLUSHED, TF32, assert_outcome_within, assert_within, bounds, norm_error, roundoff
+from tests.support.tolerance import FLUSHED, assert_outcome_within, assert_within, bounds, roundoff
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
-
-GEMMS = ["auto", "cublas", "tiled"]
-CASE = Case((200, 72, 136), "float32", training=True)
-
-
-def truth_and_bounds(
-    arrays: dict[str, np.ndarray], operand: float = 0.0, **options: Any
-) -> tuple[reference.Forward, Any]:
-    wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
-    truth = reference.forward(**without_out(arrays), **options, dtype=wide)
-    return truth, bounds(arrays, truth, operand=operand, **options)
 
 
 # ---- right on everything
@@ -88,17 +69,6 @@ def test_all_rows_of_a_feature_in_one_cta(features: int, rows: int, dtype: str, 
     assert_outcome_within(got, *truth_and_bounds(arrays, training=True))
 
 
-@contextlib.contextmanager
-def refused_by_sm90(gemm: str) -> Iterator[None]:
-    """Skip what this path says that it cannot serve."""
-    try:
-        yield
-    except ValueError as error:
-        if gemm != "sm90" or not str(error).startswith("gemm:"):
-            raise
-        pytest.skip(str(error))
-
-
 SHAPES = [(2, 2, 1), (64, 40, 64), (128, 257, 131), (62, 8, 1000), (1024, 96, 72), (4096, 6, 40), (4, 6, 300_001)]
 
 
@@ -124,38 +94,6 @@ def test_inference_on_small_integers_is_exact(shape: tuple[int, int, int], dtype
         got = forward(kind_of("cupy"), arrays, gemm=gemm, eps=1.0)
     want = reference.forward(**without_out(arrays), eps=1.0)
     np.testing.assert_array_equal(got.y, reference.round_to(want.y, t))  # as values: the sign of a zero is free
-
-
-def exact_training(shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndarray]:
-    """A training problem whose every intermediate result is exact in any order, for eps = 12.
-
-    g_ij = c_j ± q_j with as many pluses as minuses: m = c and v = q². With s q = ±2, s² v + eps = 4 + 12 and r = 1/4.
-    The signs alternate, so that every tile of an even number of rows has these statistics too. The other columns of x
-    are random, in pairs that the weight cancels.
-    """
-    B, I, O = shape
-    rng, t = np.random.default_rng(0), DTYPES[dtype]
-    x, weight = np.zeros((B, I)), np.zeros((O, I))
-    x[:, 0], x[:, 1] = 1, np.resize([1, -1], B)
-    scale = rng.choice([-2, -1, -0.5, 0.5, 1, 2], O)
-    weight[:, 0], weight[:, 1] = rng.integers(-4, 5, O), 2 / scale
-    pairs = (I - 2) // 2
-    x[:, 2 : 2 + pairs] = x[:, I - pairs :] = rng.integers(-4, 5, (B, pairs))
-    weight[:, 2 : 2 + pairs] = rng.integers(-4, 5, (O, pairs))
-    weight[:, I - pairs :] = -weight[:, 2 : 2 + pairs]
-    order = rng.permutation(I)
-    arrays = {
-        "x": x[:, order],
-        "weight": weight[:, order],
-        "scale": scale,
-        "bias": rng.integers(-4, 5, O),
-        "gamma": rng.choice([-4, -2, 2, 4], O),
-        "beta": rng.integers(-8, 9, O),
-        "running_mean": rng.integers(-4, 5, O),
-        "running_var": rng.integers(1, 9, O),
-        "out": np.full((B, O), np.nan),
-    }
-    return {name: a.astype(t) for name, a in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -208,44 +146,6 @@ def test_what_lies_right_of_out_is_not_touched(
     limit = bounds(arrays, truth, training=training, parked=True, limbs=dtype == "float32")
     assert_within(cupy.asnumpy(native["out"]), truth.y, limit.y, "y")
     assert (buffer[:, features:] == 7).all()
-
-
-@pytest.mark.parametrize("positive", [False, True], ids=["normal", "positive"])
-@pytest.mark.parametrize("factor", [1, 8])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_long_sums_are_as_accurate_as_torchs(dtype: str, factor: int, positive: bool) -> None:
-    """The contract's rule where tensor cores have cut off most, in y, dx (a sum over O) and dweight (over B)."""
-    import torch
-
-    terms = min(factor * MAX_TERMS[dtype], 2**20)
-    t, eps = getattr(torch, dtype), float(np.finfo(np.float32).eps) * 2 ** (13 if dtype == "float16" else 16)
-    torch.manual_seed(0)
-
-    def draw(*shape: int) -> Any:
-        a = torch.randn(shape, device="cuda")
-        return (a.abs() if positive else a).to(t)
-
-    def judge(ours: Any, theirs: Any, truth: Any, what: str) -> None:
-        errors = [float(torch.linalg.norm(a.double() - truth) / torch.linalg.norm(truth)) for a in (ours, theirs)]
-        assert errors[0] <= 1.05 * errors[1] + eps / 4, f"{what}: {errors[0]} for torch's {errors[1]}"
-
-    one, zero = torch.ones(64, device="cuda", dtype=torch.float32), torch.zeros(64, device="cuda")
-    x, weight = draw(64, terms), draw(64, terms) / terms**0.5
-    for gemm in ("auto", "sm90") if factor == 1 else ("auto",):
-        y = gsbn.forward(x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
-        judge(y, x @ weight.T, x.double() @ weight.double().T, f"y, {gemm}")
-
-    # Frozen statistics with a = 1: dg is dy, so that the products alone are judged.
-    for shape, name in (((64, 64, terms), "dx"), ((terms, 64, 64), "dweight")):
-        B, I, O = shape
-        x, weight, dy = draw(B, I), draw(O, I) / 8, draw(B, O) / terms**0.5
-        one, zero = torch.ones(O, device="cuda"), torch.zeros(O, device="cuda")
-        _, saved = gsbn.forward(x, weight, one, running_mean=zero, running_var=one, eps=0.0, return_saved=True)
-        for gemm in ("auto", "sm90"):
-            got = gsbn.backward(dy, saved._replace(gemm=gemm), needs=("x", "weight"))
-            ours = got.x if name == "dx" else got.weight
-            a, b = (dy, weight) if name == "dx" else (dy.T, x)
-            judge(ours, a @ b, a.double() @ b.double(), f"{name}, {gemm}")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -301,120 +201,6 @@ def test_another_producer_gets_cupy_back() -> None:
     assert got["num_batches_tracked"] == truth.num_batches_tracked
 
 
-@pytest.mark.parametrize("gemm", ["auto", "tiled"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_is_as_accurate_as_torch(name: str, dtype: str, gemm: str) -> None:
-    torch_kind = kind_of("torch-cuda")
-    shape = (256, 128, 64) if dtype == "float64" else (1024, 1024, 512)  # the truth of float64 is slow
-    assert_as_accurate_as_torch(torch_kind, name, shape, dtype, gemm=gemm)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_is_as_accurate_as_torch_in_tf32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    torch_kind = kind_of("torch-cuda")
-    import torch
-
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    assert_as_accurate_as_torch(torch_kind, name, (1024, 1024, 512), "float32", precision="high")
-
-
-@pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled", "sm90"])
-@pytest.mark.parametrize("shape", [(64, 96, 136), (5000, 32, 32)], ids=str)
-def test_a_subnormal_scale_has_its_digits(shape: tuple[int, int, int], gemm: str) -> None:
-    """CuPy compiles with -ftz=true, which would read it as zero."""
-    if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    B, I, O = shape
-    rng = np.random.default_rng(0)
-    x, weight = (rng.standard_normal((n, I), np.float32) for n in (B, O))
-    scale, gamma = np.full(O, 3e-39, np.float32), np.full(O, 1e12, np.float32)
-    state = {"running_mean": np.zeros(O, np.float32), "running_var": np.ones(O, np.float32)}
-    on_gpu = {name: cupy.asarray(a) for name, a in {"scale": scale, "gamma": gamma, **state}.items()}
-    y = gsbn.forward(cupy.asarray(x), cupy.asarray(weight), **on_gpu, gemm=gemm).get()
-    want = x.astype(float) @ weight.T.astype(float) * scale.astype(float) * 1e12 / np.sqrt(1.0 + 1e-5)
-    # 23 bits of 3e-39 begin at 2^-127: its last digit is 2^-22 of it, in the input, which `want` shares
-    assert np.linalg.norm(y - want) <= 1e-6 * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("activation", [None, "relu"])
-@pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
-def test_a_running_mean_outlives_a_scale_that_is_flushed(gemm: str, activation: str | None) -> None:
-    """gamma r s may be below float32's normal numbers where -gamma r running_mean, which it multiplies, is not."""
-    if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
-    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, I), (O, I)))
-    gamma = np.where(np.arange(O) % 3 == 0, 0, 1e-10).astype(np.float32)
-    arrays = {"x": x, "weight": w, "scale": np.full(O, 1e-30, np.float32), "gamma": gamma}
-    arrays |= {"running_mean": np.full(O, -1e5, np.float32), "running_var": np.ones(O, np.float32)}
-    got = forward(kind_of("cupy"), arrays, eps=0.0, gemm=gemm, activation=activation)
-    np.testing.assert_allclose(got.y, np.broadcast_to(gamma * np.float32(1e5), (B, O)), rtol=2.0**-22)
-
-
-# ---- precision
-
-
-def gemm_error(gemm: str, precision: str) -> tuple[float, float, float]:
-    """Norm-wise error of a float32 GEMM, and what it may be in IEEE arithmetic and in TF32.
-
-    In inference with neutral vectors y is g but for one rounding, and its K is short: IEEE and TF32 lie far apart.
-    """
-    rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
-    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, I), (O, I)))
-    zero, one = np.zeros(O, np.float32), np.ones(O, np.float32)
-    arrays = {"x": x, "weight": w, "scale": one, "running_mean": zero, "running_var": one}
-    got = forward(kind_of("cupy"), arrays, eps=0.0, gemm=gemm, precision=precision)
-    truth, ieee = truth_and_bounds(arrays, training=False, eps=0.0)
-    tf32 = bounds(arrays, truth, training=False, eps=0.0, operand=TF32)
-    size = np.linalg.norm(truth.y)
-    return norm_error(got.y, truth.y), float(np.linalg.norm(ieee.y) / size), float(np.linalg.norm(tf32.y) / size)
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_highest_is_ieee_and_high_is_tf32_at_least(gemm: str) -> None:
-    error, ieee, _ = gemm_error(gemm, "highest")
-    assert error <= ieee
-    error, _, tf32 = gemm_error(gemm, "high")
-    assert error <= tf32
-
-
-def test_high_is_tf32_with_cublas() -> None:
-    if int(cupy.cuda.Device().compute_capability) < 80:
-        pytest.skip("this GPU has no TF32")
-    error, ieee, _ = gemm_error("cublas", "high")
-    assert error > ieee
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_the_state_of_cublas_is_neither_obeyed_nor_changed(gemm: str) -> None:
-    from cupy.cuda import cublas
-
-    handle, tf32 = cupy.cuda.device.get_cublas_handle(), 3  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy does not name
-    before = cublas.getMathMode(handle)
-    try:
-        for mode in (cublas.CUBLAS_DEFAULT_MATH, tf32):
-            cublas.setMathMode(handle, mode)
-            error, ieee, _ = gemm_error(gemm, "highest")
-            assert error <= ieee
-            assert cublas.getMathMode(handle) == mode
-    finally:
-        cublas.setMathMode(handle, before)
-
-
-def test_the_environment_is_not_obeyed() -> None:
-    script = (
-        "from tests.kernels.test_forward import GEMMS, gemm_error\n"
-        "for gemm in GEMMS:\n"
-        "    error, ieee, _ = gemm_error(gemm, 'highest')\n"
-        "    assert error <= ieee, (gemm, error, ieee)\n"
-    )
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "CUPY_TF32": "1", "PYTHONPATH": path}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-
-
 # ---- the same bits
 
 
@@ -426,124 +212,6 @@ def test_the_same_bits_every_time(dtype: str, training: bool) -> None:
     for other in others:
         for a, b in zip(first, other, strict=True):
             assert_same_bits(a, b)
-
-
-# ---- streams
-
-
-@contextlib.contextmanager
-def new_stream(kind: Kind) -> Iterator[Any]:
-    """A stream of the kind's library, current, that waits for no other."""
-    if kind.is_torch:
-        import torch
-
-        stream = torch.cuda.Stream()
-        current = torch.cuda.stream(stream)
-    else:
-        stream = current = cupy.cuda.Stream(non_blocking=True)
-    try:
-        with current:
-            yield stream
-    finally:  # also after an error: what it had to do writes into memory that is about to be free
-        stream.synchronize()
-
-
-def occupy(kind: Kind, stream: Any, cycles: int = 400_000_000) -> None:
-    """Keep the stream busy for about a fifth of a second."""
-    spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) ; }', "spin"
-    )
-    with cupy.cuda.Stream.from_external(stream) if kind.is_torch else contextlib.nullcontext():
-        spin((1,), (1,), (np.int64(cycles),))
-
-
-def is_idle(stream: Any) -> bool:
-    return bool(stream.done if isinstance(stream, cupy.cuda.Stream) else stream.query())
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_runs_in_the_order_of_its_stream_and_returns_at_once(gpu_kind: Kind, gemm: str) -> None:
-    arrays = CASE.arrays()
-    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
-    x = gpu_kind.put(arrays["x"])
-    with new_stream(gpu_kind) as stream:
-        for _ in range(2):  # the first call may compile and allocate, and wait for that
-            for name in STATISTICS:
-                native[name][...] = gpu_kind.put(arrays[name])
-            native["x"][...] = np.nan
-            stream.synchronize()
-            occupy(gpu_kind, stream)
-            native["x"][...] = x
-            gsbn.forward(**native, training=True, gemm=gemm)
-            waited = is_idle(stream)
-            native["x"][...] = np.nan
-    assert not waited
-    truth, limit = truth_and_bounds(arrays, training=True)
-    assert_within(gpu_kind.get(native["out"]), truth.y, limit.y)
-    assert_within(gpu_kind.get(native["running_var"]), truth.running_var, limit.running_var)
-
-
-@pytest.mark.parametrize("gemm", ["auto", "tiled"])
-def test_threads_and_streams_at_once(gpu_kind: Kind, gemm: str) -> None:
-    """Each of four threads trains on its own stream, with its own shape, as if it were alone."""
-    problems = [Case((900 + 100 * i, 64, 200 + 50 * i), "float32", training=True, seed=i).arrays() for i in range(4)]
-
-    def train(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        with new_stream(gpu_kind):
-            native = {name: gpu_kind.put(a) for name, a in arrays.items()}
-            for _ in range(30):
-                gsbn.forward(**native, training=True, gemm=gemm)
-        return {name: gpu_kind.get(a) for name, a in native.items()}
-
-    alone = [train(arrays) for arrays in problems]
-    together: list[Any] = [None] * len(problems)
-
-    def run(i: int) -> None:
-        together[i] = train(problems[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for arrays, one, other in zip(problems, alone, together, strict=True):
-        assert other["num_batches_tracked"] == arrays["num_batches_tracked"] + 30
-        if gemm == "tiled":
-            for name in arrays:
-                assert_same_bits(one[name], other[name])
-        truth, limit = truth_and_bounds(arrays, training=True)
-        assert_within(other["out"], truth.y, limit.y)  # y does not depend on the running statistics
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_threads_on_one_stream(gpu_kind: Kind, gemm: str) -> None:
-    """What calls keep for the next one, four threads share: plan, launchers, scratch memory."""
-    problems = [Case((300, 64, 200), "float32", training=True, seed=i).arrays() for i in range(4)]
-    native = [{name: gpu_kind.put(a) for name, a in arrays.items()} for arrays in problems]
-    wrong: list[BaseException] = []
-    together = threading.Barrier(len(problems))
-
-    def train(i: int) -> None:
-        try:
-            together.wait()
-            for _ in range(50):
-                _, saved = gsbn.forward(**native[i], training=True, gemm=gemm, return_saved=True)
-                gsbn.backward(native[i]["out"], saved)
-            arrays = problems[i]
-            truth, limit = truth_and_bounds(arrays, training=True)
-            assert_within(gpu_kind.get(native[i]["out"]), truth.y, limit.y)
-            _, saved = gsbn.forward(**native[i], training=True, gemm=gemm, return_saved=True)
-            ones = gpu_kind.put(np.ones_like(arrays["out"]))
-            np.testing.assert_allclose(gpu_kind.get(gsbn.backward(ones, saved).beta), len(arrays["x"]), rtol=1e-6)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong, wrong[0]
 
 
 # ---- one call after another
@@ -597,78 +265,6 @@ def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None
         gsbn.forward(**native, training=True, gemm=gemm)
     mean.set_(apart)
     check()
-
-
-# ---- CUDA graphs
-
-
-def capture(kind: Kind, stream: Any, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A function that replays ``call`` on ``stream``, and what the captured call returned."""
-    gc.disable()  # what other tests left may hold CuPy's graphs, and to destroy one breaks a capture
-    try:
-        if kind.is_torch:
-            import torch
-
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                result = call()
-            return graph.replay, result
-        stream.begin_capture()
-        result = call()
-        graph = stream.end_capture()
-        return lambda: graph.launch(stream), result
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_replay_is_a_call(gpu_kind: Kind, dtype: str, momentum: float | None, gemm: str) -> None:
-    """New inputs, outputs and statistics pass through the captured addresses; the count and its readers advance."""
-    case = replace(CASE, dtype=dtype, momentum=momentum)
-    arrays = case.arrays()
-    del arrays["out"]
-    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
-    with new_stream(gpu_kind) as stream:
-        gsbn.forward(**native, gemm=gemm, **case.options)
-        replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, **case.options))
-        for name in STATISTICS:  # the warm-up counted once, the capture not at all
-            native[name][...] = gpu_kind.put(arrays[name])
-        for seed in (1, 2, 3):
-            arrays["x"] = replace(case, seed=seed).arrays()["x"]
-            native["x"][...] = gpu_kind.put(arrays["x"])
-            replay()
-            stream.synchronize()
-            truth, limit = truth_and_bounds(arrays, **case.options)
-            assert_within(gpu_kind.get(y), truth.y, limit.y, "y")
-            for name in ("running_mean", "running_var"):
-                assert_within(gpu_kind.get(native[name]), getattr(truth, name), getattr(limit, name), name)
-            assert gpu_kind.get(native["num_batches_tracked"]) == truth.num_batches_tracked
-            arrays.update({name: gpu_kind.get(native[name]) for name in STATISTICS})
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("keep", [True, False])
-def test_what_a_captured_call_allocated_lives_as_long_as_the_graph(gpu_kind: Kind, keep: bool, gemm: str) -> None:
-    """What is allocated after the capture is not what the graph writes to: not even y, if the caller lets it go."""
-    case = replace(CASE, dtype="float16", layouts=())
-    arrays = case.arrays()
-    del arrays["out"]
-    native = {name: gpu_kind.put(a) for name, a in arrays.items()}
-    native["x"] = gpu_kind.put(arrays["x"].T).T  # strides that a GEMM may copy
-    with new_stream(gpu_kind) as stream:
-        gsbn.forward(**native, gemm=gemm, training=True)
-        replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, training=True))
-        if not keep:
-            y = None
-        churn = [gpu_kind.put(np.full(1 << size, 7, np.uint8)) for size in range(9, 21) for _ in range(8)]
-        replay()
-        stream.synchronize()
-        if keep:
-            truth, limit = truth_and_bounds(arrays, training=True)
-            assert_within(gpu_kind.get(y), truth.y, limit.y)
-        assert all((gpu_kind.get(a) == 7).all() for a in churn)
 
 
 # ---- size

@@ -14,9 +14,10 @@ import gsbn
 from gsbn import _driver, _kernels, _plan, _sm90, reference
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X, largest_block
+from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
+from tests.support.forwards import made_twice_on_few_sms
 from tests.support.gradients import backward, draw_dy, gradient_bounds, truth_of
 from tests.support.harness import DTYPES, GPU_KINDS, assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
@@ -24,6 +25,7 @@ from tests.support.tolerance import TF32, assert_outcome_within, assert_within, 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
+
 
 SM90 = {"gemm": "sm90", "precision": "high"}
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
@@ -273,12 +275,6 @@ def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) 
     got = forward(kind_of("cupy"), arrays, limits=Limits(**PARKED), training=True, **SM90)
     truth = reference.forward(**arrays, training=True)
     assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
-
-
-def made_twice_on_few_sms(dtype: str, precision: str, cluster: int) -> Limits:
-    """On a GPU of ten SMs many CTAs have several tiles of a small problem."""
-    gpu = _kernels.gpu(cupy.cuda.Device().id)._replace(sms=10, pairs=5)
-    return Limits(sm90=(largest_block(_plan.element_for(dtype, precision)), cluster), recompute=True, gpu=gpu)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])

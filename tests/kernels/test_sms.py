@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import gsbn
-from tests.kernels.test_forward import capture
 from tests.support.gradients import draw_dy
 from tests.support.harness import Kind, assert_same_bits, kind_of, without_out
 from tests.support.strategies import Case
+from tests.support.streams import capture
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")

@@ -17,7 +17,7 @@ import pytest
 
 import gsbn
 from gsbn import bench, reference
-from tests.groups.contract import why_not
+from tests.groups.contract.engines import why_not
 from tests.support import ROOT
 
 DOCS, EXAMPLES, PACKAGE = ROOT / "docs", ROOT / "examples", Path(gsbn.__file__).parent

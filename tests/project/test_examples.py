@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import gsbn
-from tests.groups.contract import environment as of_ranks
-from tests.groups.contract import why_not
+from tests.groups.contract.engines import environment as of_ranks
+from tests.groups.contract.engines import why_not
 from tests.support import ROOT
 
 EXAMPLES = ROOT / "examples"

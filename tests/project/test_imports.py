@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-BLOCKER = """
-import sys
-
-class Blocker:
-    asked = set()
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            self.asked.add(name)
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-
-BLOCKED = {"cupy", "cupy_backends", "torch", "ml_dtypes", "cuda", "typer", "rich", "matplotlib"}
-sys.meta_path.insert(0, Blocker())
-"""
-
-
-def python(script: str, **environment: str) -> str:
-    """What a fresh interpreter prints; fails if it fails."""
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ | environment
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+from tests.support.interpreter import BLOCKER, python
 
 
 def test_works_with_numpy_alone() -> None:

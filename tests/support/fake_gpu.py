@@ -23,18 +23,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import gsbn
-from gsbn import (
-    _backward,
-    _declared,
-    _device,
-    _forward,
-    _forward_call,
-    _interop,
-    _kernels,
-    _plan,
-    _products,
-    _tma,
-)
+from gsbn import _backward, _declared, _device, _forward, _forward_call, _interop, _kernels, _plan, _products, _tma
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)

@@ -318,3 +318,11 @@ def assert_as_accurate_as_autograd(
         eps = float(ml_dtypes.finfo(mine.dtype).eps)
         error, its_error = norm_error(mine, truth), norm_error(its, truth)
         assert error <= 1.05 * its_error + eps / 4, f"{field}: {error} for torch's {its_error}"
+
+
+SPECIAL = {
+    "plain": {},
+    "s = 0": {"scale": 0.0},
+    "gamma = 0": {"gamma": 0.0},
+    "large s": {"scale": 1e3},
+}

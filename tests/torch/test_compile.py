@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from gsbn.torch import _operators as operators  # noqa: E402
-from tests.torch.test_layer import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
+from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fused_on_a_cpu")
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import _modules as modules  # noqa: E402
 from gsbn.torch import convert, revert  # noqa: E402
-from tests.torch.test_layer import assert_same, batch, step  # noqa: E402
+from tests.torch.layers import assert_same, batch, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 I = 7

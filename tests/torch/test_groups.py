@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, SyncBatchNorm, _groups, linear_batch_norm  # noqa: E402
 from tests.support.ranks import SIZE, Ranks  # noqa: E402
-from tests.torch.test_layer import I, O, assert_same, batch, pair, step  # noqa: E402
+from tests.torch.layers import I, O, assert_same, batch, pair, step  # noqa: E402
 
 if not distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)

@@ -17,6 +17,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+from tests.torch.suites import AsBatchNorm1d, AsLinear, counted, torch  # skips without PyTorch
+
+# isort: split
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.testing import make_tensor
@@ -34,8 +38,7 @@ from torch.testing._internal.common_utils import TestCase, freeze_rng_state, gra
 
 import gsbn.torch
 from gsbn.torch import LinearBatchNorm1d
-from tests.torch.suites import AsBatchNorm1d, AsLinear, counted, torch
-from tests.torch.test_layer import Plain
+from tests.torch.layers import Plain
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 

@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from tests.torch.suites import NO_BATCH, AsBatchNorm1d, AsLinear, Left, judge, seed, torch  # skips without PyTorch
+
+# isort: split
 from torch import nn
 from torch.testing import assert_close
 from torch.testing._internal.common_modules import module_db
@@ -15,7 +19,6 @@ from torch.testing._internal.common_nn import NewModuleTest, NNTestCase, get_new
 from torch.testing._internal.common_utils import freeze_rng_state
 
 import gsbn.torch
-from tests.torch.suites import NO_BATCH, AsBatchNorm1d, AsLinear, Left, judge, seed, torch
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+from tests.torch.suites import NO_BATCH, batch_norm, judge, linear, seed, torch  # skips without PyTorch
+
+# isort: split
 from torch.nn import functional
 from torch.testing import make_tensor
 from torch.testing._internal import optests
@@ -15,7 +19,6 @@ from torch.testing._internal.common_utils import gradcheck, gradgradcheck
 
 from gsbn._check import VECTOR_PARAMETERS
 from gsbn.torch import _operators as operators
-from tests.torch.suites import NO_BATCH, batch_norm, judge, linear, seed, torch
 
 FOUND = {op.name: op for op in op_db if not op.variant_test_name}  # the variants turn off cuDNN, and have equal samples
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

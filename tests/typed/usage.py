@@ -11,9 +11,8 @@ import gsbn
 from gsbn import bench, reference
 
 if TYPE_CHECKING:
-    from typing_extensions import assert_type
-
     from tensors import JaxArray, Parameter, Producer, Tensor
+    from typing_extensions import assert_type
 else:
 
     def assert_type(value: object, _: object) -> object:
