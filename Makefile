@@ -54,7 +54,7 @@ test: $(ready_test)
 	$(run) -m pytest $(ARGS)
 
 kernels: $(ready_kernels)
-	$(run) -m pytest tests/test_kernels.py $(ARGS)
+	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
 bench: $(ready_test)
 	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from harness import CPU_KINDS, GPU_KINDS, Kind, kind_of  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+
+from tests.support.harness import CPU_KINDS, GPU_KINDS, Kind, kind_of, no_gpu  # noqa: E402
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes three quarters of a GPU's memory
 
@@ -31,17 +31,6 @@ settings.register_profile(
     "gsbn", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gsbn")
-
-
-@cache
-def no_gpu() -> str | None:
-    """Why there is no GPU to run on; None if there is one."""
-    try:
-        import cupy
-
-        return None if cupy.cuda.runtime.getDeviceCount() else "CuPy finds no CUDA device"
-    except Exception as error:
-        return f"no CuPy with a CUDA device: {type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,7 @@ python tools/trust.py                                   on a GPU, if there is on
 python tools/trust.py --shape 8,64,64 --kind float32    some of it
 python tools/trust.py --json errors.json --write        every figure into a file, and the table into docs/trust.md
 
-What fails, and what is measured, is told in tests/beside_torch.py.
+What fails, and what is measured, is told in tests/support/beside_torch.py.
 """
 
 import argparse
@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from beside_torch import HEADER, KINDS, fails, line, measure
-from families import FAMILIES
-
 import gsbn
+from tests.support.beside_torch import HEADER, KINDS, fails, line, measure
+from tests.support.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("float32", "tf32", "float16", "bfloat16")

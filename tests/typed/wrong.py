@@ -1,6 +1,6 @@
 """Calls that a type checker refuses; one that it takes is an error, an ignore without need. None is ever made here.
 
-tests/test_typed.py makes them, one line after the other: gsbn refuses each as well.
+tests/project/test_typed.py makes them, one line after the other: gsbn refuses each as well.
 """
 
 from __future__ import annotations

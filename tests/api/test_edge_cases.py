@@ -1,0 +1,128 @@
+"""Edge cases of the contract: what looks like an error and is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import reference
+from tests.support.harness import DTYPES, STATISTICS, Kind, assert_same_bits, forward, kind_of
+from tests.support.refusals import SHAPES, VECTORS, B, Call, I, O, arguments, stretch
+from tests.support.strategies import Case
+
+
+def assert_right(kind: Kind, call: Call, dtype: str = "float32") -> None:
+    """The call runs, and its results are the reference's to float32: the arguments were read and written as meant."""
+    options = {name: call[name] for name in ("training", "momentum", "eps") if name in call}
+    arrays = {name: kind.get(a) for name, a in call.items() if name in SHAPES and name != "out" and a is not None}
+    truth = reference.forward(**arrays, **options)
+    y = gsbn.forward(**call)
+    close = {"rtol": 1e-5, "atol": 1e-5}  # to tell arrays apart, not to judge digits: that is test_forward_*'s work
+    np.testing.assert_allclose(kind.get(y), truth.y, **close)
+    for name in set(STATISTICS) & set(arrays):
+        np.testing.assert_allclose(kind.get(call[name]), getattr(truth, name), **close)
+
+
+def test_interleaved_views(kind: Kind) -> None:
+    """Spans that overlap, and elements that do not."""
+    buffer = kind.put(np.ones(2 * O, np.float32))
+    assert_right(kind, arguments(kind, running_mean=buffer[0::2], running_var=buffer[1::2]))
+
+    normal = np.random.default_rng(0).standard_normal
+    buffer = kind.put(normal((B, I + O)).astype(np.float32))
+    assert_right(kind, arguments(kind, x=buffer[:, :I], out=buffer[:, I:]))
+    buffer = kind.put(normal((2 * B, I)).astype(np.float32))
+    assert_right(kind, arguments(kind, x=buffer[0::2], out=buffer[1::2, :O]))
+
+    buffer = kind.put(np.ones((3, O), np.float32))
+    assert_right(kind, arguments(kind, gamma=buffer[0], running_mean=buffer[1], beta=buffer[2]))
+
+
+def test_inputs_may_be_the_same_array(kind: Kind) -> None:
+    same = kind.put(np.linspace(1, 2, O, dtype=np.float32))
+    assert_right(kind, arguments(kind, scale=same, bias=same, gamma=same, beta=same))
+    square = kind.put(np.random.default_rng(0).standard_normal((I, I)).astype(np.float32))
+    vectors = {name: kind.put(np.ones(I, np.float32)) for name in VECTORS}
+    assert_right(kind, arguments(kind, x=square, weight=square, **vectors, out=None))
+
+
+def test_inputs_may_have_strides_of_zero(kind: Kind) -> None:
+    row = kind.put(np.arange(I, dtype=np.float32)[None])
+    one = kind.put(np.full(1, 0.5, np.float32))
+    vectors = {name: stretch(kind, one, (O,)) for name in VECTORS}
+    assert_right(kind, arguments(kind, training=False, x=stretch(kind, row, (B, I)), **vectors))
+
+
+def test_inputs_may_be_read_only() -> None:
+    kind = kind_of("numpy")
+    for training, written in ((True, (*STATISTICS, "out")), (False, ("out",))):
+        call = arguments(kind, training=training)
+        for name in SHAPES:
+            call[name].setflags(write=name in written)
+        assert_right(kind, call)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_count_is_one_element_of_any_rank(kind: Kind, shape: tuple[int, ...]) -> None:
+    for momentum in (0.1, None):
+        count = kind.put(np.full(shape, 6, np.int64))
+        assert_right(kind, arguments(kind, num_batches_tracked=count, momentum=momentum))
+        assert kind.get(count) == 7
+        gsbn.forward(**arguments(kind, num_batches_tracked=count, training=False, momentum=momentum))
+        assert kind.get(count) == 7
+
+
+def test_out_is_returned(kind: Kind) -> None:
+    for training in (True, False):
+        call = arguments(kind, training=training)
+        assert gsbn.forward(**call) is call["out"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_batch(kind: Kind, dtype: str, training: bool) -> None:
+    arrays = Case((0, I, O), dtype, training).arrays()
+    got = forward(kind, arrays, training=training)  # B = 0: checks that the result is empty
+    for name in STATISTICS:
+        counted = training and name == "num_batches_tracked"  # as PyTorch counts it
+        assert_same_bits(getattr(got, name), arrays[name] + 1 if counted else arrays[name])
+    del arrays["out"]
+    assert forward(kind, arrays, training=training).y.shape == (0, O)
+
+
+def test_one_row_in_inference(kind: Kind) -> None:
+    assert_right(kind, arguments(kind, rows=1, training=False))
+
+
+def test_zero_eps_in_inference(kind: Kind) -> None:
+    assert_right(kind, arguments(kind, training=False, eps=0))
+    y = gsbn.forward(**arguments(kind, training=False, eps=0.0, running_var=kind.put(np.zeros(O, np.float32))))
+    assert not np.isfinite(kind.get(y)[:, 0]).any()  # 1/sqrt(0), as in PyTorch, and no exception
+
+
+@pytest.mark.parametrize("options", [{"eps": 1}, {"momentum": 1}, {"momentum": 0}, {"eps": np.float32(1e-3)}])
+def test_numbers_of_any_type(kind: Kind, options: Call) -> None:
+    assert_right(kind, arguments(kind, **options))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scale", [None, 2.0, 3, 0, -0.5, np.float16(0.5), np.int8(-2)])
+def test_a_scale_that_is_no_array(kind: Kind, scale: Any, training: bool) -> None:
+    call = arguments(kind, training=training)
+    gsbn.forward(**{**call, "scale": scale})
+    y, want = (
+        kind.get(gsbn.forward(**arguments(kind, training=training, scale=given)))
+        for given in (scale, kind.put(np.full(O, 1 if scale is None else scale, np.float32)))
+    )
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    del call["scale"]
+    if scale is None:
+        np.testing.assert_allclose(kind.get(gsbn.forward(**call)), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+def test_a_scale_of_one_element(kind: Kind, shape: tuple[int, ...]) -> None:
+    assert_right(kind, arguments(kind, scale=kind.put(np.full(shape, 0.5, np.float32))))

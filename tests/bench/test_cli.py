@@ -1,0 +1,432 @@
+"""The command line from end to end: what it prints, saves and returns, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gsbn import bench
+from gsbn._cuda import device as _device
+from gsbn.bench import bounds, cli, machine, selfcheck
+from tests.support import ROOT
+
+QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1", "--settle", "0", "--calls", "1"]
+
+
+@pytest.fixture(autouse=True)
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same machine for everyone: no GPU, a console of 80 columns."""
+    monkeypatch.setattr(cli, "out", Console(width=80))
+    monkeypatch.setattr(cli, "err", Console(width=80, stderr=True))
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(_device, "gpu_obstacle", lambda: "no GPU is visible")
+
+
+def run(*arguments: str, status: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_info_tells_what_there_is_and_what_mends_the_rest() -> None:
+    output = run("info").stdout
+    assert "float32 BLAS" in output
+    assert "→" in output
+    assert max(map(len, output.splitlines())) <= 80
+    told = json.loads(run("info", "--json", "-").stdout)
+    assert set(told["paths"]) == set(bench.DTYPES)
+    assert told["paths"]["float32"]["gemm"] == "numpy"
+    assert set(told["digest"]) == {"gsbn", "kernels"}
+    assert all(problem["what"] and problem["fix"] for problem in told["missing"])
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "driver", "wheels", "what", "fix"),
+    [
+        ("no GPU", 0, [], "no NVIDIA driver", "install its driver"),
+        ("CuPy is not installed", 12080, [], "CuPy is not installed", "pip install what cuda12 names"),
+        ("CuPy is not installed", 13000, [], "CuPy is not installed", "pip install what cuda13 names"),
+        (
+            "libnvrtc.so.12",
+            13000,
+            ["cupy-cuda12x"],
+            "libnvrtc.so.12",
+            "-y cupy-cuda12x && pip install what cuda13 names",
+        ),
+        ("no GPU is visible", 13000, ["cupy-cuda13x"], "no GPU is visible", "nvidia-smi"),
+        (
+            "broken",
+            12080,
+            ["cupy-cuda12x", "cupy-cuda13x"],
+            "two CuPy wheels",
+            "cupy-cuda13x && pip install what cuda12 names",
+        ),
+    ],
+)
+def test_the_remedy_fits_the_trouble(
+    monkeypatch: pytest.MonkeyPatch, obstacle: str, driver: int, wheels: list[str], what: str, fix: str
+) -> None:
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: obstacle)
+    monkeypatch.setattr(machine, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(machine, "packages", lambda: {"cupy": wheels})
+    monkeypatch.setattr(machine, "version", lambda package: "1")
+    monkeypatch.setattr(machine, "pip_install", lambda extra: f"pip install what {extra} names")
+    ((told, remedy),) = machine.missing()
+    assert what in told
+    assert fix in remedy
+
+
+def test_check_passes_here_and_shows_the_bound() -> None:
+    output = run("check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20").stdout
+    assert "32 of 32 within the bound" in output
+    assert "sqrt(g²" in output
+    for family in bounds.FAMILIES:
+        assert family in output
+    assert max(map(len, output.splitlines())) <= 80
+    told = json.loads(run("check", "--json", "-", "--dtype", "float16", "--family", "mean 1e4").stdout)
+    assert told["passed"]
+    assert {(c["kind"], c["family"]) for c in told["checks"]} == {("float16", "mean 1e4")}
+    assert told["skipped"].keys() <= {"pytorch"}
+    figures = {"max_error", "max_bound", "norm_error", "norm_bound", "relative", "norm", "share"}
+    assert figures == set(told["checks"][0]["y"])
+    assert {"x", "weight", "bias", "scale", "gamma", "beta"} == set(told["checks"][0]["gradients"])
+
+
+def test_check_knows_an_activation_and_a_layer_without_scale() -> None:
+    quick = ["check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20", "--activation", "relu"]
+    result = run(*quick, "--no-scale")
+    assert "32 of 32 within the bound" in result.stdout
+    assert "gsbn against float64, relu, no scale" in result.stdout
+    assert "dscale" not in result.stdout, "a column without a value"
+    told = json.loads(run(*quick, "--family", "normal", "--json", "-").stdout)
+    assert (told["activation"], told["scale"], told["passed"]) == ("relu", True, True)
+    assert {"scale", "x", "beta"} <= set(told["checks"][0]["gradients"])
+
+
+def test_bench_knows_an_activation_and_a_layer_without_scale() -> None:
+    result = run(*QUICK, "--only", "gsbn", "--activation", "relu", "--no-scale", "--direction", "step")
+    assert "(24, 20, 12) float32 training, relu, no scale, step" in result.stdout
+
+
+def test_the_models_are_smaller_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(cli.models, "REDUCED", [((12, 16, 8), 24)])
+    quick = ["bench", "--preset", "models", "--rounds", "1", "--seconds", "0.1", "--settle", "0", "--calls", "1"]
+    saved = tmp_path / "m.json"
+    result = run(*quick, "--dtype", "float32", "--json", str(saved))
+    assert "smaller models, on the CPU." in result.stderr
+    assert "12→16→8, 24 rows, float32" in result.stdout
+    for absent in ("device", "graph", "MiB", "torch.compile"):
+        assert absent not in result.stdout
+    assert {row["candidate"] for row in json.loads(saved.read_text())["results"]} == {"pytorch", "gsbn"}
+    (tmp_path / "docs").mkdir()
+    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        page.write_text("<!-- results:models --><!-- /results:models -->")
+    result = run(*quick, "--only", "pytorch", "--publish", str(tmp_path), "--publish-as", "models", status=1)
+    assert "--publish: expected a GPU" in result.stderr
+
+
+def test_check_fails_where_gsbn_is_out_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gsbn
+
+    honest = gsbn.forward
+    monkeypatch.setattr(gsbn, "forward", lambda x, *rest, **options: honest(x * x.dtype.type(1.001), *rest, **options))
+    result = run("check", "--dtype", "float32", "--family", "normal", status=1)
+    assert "out of bound: float32, normal" in result.output
+    told = json.loads(run("check", "--json", "-", "--dtype", "float32", "--family", "normal", status=1).stdout)
+    assert not told["passed"]
+
+
+def test_without_ml_dtypes_its_checks_are_skipped_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    why = "bfloat16 needs ml_dtypes: pip install ml_dtypes"
+    quick = ["check", "--family", "normal", "--shape", "12,12,12"]
+    result = run(*quick)
+    assert f"bfloat16: skipped, because {why}" in result.stdout
+    assert "tf32: skipped, because a CPU" in result.stdout
+    assert "6 of 6 within the bound" in result.stdout
+    assert result.stderr == ""
+    told = json.loads(run(*quick, "--json", "-").stdout)
+    assert told["passed"]
+    assert told["skipped"]["bfloat16"] == why
+    assert {c["kind"] for c in told["checks"]} == {"float32", "float16", "float64"}
+    assert why in run("info").stdout
+    timed = run(*QUICK, "--dtype", "bfloat16", "--only", "gsbn,gemm-numpy")
+    assert f"(24, 20, 12) bfloat16 training: nothing was timed: {why}" in " ".join(timed.stdout.split())
+
+
+def test_a_check_of_nothing_is_no_success() -> None:
+    result = run("check", "--dtype", "tf32", status=1)
+    assert "tf32: skipped" in result.stdout
+    assert "Nothing was checked." in result.stdout
+    assert "──" not in result.stdout, "no empty table"
+    assert not json.loads(run("check", "--dtype", "tf32", "--json", "-", status=1).stdout)["passed"]
+
+
+def test_pytorch_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("check", "--dtype", "float16", "--family", "normal", "--shape", "12,12,12")
+    assert "PyTorch eager: skipped, because torch is not installed" in result.stdout
+    assert "not held to the bound" not in result.stdout, "a table without a value is not printed"
+
+
+def test_an_error_beside_a_truth_of_zero_is_absolute() -> None:
+    """Rows that are all the same have no gradient of the weight: its error over the truth's norm was 3e3."""
+    command = ["check", "--dtype", "float64", "--family", "constant", "--shape", "33,64,21"]
+    (row,) = [c for c in json.loads(run(*command, "--json", "-").stdout)["checks"]
+              if c["candidate"] == "gsbn" and c["training"]]  # fmt: skip
+    weight, beta = row["gradients"]["weight"], row["gradients"]["beta"]
+    assert (weight["relative"], beta["relative"]) == (False, True)
+    assert weight["norm_error"] <= weight["norm_bound"] < 1e-6
+    assert 0 < beta["norm_error"] < beta["norm_bound"] < 1e-12
+    (line,) = [line for line in run(*command).stdout.split("dweight")[1].splitlines() if "constant" in line][:1]
+    errors = [float(error) for error in re.findall(r"\d\.\de[+-]\d\d|(?<= )0(?= )", line)]
+    assert len(errors) == 5 and max(errors) < 1e-6
+    assert f"{weight['norm_error']:.1e}* " in line
+
+
+@pytest.mark.parametrize("command", [["info"], ["check", "--dtype", "float32", "--shape", "8,8,8"],
+                                     [*QUICK, "--only", "gsbn"]])  # fmt: skip
+def test_json_is_one_option_everywhere(command: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "r.json"
+    assert "float32" in run(*command, "--json", str(saved)).stdout, "tables beside the file"
+    direct = json.loads(run(*command, "--json", "-").stdout)
+    assert direct.keys() == json.loads(saved.read_text()).keys()
+
+
+def test_csv_goes_to_stdout_alone() -> None:
+    output = run(*QUICK, "--only", "gsbn", "--csv", "-").stdout
+    assert "device" not in output, "a CPU has no device time"
+    rows = list(csv.DictReader(output.splitlines()))
+    assert [row["candidate"] for row in rows] == ["gsbn"]
+    assert float(rows[0]["time_us"]) > 0
+
+
+def test_the_version() -> None:
+    import gsbn
+
+    assert run("--version").stdout == f"gsbn {gsbn.__version__}\n"
+
+
+def test_shapes_of_a_preset_and_shapes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def measured(todo: Any, *rest: Any) -> bench.Report:
+        seen.append([case.shape for case in todo])
+        return bench.Report(machine.environment(), bench.Settings(), bench.Rates(1, {}), ())
+
+    monkeypatch.setattr(cli.measure, "run", measured)
+    small, kind = bench.PRESETS["small"], ["--dtype", "float32", "--dtype", "float32"]
+    run("bench", *kind, "--preset", "small", "--shape", "24,20,12", "--shape", ",".join(map(str, small[0])))
+    run("bench", *kind, "--shape", "24x20x12")
+    result = run("bench", *kind)
+    assert seen == [[*small, (24, 20, 12)], [(24, 20, 12)], small], "each once"
+    assert "Nothing was measured." in result.stdout
+
+
+def test_a_cpu_has_no_device_time() -> None:
+    result = run(*QUICK, "--only", "gsbn,gemm-numpy")
+    assert "wall-clock time" in result.stdout
+    for absent in ("device", "host µs", "MB", "GPU"):
+        assert absent not in result.stdout
+
+
+def test_where_nothing_was_timed_there_is_a_sentence_and_no_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gsbn
+
+    honest = gsbn.forward
+    monkeypatch.setattr(gsbn, "forward", lambda *args, **options: honest(*args, **options) * 1.01)
+    picture = tmp_path / "p.png"
+    result = run(*QUICK, "--only", "gsbn", "--plot", str(picture))
+    assert "(24, 20, 12) float32 training: nothing was timed: wrong result" in " ".join(result.stdout.split())
+    assert "──" not in result.stdout
+    assert "nothing was timed" in result.stderr
+    assert not picture.exists()
+    result = run(*QUICK, "--only", "gsbn,addmm")
+    assert "training: nothing was timed.\n" in result.stdout
+    assert "gsbn: wrong result" in result.stdout
+    assert "addmm, folded: folded weights" in result.stdout
+
+
+def test_bench_saves_what_it_shows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import image
+
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "csv", "plot.png")}
+    options = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["plot.png"])]
+    result = run(*QUICK, "--mode", "both", "--only", "gsbn,gemm-numpy", *options)
+    assert "No GPU" in result.stderr
+    assert "(24, 20, 12) float32 training" in result.stdout
+    assert "(24, 20, 12) float32 inference" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    saved = json.loads(files["json"].read_text())
+    assert [row["training"] for row in saved["results"]] == [True, True, False, False]
+    assert len(files["csv"].read_text().splitlines()) == 5
+    pixels = image.imread(files["plot.png"])
+    assert 0.001 < (pixels[..., :3] < 0.9).any(-1).mean() < 0.6
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import contextmanager
+
+    @contextmanager
+    def bar(*args: Any, **options: Any) -> Any:
+        yield lambda done, total, doing: os.kill(os.getpid(), signal.SIGINT) if done > 1.5 else None
+
+    monkeypatch.setattr(cli, "_bar", bar)
+    saved, readme = tmp_path / "r.json", tmp_path / "README.md"
+    (tmp_path / "docs").mkdir()
+    marked = "<!-- results:kernelbench --><!-- /results:kernelbench -->"
+    for page in (readme, tmp_path / "docs" / "results.md"):
+        page.write_text(marked)
+    options = ["--json", str(saved), "--publish", str(tmp_path)]
+    result = run(*QUICK, "--mode", "both", "--only", "gsbn", *options, status=130)
+    assert readme.read_text() == marked, "half a table is not published"
+    assert "Interrupted" in result.stderr
+    content = json.loads(saved.read_text())
+    assert content["interrupted"]
+    assert content["results"][0]["training"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "--shape", "1024,8192"], "expected B,I,O"),
+        (["bench", "--shape", "1,8,8"], "B at least 2"),
+        (["bench", "--only", "tensorflow"], "tensorflow"),
+        (["bench", "--dtype", "int8"], "int8"),
+        (["bench", "--preset", "huge"], "huge"),
+        (["check", "--family", "unheard"], "unheard"),
+        (["info", "--shape", "a,b,c"], "a,b,c"),
+        *((["check", "--seed", seed], "--seed") for seed in ("-1", str(2**32), "1.5", "9" * 400)),
+        *((["bench", "--seconds", s], "--seconds") for s in ("-1", "0", "nan", "inf", "1e300", "soon")),
+        *((["bench", "--settle", s], "--settle") for s in ("-1", "nan", "inf", "1e9")),
+        *((["bench", "--rounds", n], "--rounds") for n in ("-1", "0", "1e3", "9" * 40)),
+        *((["bench", "--calls", n], "--calls") for n in ("-1", "0", "9" * 40)),
+        *(
+            ([command, "--shape", shape], "--shape")
+            for command in ("info", "check", "bench")
+            for shape in ("", "8", "8,8,8,8", "-4,8,8", "4,0,8", "1e3,8,8", "nan,8,8", f"{2**31},8,8", "9" * 5000)
+        ),
+        (["check", "--shape", "2000000000,2000000000,8"], "GiB of memory"),
+        (["bench", "--shape", "2000000000,2000000000,8"], "GiB of memory"),
+        (["bench", "--only", "gsbn", "--skip", "gsbn"], "--skip"),
+        (["bench", "--skip", "nobody"], "--skip"),
+        (["bench", "--only", "nobody"], "--only"),
+        (["bench", "--activation", "gelu"], "gelu"),
+        (["check", "--activation", "gelu"], "gelu"),
+        (["bench", "--preset", "models", "--shape", "8,8,8"], "--shape"),
+        (["bench", "--preset", "models", "--no-scale"], "--no-scale"),
+        (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
+        (["bench", "--preset", "models", "--only", "jax"], "--only"),
+        (["bench", "--json", "-", "--csv", "-"], "--csv"),
+        (["check", "--json"], "--json"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_mistake_gets_a_sentence(arguments: list[str], said: str) -> None:
+    result = run(*arguments, status=2)
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
+
+
+def test_the_largest_sizes_and_seeds_are_taken() -> None:
+    assert str(2**31 - 1) in run("info", "--shape", f"{2**31 - 1},8192,{2**31 - 1}").stdout
+    run("check", "--dtype", "float32", "--family", "normal", "--shape", "2,1,1", "--seed", str(2**32 - 1))
+
+
+@pytest.mark.parametrize("command", [["info"], ["check"], [*QUICK, "--only", "gsbn"]])
+def test_what_cannot_be_written_is_said_before_anything_runs(command: list[str], tmp_path: Path) -> None:
+    missing, folder = (
+        " ".join(run(*command, "--json", str(path), status=2).stderr.replace("│", " ").split())  # wherever it wraps
+        for path in (tmp_path / "none" / "r.json", tmp_path)
+    )
+    assert "--json" in missing and "no such folder" in missing
+    assert "expected a file" in folder
+
+
+def test_what_cannot_be_drawn_or_published_is_said_before_anything_runs(tmp_path: Path) -> None:
+    assert "--plot" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=2).stderr
+    assert "results:kernelbench" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
+
+
+def test_warmup_for_no_gpu() -> None:
+    assert "expected a compute capability" in run("warmup", "--arch", "hopper", status=1).stderr
+
+
+def test_warmup_without_a_gpu_says_why() -> None:
+    assert "no GPU to compile kernels for" in run("warmup", status=1).stderr
+
+
+def test_a_missing_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    said = run(*QUICK, "--plot", str(tmp_path / "p.png"), status=1).stderr.strip().splitlines()
+    assert said[-1] == f"gsbn: plots need matplotlib: {machine.pip_install('cli')}"
+
+
+def test_the_remedy_names_packages_that_an_index_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["numpy>=2.0", "ml-dtypes>=0.5; extra == 'cuda12'", 'cupy-cuda12x[ctk]>=14.2; extra == "cuda12"',
+                "rich>=13; extra == 'cli'", "rich>=13; extra == 'client'", "typer>=0.15 ; extra == 'cli'"]  # fmt: skip
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requires)
+    assert machine.pip_install("cuda12") == 'pip install "ml-dtypes>=0.5" "cupy-cuda12x[ctk]>=14.2"'
+    assert machine.pip_install("cli") == 'pip install "rich>=13" "typer>=0.15"'
+
+
+def test_sources_that_are_not_installed_are_to_be_installed_from_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def requires(name: str) -> list[str]:
+        raise machine.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine.metadata, "requires", requires)
+    assert machine.pip_install("cli") == f'pip install -e "{ROOT}[cli]"'
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_extra_is_one_line(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from gsbn.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"gsbn: the command line needs {package}: {machine.pip_install('cli')}"
+    assert done.stdout == ""
+
+
+def test_python_m_gsbn() -> None:
+    command = [sys.executable, "-m", "gsbn", "info", "--json", "-"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["gsbn"]
+
+
+@pytest.mark.gpu
+def test_check_passes_on_the_gpu() -> None:
+    checks = selfcheck.check()
+    assert [(c.kind, c.family, c.training, c.candidate, c.share, c.failure) for c in checks if not c.passed] == []
+    assert {"gsbn", "gsbn-cublas", "gsbn-tiled"} <= {c.candidate for c in checks}
+
+
+@pytest.mark.gpu
+def test_info_on_the_gpu_names_it_and_its_paths() -> None:
+    told = json.loads(run("info", "--json", "-").stdout)
+    assert told["gpus"]
+    assert all(told["paths"][kind]["gemm"] not in ("numpy", "–") for kind in told["paths"])

@@ -1,0 +1,186 @@
+"""A run of gsbn.bench from end to end, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import bench
+from gsbn._cuda import device as _device
+from gsbn.bench import libraries, machine
+from gsbn.bench.report import SCHEMA
+
+QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
+TINY = bench.Case(24, 20, 12)
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
+def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    names = ["gsbn", "gsbn-torch", "pytorch", "addmm"]
+    plain, relu = (
+        bench.cases([(24, 20, 12)], [kind], [True, False], activation=activation, scale=activation is None)
+        for activation in (None, "relu")
+    )
+    report = bench.run([*plain, *relu], names, QUICK)
+    report.save_json(tmp_path / "r.json")
+    report.save_csv(tmp_path / "r.csv")
+    saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert saved["schema"] == SCHEMA
+    assert not saved["interrupted"]
+    assert saved["environment"]["digest"] == machine.source_digests()
+    assert set(saved["rates"]) == {"copy", "matrix"}
+    timed = [row for row in saved["results"] if not row["failure"]]
+    assert {"gsbn"} <= {row["candidate"] for row in timed}
+    assert {row["training"] for row in timed if row["candidate"] == "addmm"} in ({False}, set())  # no torch, no addmm
+    assert {(row["activation"], row["scale"]) for row in timed} == {(None, True), ("relu", False)}
+    for row in timed:
+        assert row["time_low_us"] <= row["time_us"] <= row["time_high_us"]
+        assert row["error"] < 0.05
+    with (tmp_path / "r.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["candidate"] for row in rows] == [row["candidate"] for row in saved["results"]]
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("direction", ["backward", "step"])
+@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", True), ("relu", False), (None, False)])
+def test_a_run_of_gradients_on_the_cpu(direction: str, activation: Any, scale: bool) -> None:
+    pytest.importorskip("torch")
+    cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], [True, False], [direction], activation, scale)
+    assert all(case.flops == {"backward": 2, "step": 3}[direction] * TINY.flops for case in cases)
+    assert all(direction in case.title for case in cases)
+    report = bench.run(cases, ["gsbn", "gsbn-torch", "pytorch", "gemm-numpy"], QUICK)
+    for results in report.by_case().values():
+        assert {name for name, r in results.items() if r.device} == {"gsbn", "gsbn-torch", "pytorch"}
+        assert "backward" in results["gemm-numpy"].failure
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = gsbn.backward
+    monkeypatch.setattr(gsbn, "backward", lambda *args: (g := honest(*args))._replace(scale=g.scale * np.float32(1.01)))
+    (result,) = bench.run([dataclasses.replace(TINY, direction="backward")], ["gsbn"], QUICK).results
+    assert "wrong result: scale uses" in result.failure
+    blind = dataclasses.replace(TINY, direction="backward", activation="relu")
+    monkeypatch.setattr(gsbn, "backward", lambda dy, saved: honest(dy, saved._replace(activation=None)))
+    (result,) = bench.run([blind], ["gsbn"], QUICK).results
+    assert "wrong result: x uses" in result.failure, "no element was masked"
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = gsbn.forward
+    monkeypatch.setattr(gsbn, "forward", lambda *args, **options: honest(*args, **options) * np.float32(1.0001))
+    (result,) = bench.run([TINY], ["gsbn"], QUICK).results
+    assert result.device is None
+    assert "wrong result: y uses" in result.failure
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_peer_that_is_missing_or_breaks_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "load", lambda names: {"torch": None, "jax": None})
+    results = {r.candidate: r for r in bench.run([TINY], ["gsbn", "pytorch", "jax"], QUICK).results}
+    assert results["pytorch"].failure == "torch is not installed"
+    assert results["jax"].failure == "jax is not installed"
+    assert results["gsbn"].device is not None
+    with pytest.raises(ValueError, match="nobody"):
+        bench.run([TINY], ["nobody"])
+
+
+@pytest.mark.usefixtures("cpu")
+def test_ctrl_c_keeps_what_is_done() -> None:
+    def interrupt(done: float, total: int, doing: str) -> None:
+        if "round 4" in doing and done > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    settings = dataclasses.replace(QUICK, rounds=9)
+    report = bench.run([TINY, dataclasses.replace(TINY, batch=32)], ["gsbn", "gemm-numpy"], settings, interrupt)
+    assert report.interrupted
+    samples = [(r.case.batch, r.device.samples) for r in report.results if r.device]
+    assert samples[:2] == [(24, 7), (24, 7)] or samples[:2] == [(24, 9), (24, 9)]
+    assert samples[2:] == [(32, 3), (32, 3)]
+
+
+def test_global_precision_is_restored() -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_float32_matmul_precision()
+    with contextlib.suppress(ZeroDivisionError), libraries.float32_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == before
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", bench.PRESETS)
+def test_presets_run_on_the_gpu(preset: str) -> None:
+    shapes = bench.PRESETS[preset][-2:]
+    report = bench.run(bench.cases(shapes, ["tf32", "bfloat16"]), ["gsbn", "pytorch", "gemm-torch", "gemm-cupy"], QUICK)
+    assert [r.failure for r in report.results if r.candidate == "gsbn" and r.failure] == []
+    for row in report.rows():
+        if not row["failure"]:
+            assert row["host_us"] > 0
+            assert row["floor_share"] > 0
+            if (
+                "PYTEST_XDIST_WORKER" not in os.environ
+            ):  # neighbours on the GPU slow the rates that the floor is made of
+                assert row["floor_share"] < 1.2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_each_path_is_timed_as_it_can_be(graph: bool) -> None:
+    case = bench.Case(512, 256, 384, "float16")
+    names = ["gsbn-cublas", "gsbn-tiled", "gsbn-torch", "pytorch", "gemm-torch", "gemm-lt", "gemm-cupy"]
+    report = bench.run([case], names, dataclasses.replace(QUICK, calls=20, graph=graph))
+    results = {r.candidate: r for r in report.results}
+    assert {r.failure for r in results.values() if r.candidate.startswith(("gsbn", "pytorch"))} == {""}
+    assert results["gsbn-tiled"].method == ("graph" if graph else "queue")
+    assert results["gsbn-cublas"].method == ("graph" if graph else "queue")
+    assert results["pytorch"].method == ("graph" if graph else "queue")
+    assert results["gsbn-tiled"].path == "tiled"
+    assert results["gsbn-cublas"].path == "cublas"
+    assert results["gsbn-cublas"].extra_bytes >= 512 * 384 * 4  # g in float32
+    assert results["pytorch"].extra_bytes >= 512 * 384 * 2  # z
+
+
+@pytest.mark.gpu
+def test_the_gemm_alone_and_addmm_are_peers() -> None:
+    cases = [bench.Case(300, 136, 520, dtype, "high", training=False) for dtype in ("float16", "bfloat16", "float32")]
+    report = bench.run(cases, ["gsbn", "gsbn-gemm", "gemm-torch", "addmm"], QUICK)
+    hopper = report.environment["gpus"][0]["capability"] == "9.0"
+    for row in report.rows():
+        if row["candidate"] != "gsbn-gemm" or hopper:
+            assert not row["failure"], row
+            assert row["method"] == "graph"
+            assert row["times addmm"] > 0
+            assert "times gsbn-gemm" not in row, "it is no peer"
+
+
+@pytest.mark.gpu
+def test_warm_up_leaves_nothing_to_compile() -> None:
+    steps: list[int] = []
+    count = gsbn.warm_up(lambda done, total, name: steps.append(done))
+    assert count > 0
+    assert steps == list(range(count + 1))

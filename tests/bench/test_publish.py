@@ -1,0 +1,143 @@
+"""What gsbn.bench publishes: tables between their markers, plots, and the digest of the sources."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import bench
+from gsbn.bench import machine, publish
+from gsbn.bench.clock import median_interval
+from tests.support import ROOT
+
+
+def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
+    """A report with figures as a GPU might give them."""
+    noise, results = random.Random(0), []
+    rates = bench.Rates(4.27e12, {"float32": 263e12, "tf32": 400e12, "bfloat16": 790e12, "float16": 780e12})
+    relative = {"gsbn": 1.2, "gemm-torch": 1.1, "gemm-lt": 1.05, "pytorch": 1.8, "compile": 1.5, "jax": 1.6}
+    for case in bench.cases(preset):
+        for name, times in relative.items():
+            seconds = times * (rates.floor(case) + 5e-6)
+            m = median_interval([seconds * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
+            results.append(bench.Result(case, name, "", "graph", 10, m, m, 1 << 20, 1e-7))
+        results.append(bench.Result(case, "autotune", failure="refused"))
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
+    environment = machine.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
+    return bench.Report(environment, bench.Settings(), rates, tuple(results))
+
+
+MARKED = "before\n<!-- results:rows -->\nold\n<!-- /results:rows -->\nafter\n"
+
+
+def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    pages = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    for page in pages:
+        page.write_text("<!-- results:others -->\nkept\n<!-- /results:others -->\n" + MARKED)
+    for _ in range(2):  # and again, to the same text
+        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    brief, full = (page.read_text() for page in pages)
+    for text, columns, ours in ((brief, 7, 5), (full, 12, 7)):
+        assert text.startswith(
+            "<!-- results:others -->\nkept\n<!-- /results:others -->\nbefore\n<!-- results:rows -->\n| B, I"
+        )
+        assert text.endswith("<!-- /results:rows -->\nafter\n")
+        assert "old" not in text
+        rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| 1")]
+        assert len(rows) == 12
+        assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {columns + 1}
+        assert all(1.45 < float(row[ours]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
+        assert "NVIDIA H200, driver 580.1" in text
+    assert "rows.png" not in brief and "(results/rows.png)" in full
+    assert publish.changed_since(tmp_path / "docs/results/rows.json") == []
+    for name in ("rows.json", "rows.png"):
+        assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
+
+
+def test_a_cpu_has_no_device_time_and_no_graph() -> None:
+    report = report_of_a_gpu()
+    assert "Medians of device time" in publish.markdown(report)
+    on_cpu = dataclasses.replace(report, environment=report.environment | {"gpus": [], "driver": None})
+    assert "Medians of wall-clock time" in publish.markdown(on_cpu)
+    assert not {"device", "graph"} & set(publish.markdown(on_cpu).replace(",", " ").split())
+
+
+def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(MARKED)
+    for name in ("kernelbench", "rows"):
+        with pytest.raises(ValueError, match=rf"results.md: expected a file with the lines <!-- results:{name} -->"):
+            publish.publish(report_of_a_gpu(), tmp_path, name)
+    assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == MARKED
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text(MARKED)
+    (tmp_path / "README.md").write_text(MARKED.replace("<!-- /results:rows -->", ""))
+    with pytest.raises(ValueError, match=r"README.md: expected a file with the lines"):
+        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    assert (tmp_path / "docs" / "results.md").read_text() == MARKED
+
+
+def test_a_table_may_be_of_the_docs_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.md").write_text(MARKED)
+    (tmp_path / "README.md").write_text("nothing\n")
+    publish.publish(report_of_a_gpu(), tmp_path, "rows")
+    assert (tmp_path / "README.md").read_text() == "nothing\n"
+    assert "old" not in (tmp_path / "docs" / "results.md").read_text()
+
+
+@pytest.mark.parametrize("preset", ["kernelbench", "sweep"])
+def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import colors, image
+
+    publish.plot(report_of_a_gpu(preset), tmp_path / "plot.png")
+    pixels = image.imread(tmp_path / "plot.png")[..., :3]
+    assert pixels.shape[0] >= 500
+    assert pixels.shape[1] >= 1500
+    bars, roof = pixels[:, : pixels.shape[1] * 3 // 5], pixels[:, pixels.shape[1] * 2 // 3 :]
+
+    def count(part: np.ndarray, colour: str) -> int:
+        return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
+
+    for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
+        assert count(bars, publish.SERIES[name][1]) > 500, name
+    for kind in ("float32", "tf32", "float16"):
+        assert count(roof, publish.KIND_COLOURS[kind]) > 50, kind
+    assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
+
+
+def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    monkeypatch.setattr(gsbn, "__file__", str(tmp_path / "__init__.py"))
+    seen = set()
+    for name, text in (
+        ("__init__", ""),
+        ("bench/case", "a"),
+        ("bench/case", "b"),
+        ("bench/__init__", ""),
+        ("case", ""),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        seen.add(machine.source_digests()["gsbn"])
+    assert len(seen) == 5
+    (tmp_path / "case.py").rename(tmp_path / "bench" / "moved.py")
+    assert machine.source_digests()["gsbn"] not in seen
+    assert machine.source_digests() == machine.source_digests()
+
+
+def test_the_published_results_describe_these_sources() -> None:
+    """Tells, without failing, that the README's table is older than the code: run `make bench` on a GPU."""
+    saved = ROOT / "docs" / "results" / "kernelbench.json"
+    if not saved.exists():
+        pytest.skip("nothing published yet")
+    if changed := publish.changed_since(saved):
+        warnings.warn(f"the README's results are older than {' and '.join(changed)}: run `make bench`", stacklevel=1)

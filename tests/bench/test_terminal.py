@@ -1,0 +1,189 @@
+"""What a terminal shows: tables of any width with their numbers whole, and text in any encoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from gsbn import bench
+from gsbn.bench import bounds, machine, selfcheck, tables, terminal
+from gsbn.bench.clock import Measurement
+from tests.support import ROOT
+
+NUMBER = re.compile(r"\d[\d.,–]*(?:e[+-]?\d+)?[%×*]?")
+
+
+def printed(width: int, show: object, *arguments: object) -> str:
+    """What a function prints on a console of so many columns; none of its lines is longer."""
+    stream = io.StringIO()
+    show(Console(file=stream, width=width), *arguments)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines()), default=0) <= width
+    assert "…" not in text
+    return text
+
+
+def numbers(text: str) -> Counter[str]:
+    return Counter(NUMBER.findall(text))
+
+
+@functools.cache
+def checks() -> list[selfcheck.Check]:
+    """As a run might give them: every family, errors relative and absolute, bounds kept and exceeded."""
+    found = []
+    for i, family in enumerate(bounds.FAMILIES):
+        good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 1.0, 0.07 * (i + 1))
+        absolute = dataclasses.replace(good, relative=False, share=1e-9)
+        bad = dataclasses.replace(good, norm_error=4.3e2, relative=False, share=10.0 ** (i * 2))
+        gradients = dict(zip(bounds.GRADIENTS, (good, absolute, good, absolute, good, good), strict=True))
+        found.append(selfcheck.Check("float32", family, True, "gsbn", good, good, absolute, gradients))
+        found.append(selfcheck.Check("float32", family, False, "gsbn", good))
+        found.append(selfcheck.Check("float32", family, True, "pytorch", bad, bad, bad, dict.fromkeys(gradients, bad)))
+    return found
+
+
+@functools.cache
+def report() -> bench.Report:
+    """As a GPU might give it, with a candidate that fails."""
+    case, results = bench.Case(16384, 4096, 4096), []
+    for i, name in enumerate(("gsbn", "gsbn-prepared", "pytorch", "compile")):
+        m = Measurement(1.234e-3 * (i + 1), 1.2e-3 * (i + 1), 1.3e-3 * (i + 1) ** 2, 40, 0.95)
+        results.append(bench.Result(case, name, "sm90", "graph", 10, m, m, 123456789 * i, 1e-7))
+    results.append(bench.Result(case, "jax", failure="jax is not installed"))
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
+    environment = machine.environment() | {"gpus": [gpu], "cuda_runtime": "13.0", "nvrtc": "13.0"}
+    return bench.Report(environment, bench.Settings(), bench.Rates(4.27e12, {"float32": 263e12}), tuple(results))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
+def test_check_shows_the_same_numbers_at_any_width(width: int) -> None:
+    text, wide = (printed(w, tables.print_checks, checks(), {"tf32": "no"}) for w in (width, 300))
+    assert "SGEMM y" not in text.split("In each cell")[0], "nobody ran it"
+    assert numbers(text.split("In each cell")[0]) >= numbers(wide.split("In each cell")[0])
+    for whole in ("2.5e-08", "4.3e+02*", "1e14×", "56%"):
+        assert whole in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 99])
+def test_bench_shows_the_same_numbers_at_any_width(width: int) -> None:
+    text, wide = (printed(w, tables.print_report, report()) for w in (width, 99))
+    assert numbers(text.split("JAX")[0]) == numbers(wide.split("JAX")[0])
+    assert "4800–20800" in text and "device µs" in text
+
+
+def test_a_wide_terminal_shows_more() -> None:
+    assert "GB/s" not in printed(99, tables.print_report, report()).split("JAX")[0]
+    text = printed(120, tables.print_report, report())
+    assert "GB/s" in text.split("JAX")[0] and "sm90" in text
+    assert numbers(text.split("JAX")[0]) > numbers(printed(99, tables.print_report, report()).split("JAX")[0])
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_info_fits(width: int) -> None:
+    paths = dict.fromkeys(bench.DTYPES, ("sm90", "one launch, in tiles of 128×192, on 132 SMs"))
+    text = printed(width, tables.print_machine, report().environment, "Path at (B, I, O) = (1, 2, 3)", paths)
+    for whole in ("139.8", "13.0", "128×192", machine.environment()["python"]):
+        assert whole in text
+
+
+def test_a_remedy_is_one_line_at_any_width() -> None:
+    stream = io.StringIO()
+    tables.print_missing(Console(file=stream, width=40), [("no plots [really]", "pip install " + "matplotlib " * 9)])
+    assert stream.getvalue().splitlines()[0] == "no plots [really]"
+    assert "pip install " + "matplotlib " * 9 in stream.getvalue()
+
+
+def test_a_table_without_a_value_is_not_printed() -> None:
+    rows = [terminal.Row(["gsbn", "–", "", "1.5"]), terminal.Row(["jax", "–", "", "–"])]
+    text = printed(40, terminal.print_table, "Title", ["", "none", "blank", "some"], rows)
+    assert "none" not in text and "blank" not in text and "some" in text
+    assert printed(40, terminal.print_table, "Title", ["", "none", "blank"], [row._replace(cells=row.cells[:3])
+                                                                              for row in rows]) == ""  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("low", "median", "high", "confidence", "shown"),
+    [
+        (0.998, 1.0, 1.004, 0.95, "± 0.3%"),
+        (0.9, 1.0, 1.1, 0.96, "± 10.0%"),
+        (0.6, 1.0, 21.0, 0.95, "600–21000"),  # "± 1020%" says nothing
+        (1.0, 1.0, 1.0, 0.0, "–"),  # a single trial has no interval
+    ],
+)
+def test_an_interval_is_told_so_that_it_can_be_believed(
+    low: float, median: float, high: float, confidence: float, shown: str
+) -> None:
+    assert tables.interval(Measurement(median * 1e-3, low * 1e-3, high * 1e-3, 20, confidence)) == shown
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0.0, "0%"), (1e-9, "0%"), (0.169, "17%"), (0.999, "100%"), (1.0, "100%"), (1.0001, "101%"),
+     (9.98, "998%"), (12.1, "13×"), (999.0, "999×"), (1e3, "1e3×"), (4e12, "4e12×"),
+     (float("inf"), "fail"), (float("nan"), "fail")],
+)  # fmt: skip
+def test_a_share_beyond_the_bound_never_reads_as_within(share: float, shown: str) -> None:
+    assert tables.share(share) == shown
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "written"),
+    [
+        ("ascii", "|Δg| ≤ 6 √I 2⁻²⁴ sqrt(g² + 6·2⁻¹⁰) ± 3 µs", "|dg| <= 6 sqrt I 2^-24 sqrt(g^2 + 6*2^-10) +- 3 us"),
+        ("cp1252", "2⁻²⁴ g² ± 3 µs × 4 – 5 → 6", "2^-24 g² ± 3 µs × 4 – 5 -> 6"),
+        ("latin-1", "4 – 5 ×", "4 - 5 ×"),
+        ("ascii", "snow ☃ \udcff", "snow \\u2603 \\udcff"),
+        ("utf-8", "→ ☃", "→ ☃"),
+    ],
+)
+def test_what_an_encoding_lacks_is_spelled_out(encoding: str, text: str, written: str) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    terminal.spell_out(stream, io.StringIO())
+    stream.write(text)
+    stream.flush()
+    assert stream.buffer.getvalue().decode(encoding) == written
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_every_command_writes_to_a_pipe_of_any_encoding(encoding: str) -> None:
+    code = """
+import sys
+from gsbn._cuda import device as _device
+from gsbn.__main__ import main
+_device.gpu_obstacle = lambda: "no GPU is visible"
+sys.modules["torch"] = sys.modules["jax"] = None
+for command in sys.argv[1:]:
+    sys.argv = ["gsbn", *command.split()]
+    try:
+        main()
+    except SystemExit as status:
+        print(f"status {status.code}")
+"""
+    quick = "--dtype float32 --shape 12,12,12"
+    commands = ["--help", "bench --help", "info", f"check {quick}", "check --shape ☃", f"check {quick} --json -"]
+    commands += [f"bench {quick} --seconds 0.01 --settle 0 --calls 1"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *commands], cwd=ROOT, env=environment, capture_output=True, timeout=300
+    )
+    out, errors = run.stdout.decode(encoding), run.stderr.decode(encoding)
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert re.findall(r"^status (\d)", out, re.M) == ["0", "0", "0", "0", "2", "0", "0"]
+    assert "(6 sqrt I + I/4 on tensor cores) 2^-24" in " ".join(out.split())
+    assert "->" in out
+    assert "--shape" in errors
+    assert "?" not in out + errors and "\\u" not in (out + errors).replace("\\u2603", "")

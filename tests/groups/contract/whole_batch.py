@@ -1,0 +1,218 @@
+"""Right results: what every rank finds is held against the truth of the whole batch.
+
+**A rank's part of a gradient.** D and S of its rows are those of a dy that is zero in all other rows: so are dgamma,
+dscale and dbeta, and their bounds. dx is the whole batch's, row by row. dweight is dgᵀ x with the whole batch's dg and
+an x that is zero in all other rows: what a second half of x, beside a weight of zeros, would get. The errors in the
+bound of the whole batch's are sums over rows, a part's are no larger; its rounding to the weight's dtype adds ū |part|.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import gsbn
+from gsbn import reference
+from tests.groups.contract.rank import CASE, LARGE, SPLITS, Ranks, raises, together
+from tests.support.families import FAMILIES
+from tests.support.gradients import NAMES, before_relu, draw_dy, gradient_bounds, step, truth_of
+from tests.support.harness import DTYPES, GPU_KINDS, STATISTICS, assert_same_bits, forward, without_out
+from tests.support.strategies import ACTIVATIONS, SCALES, Case
+from tests.support.tolerance import assert_within, bounds, roundoff
+
+
+def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
+    """A forward and a step of every rank's rows against the truth of all.
+
+    The same calls give the same bits, and the same running statistics on all ranks.
+    """
+    arrays, (B, _, O) = case.arrays(), case.shape
+    rows, dy = parts[at.rank], draw_dy(arrays)
+    mine = arrays | {name: arrays[name][rows] for name in ("x", "out") if name in arrays}
+    options, layouts = {**case.options, "group": at.group}, dict(case.layouts)
+    got, again = (forward(at.kind, mine, layouts, **options) for _ in range(2))
+    for one, other in zip(got, again, strict=True):
+        if one is not None:
+            assert_same_bits(one, other)
+    (y, gradients), (y_again, gradients_again) = (step(at.kind, mine, dy[rows], layouts, **options) for _ in range(2))
+    assert_same_bits(y, y_again)
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            assert_same_bits(gradient, gradients_again[name])
+
+    whole = without_out(arrays)
+    wide = np.longdouble if case.dtype == "float64" else np.float64
+    truth = reference.forward(**whole, **case.options, dtype=wide)
+    bound = bounds(whole, truth, **case.options, parked=DTYPES[case.dtype].itemsize == 2)
+    for found in (got.y, y) if len(y) else ():
+        assert_within(found, truth.y[rows], bound.y[rows], "y")
+    if got.running_mean is not None:
+        assert_within(got.running_mean, truth.running_mean, bound.running_mean, "running_mean")
+        assert_within(got.running_var, truth.running_var, bound.running_var, "running_var")
+    assert got.num_batches_tracked is None or got.num_batches_tracked == truth.num_batches_tracked
+    for name in STATISTICS:
+        found = getattr(got, name)
+        for other in () if found is None else at.gathered(found):
+            assert_same_bits(found, other)
+
+    if case.activation is not None:  # where all ranks' y are above zero
+        whole_y = np.zeros((B, O), y.dtype)
+        whole_y[rows] = y
+        dy = before_relu(dy, np.concatenate([a[of] for a, of in zip(at.gathered(whole_y), parts, strict=True)]))
+    assert_gradients(at, case, whole, dy, gradients, rows)
+
+
+def assert_gradients(
+    at: Ranks, case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, got: dict[str, Any], rows: slice
+) -> None:
+    """The bounds at the head of this module."""
+    of_rows = np.zeros_like(dy)
+    of_rows[rows] = dy[rows]
+
+    def truth_and_bounds(dy: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
+        truth = truth_of(arrays, dy, training=True, eps=case.eps)
+        form = {"activation": case.activation, "parked": at.kind.name in GPU_KINDS}  # as forward_sm90 parks
+        return truth, gradient_bounds(arrays, dy, truth, training=True, eps=case.eps, **form)
+
+    part, part_bounds = truth_and_bounds(of_rows)
+    for name in NAMES[2:]:
+        if got[name] is not None:
+            assert_within(got[name], np.asarray(getattr(part, name)), part_bounds[name], f"d{name}")
+    whole, whole_bounds = truth_and_bounds(dy)
+    if len(got["x"]):
+        assert_within(got["x"], whole.x[rows], whole_bounds["x"][rows], "dx")
+    x_of_rows = np.zeros_like(arrays["x"])
+    x_of_rows[rows] = arrays["x"][rows]
+    more = {"x": [arrays["x"], x_of_rows], "weight": [arrays["weight"], np.zeros_like(arrays["weight"])]}
+    wider = arrays | {name: np.hstack(halves) for name, halves in more.items()}
+    dw = truth_of(wider, dy, training=True, eps=case.eps).weight[:, case.shape[1] :]
+    assert_within(got["weight"], dw, whole_bounds["weight"] + roundoff(got["weight"].dtype) * np.abs(dw), "dweight")
+
+
+@together
+def every_dtype(at: Ranks) -> None:
+    for dtype in DTYPES:
+        for split in SPLITS:
+            assert_whole_batch(at, replace(CASE, shape=(70, 37, 20), dtype=dtype), at.deal(70, split))
+
+
+@together
+def several_blocks(at: Ranks) -> None:
+    for dtype in ("float32", "float16"):
+        assert_whole_batch(at, replace(LARGE, dtype=dtype), at.deal(LARGE.shape[0], "uneven"))
+
+
+@together
+def many_short_rows(at: Ranks) -> None:
+    """On a GPU that makes g twice, and on the others of which some have too few rows for it."""
+    for dtype in ("float32", "bfloat16"):
+        for split in ("uneven", "none on the last"):
+            assert_whole_batch(at, replace(LARGE, shape=(20000, 24, 40), dtype=dtype), at.deal(20000, split))
+
+
+@together
+def every_argument(at: Ranks) -> None:
+    parts = at.deal(9, "uneven")
+    for given in ((), ("running",), ("bias", "beta"), CASE.given):
+        for scale in SCALES:
+            for activation in ACTIVATIONS:
+                assert_whole_batch(at, replace(CASE, given=given, scale=scale, activation=activation), parts)
+    for split in SPLITS:
+        average = replace(CASE, momentum=None, eps=1e-3, activation="relu")
+        assert_whole_batch(at, average, at.deal(9, split))
+    strided = tuple((name, "strided") for name in ("x", "weight", "out", "running_mean"))
+    assert_whole_batch(at, replace(CASE, dtype="bfloat16", narrow=("gamma", "running"), layouts=strided), parts)
+
+
+@together
+def a_mean_far_from_zero(at: Ranks) -> None:
+    """E[g²] - E[g]² would be noise; and each rank's own mean is another."""
+    for offset in (1e4, -1e4):
+        assert_whole_batch(at, replace(CASE, shape=(70, 37, 20), offset=offset), at.deal(70, "uneven"))
+
+
+@together
+def every_family(at: Ranks) -> None:
+    """The first row, the one that is unlike the others, lies on one rank; what is in tiles, on all."""
+    for family in FAMILIES:
+        for dtype in ("float32", "bfloat16"):
+            assert_whole_batch(
+                at, replace(CASE, shape=(300, 40, 24), dtype=dtype, family=family), at.deal(300, "uneven")
+            )
+
+
+@together
+def one_row_a_rank(at: Ranks) -> None:
+    for dtype in DTYPES:
+        case = replace(CASE, shape=(at.size, 5, 4), dtype=dtype)
+        assert_whole_batch(at, case, at.deal(at.size, "even"))
+
+
+@together
+def one_row_in_all(at: Ranks) -> None:
+    """An error on all ranks that writes no statistics; the group goes on."""
+    arrays = replace(CASE, shape=(1, 5, 4)).arrays()
+    rows = at.deal(1, "none on the first")[at.rank]
+    native = at.natives(without_out(arrays) | {"x": arrays["x"][rows]})
+    with raises(ValueError, "Expected more than 1 value per channel"):
+        gsbn.forward(**native, training=True, group=at.group)
+    for name in STATISTICS:
+        assert_same_bits(at.kind.get(native[name]), arrays[name])
+    assert_whole_batch(at, CASE, at.deal(9, "even"))
+
+
+@together
+def no_row_at_all(at: Ranks) -> None:
+    """Nothing is computed and nothing is written; gradients of parameters are zero."""
+    arrays = without_out(replace(CASE, shape=(0, 5, 4)).arrays())
+    native = at.natives(arrays)
+    y, saved = gsbn.forward(**native, training=True, group=at.group, return_saved=True)
+    assert tuple(y.shape) == (0, 4) and y.dtype == native["x"].dtype
+    for name in STATISTICS:
+        assert_same_bits(at.kind.get(native[name]), arrays[name])
+    found = gsbn.backward(y, saved)
+    assert tuple(found.x.shape) == (0, 5)
+    for name in NAMES[1:]:
+        np.testing.assert_array_equal(at.kind.get(getattr(found, name)), np.zeros_like(arrays[name]))
+
+
+@together
+def backward_of_some(at: Ranks) -> None:
+    """Twice from one saved, and each rank needs other gradients: the same bits."""
+    arrays, rows = CASE.arrays(), at.deal(9, "uneven")[at.rank]
+    native = at.natives(without_out(arrays) | {"x": arrays["x"][rows]})
+    _, saved = gsbn.forward(**native, training=True, group=at.group, return_saved=True)
+    assert saved.group is at.group
+    dy = at.kind.put(draw_dy(arrays)[rows])
+    all_of_them = gsbn.backward(dy, saved)
+    needs = (("x", "scale"), ("weight",), ())[at.rank % 3]
+    some = gsbn.backward(dy, saved, needs=needs)
+    for name in NAMES:
+        assert (getattr(some, name) is None) == (name not in needs)
+        if name in needs:
+            assert_same_bits(at.kind.get(getattr(some, name)), at.kind.get(getattr(all_of_them, name)))
+
+
+@together
+def many_calls(at: Ranks) -> None:
+    """Of random sizes, dtypes and options, dealt out at random; the same on all ranks, for they draw alike."""
+    draw = random.Random(0)
+    for _ in range(100):
+        B = draw.choice([2, 3, draw.randint(4, 40), draw.randint(4, 90)])
+        ends = sorted([0, B, *(draw.randint(0, B) for _ in range(at.size - 1))])
+        case = Case(
+            (B, draw.randint(1, 20), draw.randint(1, 40)),
+            draw.choice(list(DTYPES)),
+            training=True,
+            seed=draw.randint(0, 99),
+            offset=draw.choice([0.0, 1.0, -10.0]),
+            momentum=draw.choice([0.1, 0.0, 1.0, None]),
+            eps=draw.choice([1e-5, 1e-3]),
+            scale=draw.choice(list(SCALES)),
+            activation=draw.choice(ACTIVATIONS),
+        )
+        assert_whole_batch(at, case, list(itertools.starmap(slice, itertools.pairwise(ends))))

@@ -1,0 +1,100 @@
+"""The two halves of a backward, of which autograd frees what the first no longer needs before it calls the second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import Gradients
+from gsbn._arrays.kinds import kind_of as library_of
+from gsbn._backward import How, run
+from gsbn._plan import Limits
+from tests.support.harness import DTYPES, assert_same_bits
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+
+def whole(saved: gsbn.Saved) -> How:
+    return How.of(saved, Gradients._fields)
+
+
+def integers(shape: tuple[int, int], dtype: str) -> Any:
+    rng = np.random.default_rng(shape[0] + shape[1])
+    return cupy.array(rng.integers(-3, 4, shape).astype(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77), (16, 64, 64)])
+def test_give_what_the_whole_gives(
+    shape: tuple[int, int, int], dtype: str, activation: str | None, training: bool
+) -> None:
+    rows, inputs, features = shape
+    x, weight, dy = (
+        integers((rows, inputs), dtype),
+        integers((features, inputs), dtype),
+        integers((rows, features), dtype),
+    )
+    vector = "float64" if dtype == "float64" else "float32"
+    mean, var = cupy.zeros(features, vector), cupy.full(features, inputs, vector)
+    gamma, scale = cupy.linspace(-1, 2, features, dtype=vector), cupy.full(1, 0.5, vector)
+    _, saved = gsbn.forward(
+        x, weight, scale, gamma=gamma, running_mean=mean, running_var=var, training=training, activation=activation,
+        return_saved=True,
+    )  # fmt: skip
+    expected, kind = gsbn.backward(dy, saved), library_of(x)
+    norm, made = run(kind, (dy, None, None, *saved[2:4]), whole(saved)._replace(linear=False))
+    found = {
+        name: made[place] for name, place in zip(Gradients._fields, norm.returns, strict=True) if place is not None
+    }
+    dg = made[-1][:, :features]
+    linear, made = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
+    found |= {
+        name: made[place] for name, place in zip(Gradients._fields, linear.returns, strict=True) if place is not None
+    }
+    assert found.keys() == {name for name, gradient in expected._asdict().items() if gradient is not None}
+    for name, gradient in found.items():
+        assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(getattr(expected, name)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77)])
+def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> None:
+    rows, inputs, features = shape
+    x, weight = integers((rows, inputs), dtype), integers((features, inputs), dtype)
+    dy = integers((rows, features), dtype)
+    _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
+    expected = gsbn.backward(dy, saved)
+    prepared, made = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
+    for name, place in zip(Gradients._fields, prepared.returns, strict=True):
+        assert (place is None) == (getattr(expected, name) is None)
+        if place is not None:
+            assert_same_bits(cupy.asnumpy(made[place]), cupy.asnumpy(getattr(expected, name)))
+
+
+@pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(64, 512, 256), (1000, 264, 520), (2048, 512, 1024), (4096, 256, 128), (1000, 100, 72)]
+)
+def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
+    """In float32 also dweight of 16-bit operands (`wide`), which hold no such sums; and limbs that borrow memory."""
+    rows, inputs, features = shape
+    x, weight, dg = (
+        integers((rows, inputs), dtype),
+        integers((features, inputs), dtype),
+        integers((rows, features), dtype),
+    )
+    how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), None, Limits(), norm=False)
+    dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
+    dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
+    prepared, made = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))
+    got = [cupy.asnumpy(made[place]) for place in prepared.returns[:2]]
+    assert got[1].dtype == np.float32
+    np.testing.assert_array_equal(got[1], dweight)
+    np.testing.assert_array_equal(got[0], dx.astype(got[0].dtype))

@@ -1,0 +1,116 @@
+"""The one-launch kernel on Hopper where a cluster has all rows: every tile, CTAs without rows, overlapping launches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gsbn import _plan
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from gsbn._plan.sm90_variants import SPLIT_TILES, TILES_OF_ROWS, TILES_OF_X, largest_block
+from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
+from tests.support.harness import assert_same_bits, kind_of
+from tests.support.strategies import Case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+cupy = pytest.importorskip("cupy")
+
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
+
+
+@pytest.mark.parametrize("tile", TILES_OF_ROWS, ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]) -> None:
+    """All tiles but for five rows; one row more than a tile, which leaves CTAs without any; two rows.
+
+    A feature block is not full, and k has more steps than the ring has stages.
+    """
+    block_m, cluster = tile
+    if block_m > largest_block(_plan.element_for(dtype, precision)):
+        pytest.skip("limbs have no such tile")
+    for rows in {2, min(block_m + 1, block_m * cluster), block_m * cluster - 5}:
+        limits = Limits(sm90=tile, whole=True)
+        assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES_OF_X if tile[2] == 1], ids=str)
+def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int]) -> None:
+    block_m, *_ = tile
+    limits = Limits(sm90=tile[:2], split=False, whole=True, limbs_of_x=True)
+    for rows in {2, block_m - 5, block_m}:
+        assert_right_and_repeated(Case((rows, 776, 200), "float32", True).arrays(), "float32", "highest", limits)
+
+
+@pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
+    """As above, of a k whose parts are not alike."""
+    if of_x and (dtype, precision) != ("float32", "highest"):
+        pytest.skip("the weight as it is stands beside limbs alone")
+    block_m, split = tile
+    limits = Limits(sm90=(block_m, 1, split), split=True, whole=True, limbs_of_x=of_x)
+    for rows in {2, block_m + 1, block_m * split - 5}:
+        assert_right_and_repeated(Case((rows, 4392, 200), dtype, True).arrays(), dtype, precision, limits)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("tile", [(32, 4), (64, 8), (16, 1, 8)], ids=str)
+@pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
+@pytest.mark.parametrize("shape", [(128, 8, 8), (77, 72, 1040), (100, 4104, 504)])
+def test_all_rows_in_a_cluster_whatever_the_shape(
+    shape: tuple[int, int, int], dtype: str, precision: str, tile: tuple[int, int], activation: str | None
+) -> None:
+    limits = Limits(sm90=tile, whole=True)
+    assert_right_and_repeated(Case(shape, dtype, True).arrays(), dtype, precision, limits, activation)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_rows_in_a_cluster_are_as_accurate_as_torch(name: str, dtype: str) -> None:
+    limits = Limits(sm90=(64, 8), whole=True)
+    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, (512, 1024, 512), dtype, gemm="sm90", limits=limits)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_cluster_with_all_rows_begins_before_the_launch_ahead_ends(graph: bool) -> None:
+    """Each call's x is the y of the one before, and all count batches and move the same running statistics."""
+    rng, n, calls = np.random.default_rng(0), 512, 20
+    weight = cupy.asarray(rng.standard_normal((n, n)).astype("f2") / 16)
+    first = cupy.asarray(rng.standard_normal((128, n)).astype("f2"))
+
+    def chain(limits: Limits, graph: bool) -> list[Any]:
+        ys = [first, *(cupy.full_like(first, cupy.nan) for _ in range(calls))]
+        state = [cupy.zeros(n, "f4"), cupy.ones(n, "f4"), cupy.zeros((), "i8")]
+        names = ("running_mean", "running_var", "num_batches_tracked")
+
+        def run() -> None:
+            for x, y in itertools.pairwise(ys):
+                options = {**dict(zip(names, state, strict=True)), "training": True, "gemm": "sm90", "out": y}
+                forward_within(limits, x, weight, **options)
+
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            run()
+            if graph:
+                stream.begin_capture()
+                run()
+                stream.end_capture().launch(stream)
+            else:
+                run()
+        stream.synchronize()
+        assert int(state[2]) == 2 * calls
+        return [*ys[1:], *state[:2]]
+
+    whole, again = (chain(Limits(sm90=(32, 4), whole=True), graph=g) for g in (graph, False))
+    for a, b in zip(whole, again, strict=True):
+        assert_same_bits(a.get(), b.get())
+    for a, b in zip(
+        whole[:3], chain(Limits(recompute=False, whole=False), graph=False)[:3], strict=True
+    ):  # later ones drift apart
+        assert float(abs(a.astype("f4") - b.astype("f4")).max()) < 0.1

@@ -1,0 +1,286 @@
+"""Every kernel compiles for every architecture that gsbn serves: NVRTC needs no GPU and no driver."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from gsbn import _plan
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import declared as _declared
+from gsbn._plan.products import SM90_WORDS
+from tests.support import ROOT
+
+ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
+
+
+@pytest.mark.timeout(1800)  # of one core
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiles(arch: str) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    # On Hopper as for users; elsewhere what the compiler says counts, and it says it in half the time.
+    cubins = _kernels.compile_all(arch, lambda kernel: True, *[] if arch == "sm_90a" else ["--Ofast-compile=max"])
+    assert set(cubins) == set(_kernels.all_kernels(arch))
+    for kernel, cubin in cubins.items():
+        assert cubin.startswith(b"\x7fELF"), kernel
+        assert kernel.name.encode() + b"\0" in cubin, f"no symbol {kernel.name}"
+
+
+def test_every_file_has_a_kernel() -> None:
+    assert {kernel.file for kernel in _kernels.all_kernels()} == {p.stem for p in _declared.KERNEL_DIR.glob("*.cu")}
+
+
+def test_every_name_is_a_global_function_of_its_file() -> None:
+    for kernel in _kernels.all_kernels():
+        source = (_declared.KERNEL_DIR / f"{kernel.file}.cu").read_text(encoding="utf-8")
+        assert re.search(rf"__global__[^;{{]*\b{kernel.name}\s*\(", source), kernel
+
+
+def test_parameters_follow_the_macros() -> None:
+    """Some are there only where deviations are kept; plan/test_launches.py holds what is passed to what is declared."""
+    for kernel in _kernels.all_kernels():
+        if kernel.name == "forward_sm90":
+            keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("KEEP", "RANKS"))
+            by_value, words = _declared.parameters(kernel)
+            more = (*(("kept", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
+            assert words == (*SM90_WORDS, *more)
+            assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
+
+
+def test_what_the_sources_do_not_declare_is_refused() -> None:
+    kernel = next(kernel for kernel in _kernels.all_kernels() if kernel.name == "fold")
+    with pytest.raises(TypeError, match=r"^fold takes \('w', 'w_folded', "):
+        _kernels.launcher(kernel, 0, ("w", "b_folded", "w_folded"))
+    with pytest.raises(TypeError, match=r"^fold takes a ldw, which is not among \['k'\]"):
+        _declared.record(kernel, {"k": 1})
+    with pytest.raises(KeyError):
+        _declared.flags(vector_z=True)
+
+
+def test_a_record_holds_what_its_kernel_declares() -> None:
+    of = {kernel.name: kernel for kernel in _kernels.all_kernels()}
+    names = ("bias", "scale", "gamma", "beta", "running_mean", "running_var")
+    record = _declared.record(
+        of["fold"], {"k": 3, "m": 7, "eps": 0.5, "number": 2, "ldw": 4, **dict.fromkeys(names, 9)}
+    )
+    assert (record.dtype.names, record.tolist()) == (("k", "ldw", *names, "eps", "number"), [(3, 4, *[9] * 6, 0.5, 2)])
+    assert _declared.record_dtype(of["split_tiles"]) == _declared.record_dtype(of["take_maxima"])
+    assert _declared.record_dtype(of["split_tiles"]) != _declared.record_dtype(of["split_limbs"])
+    arrays = dict.fromkeys(("m", "n", "lda", "vector", "of_columns", "of_rows", "along_row"), (1, -2, 3))
+    record = _declared.record(of["take_maxima"], arrays | {"maxima_rows": 64})
+    assert record.tobytes() == np.array([1, -2, 3] * 7 + [64], np.int64).tobytes()
+    assert _declared.flags(vector_x=True, units=True, alone=False) == 1 + 16
+    assert [_declared.kind_code(dtype) for dtype in ("float32", "float64", "float16", "bfloat16")] == [1, 2, 3, 4]
+
+
+def test_every_kernel_waits_for_the_one_ahead() -> None:
+    """Each is launched so that it may begin before the kernel ahead has ended."""
+    wait = re.compile(r"[{\n] +(?:if \((!?)(\w+)\) )?await_kernel_ahead\((?:true|RANKS|ranks != nullptr|)\);[ \n]")
+    for path in _declared.KERNEL_DIR.glob("*.cu"):
+        bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
+        assert bodies
+        for body in bodies:
+            found = {(negated, condition) for negated, condition in wait.findall(body)}
+            pairs = (("", condition) in found and ("!", condition) in found for _, condition in found)
+            assert ("", "") in found or any(pairs), path.name
+
+
+@pytest.mark.parametrize("name", ["common.cuh", "normalize.cu"])
+def test_an_edited_kernel_is_not_served_from_the_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of all files, headers too, is part of the name by which a compiled kernel is found."""
+    pytest.importorskip("cupy", reason="the name of a compiled file holds NVRTC's version, which CuPy tells")
+    folder = tmp_path / "kernels"
+    shutil.copytree(_declared.KERNEL_DIR, folder)
+    monkeypatch.setattr(_kernels, "KERNEL_DIR", folder)
+    kernel = next(iter(_kernels.all_kernels()))
+    monkeypatch.setattr(_kernels, "_compile", lambda *_: b"")
+    monkeypatch.setattr(_kernels, "_cache_folder", lambda: tmp_path)
+    digests, files = [], []
+    for edit in ("", "// edited\n"):
+        (folder / name).write_text((folder / name).read_text(encoding="utf-8") + edit, encoding="utf-8")
+        _kernels.digest.cache_clear()
+        digests.append(_kernels.digest())
+        files.append(_kernels.compiled(kernel, (9, 0)))
+    monkeypatch.undo()
+    _kernels.digest.cache_clear()
+    assert digests[0] == _kernels.digest() != digests[1]
+    assert files[0] != files[1]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for compiled kernels."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    _kernels._cache_folder.cache_clear()
+    yield tmp_path / "cache"
+    _kernels._cache_folder.cache_clear()
+
+
+FOLD = _plan.fold("float32")
+
+
+def code_in(file: Path) -> bytes:
+    """What lies in front of the checksum."""
+    return file.read_bytes()[:-32]
+
+
+def test_what_was_compiled_is_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _kernels.compiled(FOLD, (8, 0))
+    assert list(cache.iterdir()) == [file] and file.read_bytes().startswith(b"\x7fELF")
+    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())  # what it does now is seen
+    assert _kernels.compiled(FOLD, (8, 0)) == file and file.read_bytes().startswith(b"\x7fELF")
+    others = [_kernels.compiled(FOLD, (9, 0)), _kernels.compiled(_plan.fold("float16"), (8, 0))]
+    assert [code_in(other) for other in others] == [b"sm_90", b"sm_80"]
+    monkeypatch.setattr(_kernels, "digest", lambda: "of other sources")
+    assert _kernels.compiled(FOLD, (8, 0)) not in (file, *others)
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx(cache: Path) -> None:
+    file = _kernels.compiled(FOLD, (99, 0))
+    assert file.suffix == ".ptx" and b".visible .entry fold(" in code_in(file)
+
+
+def test_a_failed_compilation_leaves_nothing(cache: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"fold\.cu for sm_80:\n"):
+        _kernels.compiled(FOLD._replace(defines=(("X_TYPE", "no_type"),)), (8, 0))
+    assert not cache.exists()
+
+
+def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file in the folder's place")
+    file, code = _kernels._find(FOLD, (8, 0))
+    assert not file.exists() and code.startswith(b"\x7fELF")
+    with pytest.raises(OSError, match=r"^cannot write to .* CUPY_CACHE_DIR"):
+        gsbn.warm_up(arch="sm_80")
+
+
+def test_a_read_only_cache_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an image's is, which was filled when that was built; a rename is what a folder refuses root, too."""
+    file = _kernels.compiled(FOLD, (8, 0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for module, name in ((tempfile, "NamedTemporaryFile"), (os, "replace"), (Path, "mkdir")):
+        monkeypatch.setattr(module, name, refuse)
+    monkeypatch.setattr(_kernels, "_compile", lambda *_: pytest.fail("it was compiled already"))
+    assert _kernels._find(FOLD, (8, 0)) == (file, code_in(file))
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: whole[:-1] + b"\0"])
+def test_a_damaged_file_is_compiled_again(cache: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = _kernels.compiled(FOLD, (8, 0))
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert _kernels._find(FOLD, (8, 0)) == (file, whole[:-32])
+    assert file.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_pieces(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tempfile.NamedTemporaryFile
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        new = real(*arguments, **options)
+
+        def write(data: bytes) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        new.write = write
+        return new
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    file, code = _kernels._find(FOLD, (8, 0))
+    assert code.startswith(b"\x7fELF") and not file.exists() and not list(cache.iterdir())
+
+
+def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())
+    steps: list[int] = []
+    count = gsbn.warm_up(lambda done, total, name: steps.append(done), arch="sm_90")
+    assert count == len(list(_kernels.all_kernels("sm_90a"))) and steps == list(range(count + 1))
+    assert {code_in(file) for file in cache.iterdir()} == {b"sm_90", b"sm_90a"}
+    assert gsbn.warm_up(arch="sm_86") == len(list(_kernels.all_kernels("sm_86"))) < count
+    for wrong in ("sm_70", "90", "sm_", "hopper", "compute_90"):
+        with pytest.raises(ValueError, match=r"^arch: expected a compute capability"):
+            gsbn.warm_up(arch=wrong)
+    with pytest.raises(TypeError, match=r"^arch: expected a string or None, got 90$"):
+        gsbn.warm_up(arch=90)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^progress: expected a function or None, got 'sm_90'$"):
+        gsbn.warm_up("sm_90")  # type: ignore[arg-type]
+
+
+def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever else launches the same kernel meanwhile: other threads, or this one from a signal handler."""
+    pytest.importorskip("cupy", reason="the launcher is CuPy's driver's")
+    launcher = _kernels.Launcher(SimpleNamespace(ptr=0))
+    wrong: list[Any] = []
+    together = threading.Barrier(4)
+
+    def launch(_: int, grid: int, *rest: int) -> None:
+        """A driver in no hurry, told by the grid what it ought to read."""
+        depth = grid % 3
+        if depth:
+            run(grid - 1)
+        parameters = (ctypes.c_uint64 * 5).from_address(rest[-2])
+        words = [ctypes.c_uint64.from_address(at).value for at in parameters[2:]]
+        if (*parameters[:2], *words) != (grid, grid + 1, grid + 2, grid + 3, 2**64 - 1):
+            wrong.append((grid, list(parameters), words))
+
+    def run(grid: int) -> None:
+        launcher(grid, 32, (grid, grid + 1), (grid + 2, grid + 3, 2**64 - 1), 0)
+
+    def many(first: int) -> None:
+        together.wait()
+        for i in range(500):
+            run(30_000 * first + 3 * i + 2)
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+    assert len(launcher._free) <= 12  # three launches at a time in each thread
+
+
+def test_machine_code_tells_an_edit_of_the_code_from_one_of_the_text(tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    root = ROOT
+    for folder in ("gsbn", "kernels", "tools"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        tool = [sys.executable, str(tmp_path / "tools" / "machine_code.py"), "fold", "X_TYPE=float"]
+        return subprocess.run([*tool, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    first = run()
+    assert re.fullmatch(r"[0-9a-f]{12} \d+ \d+ \d+ \d+ fold X_TYPE=float\n", first.stdout), first
+    before, kernel = tmp_path / "before.txt", tmp_path / "kernels" / "fold.cu"
+    before.write_text(first.stdout)
+    text = kernel.read_text()
+    kernel.write_text("// A line more than there was.\n" + text)
+    assert run("--against", str(before)).returncode == 0
+    assert "sqrt(" in text
+    kernel.write_text(text.replace("sqrt(", "fabs("))
+    edited = run("--against", str(before))
+    assert (edited.returncode, edited.stdout.split(":")[0]) == (1, "differs"), edited

@@ -1,0 +1,136 @@
+"""The SMs that a call leaves to others stay free, and a stream of a green context has what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gsbn
+from tests.support.gradients import draw_dy
+from tests.support.harness import Kind, assert_same_bits, kind_of, without_out
+from tests.support.strategies import Case
+from tests.support.streams import capture
+
+pytestmark = pytest.mark.gpu
+cupy = pytest.importorskip("cupy")
+
+from tests.support import vacancy  # noqa: E402  # which wants CuPy, too
+
+
+@pytest.fixture(scope="module")
+def probe() -> vacancy.Probe:
+    return vacancy.Probe()
+
+
+PATHS = vacancy.calls()
+
+
+# ---- between launches
+
+
+@pytest.mark.parametrize("path", sorted(PATHS.keys() - {vacancy.CUBLAS}))
+def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe: vacancy.Probe, hopper: None) -> None:
+    """Whoever wants them all has them within a quarter of a call's time: a launch that waited there would hold them for
+    most of it. One time in ten another process may have the GPU."""
+    found = probe.wait(PATHS[path](probe.sms))
+    assert len(found.waits) >= 16
+    assert np.quantile(found.waits, 0.9) < found.call / 4, found
+
+
+@pytest.mark.parametrize("path", ["one launch behind limbs, float32", "tiled and passes, float32"])
+def test_launches_that_overlap_hold_the_other_sms(path: str, probe: vacancy.Probe, hopper: None) -> None:
+    """What the test above sees where limited calls are launched as all others are."""
+    with vacancy.overlapping():
+        found = probe.wait(PATHS[path](probe.sms))
+    assert len(found.waits) >= 16
+    assert np.quantile(found.waits, 0.9) > found.call / 2, found
+
+
+# ---- green contexts
+
+
+@pytest.fixture
+def green() -> Iterator[tuple[int, int]]:
+    """A stream of a green context of some 32 SMs, and how many it has."""
+    cu = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings make green contexts")
+    if not hasattr(cu, "cuGreenCtxStreamCreate"):
+        pytest.skip("these cuda-bindings are older than green contexts")
+
+    def checked(result: Any) -> Any:
+        error, *values = result
+        assert error == cu.CUresult.CUDA_SUCCESS, error
+        return values[0] if len(values) == 1 else values
+
+    cupy.cuda.runtime.free(0)
+    everything = checked(cu.cuDeviceGetDevResource(0, cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    groups, *_ = checked(cu.cuDevSmResourceSplitByCount(1, everything, 0, 32))
+    descriptor = checked(cu.cuDevResourceGenerateDesc(groups[:1], 1))
+    context = checked(cu.cuGreenCtxCreate(descriptor, 0, int(cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)))
+    stream = checked(cu.cuGreenCtxStreamCreate(context, int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING), 0))
+    yield int(stream), int(groups[0].sm.smCount)
+    cupy.cuda.runtime.deviceSynchronize()
+    checked(cu.cuStreamDestroy(stream))
+    checked(cu.cuGreenCtxDestroy(context))
+
+
+def external(kind: Kind, stream: int) -> tuple[Any, Any]:
+    """The stream as the kind's library has it, and what makes it the current one."""
+    if kind.is_torch:
+        import torch
+
+        of_torch = torch.cuda.ExternalStream(stream)
+        return of_torch, torch.cuda.stream(of_torch)
+    of_cupy = cupy.cuda.ExternalStream(stream)
+    return of_cupy, of_cupy
+
+
+@pytest.mark.parametrize("sms", [None, 7, 1000])
+@pytest.mark.parametrize("gemm", ["auto", "tiled", "cublas"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stream_of_a_green_context_gets_a_plan_for_its_sms(
+    gpu_kind: Kind, dtype: str, gemm: Any, sms: int | None, green: tuple[int, int]
+) -> None:
+    """More tiles than it has SMs, in one launch whose CTAs wait for each other: planned for all SMs, that would be
+    refused by the driver or never end. The same bits as a call of so many SMs on any other stream."""
+    stream, held = green
+    planned = held if sms is None else min(sms, held)
+    if gemm == "cublas" and planned < 16:
+        pytest.skip("cuBLAS cannot be held to so few")
+    arrays = without_out(Case((2100, 264, 1032), dtype, True, layouts=()).arrays())
+    dy = gpu_kind.put(draw_dy(arrays))
+
+    def step(sms: int | None) -> list[Any]:
+        native = {name: gpu_kind.put(a) for name, a in arrays.items()}
+        y, saved = gsbn.forward(**native, training=True, gemm=gemm, sms=sms, return_saved=True)
+        written = [native[name] for name in ("running_mean", "running_var") if name in native]
+        return [y, *written, *(a for a in gsbn.backward(dy, saved, sms=sms) if a is not None)]
+
+    want = [gpu_kind.get(a) for a in step(planned)]
+    _, current = external(gpu_kind, stream)
+    cupy.cuda.runtime.deviceSynchronize()
+    with current:
+        got = step(sms)
+        cupy.cuda.runtime.deviceSynchronize()
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(gpu_kind.get(a), b)
+
+
+def test_a_capture_on_a_stream_of_a_green_context(green: tuple[int, int]) -> None:
+    kind, (stream, held) = kind_of("cupy"), green
+    arrays = without_out(Case((2100, 264, 1032), "bfloat16", True, layouts=()).arrays())
+    x, weight = (kind.put(arrays[name]) for name in ("x", "weight"))
+    call = partial(gsbn.forward, x, weight, training=True)
+    want = call(sms=held)
+    cupy.cuda.runtime.deviceSynchronize()
+    of_cupy, current = external(kind, stream)
+    with current:
+        call()
+        of_cupy.synchronize()
+        replay, y = capture(kind, of_cupy, call)
+        replay()
+        of_cupy.synchronize()
+    assert_same_bits(kind.get(y), kind.get(want))

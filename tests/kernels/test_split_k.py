@@ -1,0 +1,54 @@
+"""CTAs of the one-launch kernel on Hopper that share k: their sums, whoever is first and whatever lies beyond tiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from gsbn import reference
+from gsbn._plan import Limits
+from gsbn._plan.sm90_variants import SPLITS_OF_K, TILES_OF_X
+from tests.support.harness import assert_same_bits, forward, kind_of, without_out
+from tests.support.strategies import Case
+from tests.support.tolerance import TF32, assert_outcome_within, bounds
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+cupy = pytest.importorskip("cupy")
+
+ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "of_x", "tile", "training"),
+    [
+        *(
+            (*of, False, tile, mode == "training")
+            for of in ELEMENTS
+            for mode in SPLITS_OF_K
+            for tile in SPLITS_OF_K[mode]
+        ),
+        *(
+            ("float32", "highest", True, tile, training)
+            for tile in TILES_OF_X
+            if tile[2] > 1
+            for training in (False, True)
+        ),
+    ],
+)
+# in the first most CTAs have neither rows nor features of their own
+@pytest.mark.parametrize("shape", [(2, 4104, 8), (129, 16384, 264), (512, 8200, 136)])
+def test_sums_over_parts_of_k(
+    shape: tuple[int, int, int], dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int], training: bool
+) -> None:
+    """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
+    arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True, whole=False, limbs_of_x=of_x)
+    options = {"training": training, "gemm": "sm90", "precision": precision}
+    got = forward(kind_of("cupy"), arrays, limits=within, **options)
+    truth = reference.forward(**without_out(arrays), training=training)
+    operand, limbs = TF32 if dtype == "float32" else 0.0, (dtype, precision) == ("float32", "highest")
+    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
+    assert_outcome_within(got, truth, limit)
+    busy = cupy.ones(1 << 24)
+    for _ in range(10):
+        with cupy.cuda.Stream(non_blocking=True):
+            cupy.sqrt(busy, out=busy)
+        assert_same_bits(forward(kind_of("cupy"), arrays, limits=within, **options).y, got.y)

@@ -1,0 +1,346 @@
+"""What holds of every plan: its launches, workspace and copies fit together, and fit the device."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import (
+    AT_ONCE,
+    FEW_ROWS,
+    ITEMSIZE,
+    SM90_BLOCK_N,
+    BackwardPlan,
+    Device,
+    Matmul,
+    Matrix,
+    OneLaunch,
+    Plan,
+    Product,
+    Splits,
+    maxima_grid,
+    split_grid,
+    split_limbs,
+    tile_kernels,
+    tiles_grid,
+    whole_words,
+)
+from gsbn._plan.forward import STATS_GROUP
+from gsbn._plan.gemm import LEAST_TERMS
+from gsbn._plan.parts import Parts
+from gsbn._plan.sm90_variants import MODES
+from gsbn._plan.tall import Tall
+from gsbn._plan.variants import THREADS
+from tests.support.harness import DTYPES
+from tests.support.strategies import sides
+
+H200 = Device((9, 0), 132)
+SHARES = [H200.at_most(120), H200.at_most(1), Device((9, 0), 15, pairs=0), Device((8, 0), 108).at_most(20)]
+DEVICES = [Device((7, 5), 40), Device((8, 6), 28), Device((8, 9), 128), H200, Device((10, 0), 148), Device((12, 0), 1)]
+DEVICES += SHARES
+LARGEST_GRID = 2**31 - 1
+
+
+def sizes() -> st.SearchStrategy[int]:
+    return sides(600) | st.integers(1, 2**22)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, rows: int, columns: int) -> Matrix:
+    """C or Fortran order, padded or not, or strides of any kind."""
+    pad = draw(st.sampled_from([0, 0, 1, 8]))
+    strides = draw(
+        st.sampled_from([(columns + pad, 1), (1, rows + pad), (-(columns + pad), 1), (2 * columns, 2), (0, 0), (0, 1)])
+    )
+    return Matrix.of((rows, columns), strides, draw(st.booleans()))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Matmul:
+    m, n, k = draw(sizes()), draw(sizes()), draw(sizes())
+    dtype, device = draw(st.sampled_from(sorted(DTYPES))), draw(st.sampled_from(DEVICES))
+    return Matmul(m, n, k, dtype, device, draw(matrices(m, k)), draw(matrices(n, k)), draw(matrices(m, n)))
+
+
+def largest_grid(device: Device) -> int:
+    """CTAs spread over the SMs before any gets a second: as many of them take as many SMs."""
+    return device.sms if device.limited else LARGEST_GRID
+
+
+def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
+    # every kernel is one that compile_all compiles
+    kernels = {decided.stats_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
+    assert kernels <= set(_kernels.all_kernels())
+
+    # what lies elsewhere is a copy, in rows on 16 bytes
+    taken, size = decided.taken, ITEMSIZE[p.dtype]
+    assert taken._replace(x=p.x, w=p.w, y=p.y, device=p.device) == p
+    for lies, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k), (p.y, taken.y, p.m, p.n)):
+        assert_copied_or_given(lies, at, rows, columns, size)
+
+    if decided.one is not None:
+        assert_one_launch_fits(taken, decided.one)
+        assert not decided.one.parks or whole_words(taken.y, p.n, size)
+        copied = p.m * taken.y.strides[0] * size if taken.y.own else 0
+        assert decided.one.workspace <= decided.y and decided.y + copied <= decided.workspace
+        return
+    assert taken.y == p.y
+
+    # the grids are neither empty nor too large, and cover every row once
+    grids = [decided.stats_grid, decided.normalize_grid]
+    grids += [decided.gemm_grid] * (decided.gemm_kernel is not None)
+    assert all(1 <= grid <= largest_grid(p.device) for grid in grids)
+    assert decided.one_pass == (training and decided.stats_kernel is None)
+    if decided.stats_kernel is not None:
+        assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
+        assert training
+    if decided.one_pass:  # a CTA has all rows of its columns, a thread a whole number of them in a warp
+        assert decided.normalize_rows == p.m <= STATS_GROUP * THREADS // decided.along
+        assert decided.along in (2, 4, 8, 16)
+
+    # the workspace: aligned, in order, and large enough
+    g_size = max(ITEMSIZE[p.dtype], 4)
+    assert decided.ldg >= p.n
+    assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.g))
+    constants = 4 * decided.ldg * g_size if decided.stats_kernel is not None else 0
+    partials = decided.splits * 2 * decided.ldg * 8 if decided.stats_kernel is not None else 0  # (mean, M2), float64
+    assert decided.affine + constants <= decided.partials <= decided.partials + partials <= decided.g
+    of_g = 0 if decided.y_is_g or decided.narrow else p.m * decided.ldg * g_size
+    assert decided.g + of_g <= decided.workspace
+    assert decided.merge_columns in (8, 16, 32, 64, 128, 256)
+    assert 1 <= decided.merge_grid <= max(1, p.device.sms // 2)
+
+    # 16-byte accesses only where every row begins on 16 bytes
+    if decided.vector_y:  # of y itself, or of a copy that one launch writes
+        written = decided.taken.y
+        assert written == p.y or (decided.one is not None and written.own)
+        assert written.aligned
+        assert written.strides[1] == 1
+        assert written.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+    assert decided.ldg * g_size % 16 == 0
+    if decided.y_is_g:
+        assert ITEMSIZE[p.dtype] == g_size
+        assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
+        if decided.limbs.of:  # the copy engine stores whole words: the last may not reach past a row
+            assert p.n * g_size % 16 == 0
+
+    # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
+    for matrix, rows in ((taken.x, p.m), (taken.w, p.n)):
+        row, column = matrix.strides
+        if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
+            assert 1 in matrix.strides
+            continue
+        by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
+        assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
+
+
+def assert_copied_or_given(given: Matrix, at: Matrix, rows: int, columns: int, size: int) -> None:
+    if not at.own:
+        assert at == given
+        return
+    beside, pitch = sorted(at.strides)
+    assert (beside, at.aligned, pitch * size % 16) == (1, True, 0)
+    assert pitch >= (columns if at.strides[1] == 1 else rows)
+
+
+def makes_g_twice(one: OneLaunch) -> bool:
+    return dict(one.kernel.defines)["MODE"] == str(MODES["recompute"])
+
+
+def has_all_rows(one: OneLaunch) -> bool:
+    return dict(one.kernel.defines)["MODE"] == str(MODES["whole"])
+
+
+def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
+    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
+    of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
+    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
+    two = dict(one.kernel.defines)["RESIDENT"] == "2"
+    assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
+    assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
+    assert one.ctas <= p.device.ctas(1 + two)
+    if one.split > 1:  # each CTA has one tile, and a part of k
+        assert one.clusters == tiles and p.k > one.split and not makes_g_twice(one)
+    features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
+    if makes_g_twice(one):  # every cluster keeps to its features
+        assert one.clusters % one.panel == 0 and one.cooperative
+        assert one.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
+        parts = one.clusters // one.panel
+    end = 0
+    if has_all_rows(one):  # in a cluster, which has one tile
+        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.along_rows and not one.cooperative
+    else:
+        assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
+        assert_folded_parts_fit(p, one)
+        assert one.merged + features * 16 <= one.roll
+        end = one.roll + 8 * (1 + one.ctas)
+    if one.limbs is not None:
+        limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
+        assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
+        assert limbs.pitch >= p.k
+        assert 1 <= limbs.grid <= largest_grid(p.device)
+        assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
+        assert end <= limbs.x
+        assert limbs.x + p.m * size <= limbs.w
+        of_w = 0 if one.element == "limbs_of_x" else p.n
+        assert limbs.w + of_w * size <= limbs.x_exponents
+        assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
+        end = limbs.w_exponents + 4 * of_w
+    assert end <= one.workspace
+    assert p.y.strides[1] == 1 and p.n <= p.y.strides[0]
+    assert not one.parks or (p.y.aligned and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0)
+    # what the copy engine takes
+    for at in (p.x, p.w):
+        assert at.strides[1] == 1
+        if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
+            assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
+
+
+def assert_folded_parts_fit(p: Matmul, one: OneLaunch) -> None:
+    """Behind the words of all tiles there is room for those of folded parts."""
+    rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
+    counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
+    if not makes_g_twice(one) and any(count != rows for count in counts):
+        assert one.parks and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
+        assert (rows * blocks + sum(counts)) * SM90_BLOCK_N * 16 <= one.merged
+
+
+def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int]) -> None:
+    """Maxima, exponents and limbs apart from each other; what lies elsewhere in no more than the bytes `lent`."""
+    taken: list[tuple[int, int]] = []
+
+    def take(at: int, size: int) -> None:
+        assert at >= start and at % 256 == 0
+        assert all(at + size <= first or end <= at for first, end in taken)
+        taken.append((at, at + size))
+
+    for split in limbs.of:
+        assert split.along is not None or split.across is not None
+        assert 1 <= split_grid((split.rows,), split.columns, gpu) <= largest_grid(gpu)
+        for operand, count, k in ((split.along, split.rows, split.columns), (split.across, split.columns, split.rows)):
+            if operand is None:
+                assert limbs.word(operand) == -1
+                continue
+            assert operand.pitch % 4 == 0 and operand.pitch >= -(-k // 64) * 64
+            take(operand.exponents, 4 * count)
+            assert limbs.maxima <= limbs.maxima + 4 * limbs.word(operand) <= limbs.exponents - 4 * count
+            if isinstance(operand.limbs, int):
+                take(operand.limbs, 4 * count * operand.pitch)
+            else:
+                assert 4 * count * operand.pitch <= lent[operand.limbs]
+    across = [split for split in limbs.of if split.across is not None]
+    assert len(across) <= AT_ONCE
+    if across:
+        take(limbs.maxima, limbs.exponents - limbs.maxima)
+        grid, rows = maxima_grid(across, gpu)
+        assert 1 <= grid <= largest_grid(gpu) and 1 <= tiles_grid(across, gpu) <= largest_grid(gpu)
+        assert rows * grid >= sum(split.rows * -(-split.columns // 128) for split in across) or gpu.limited
+    assert all(end <= limbs.end for _, end in taken)
+    # What is written over dg: the limbs of its own rows, tile by tile, and what waits until these were read.
+    for split in limbs.of:
+        for operand in (split.along, split.across):
+            if operand is not None and operand.limbs == "dg":
+                assert split.late or (split.name == "dg" and operand is split.along and operand.pitch == split.pitch)
+
+
+def assert_dg_is_read_before_limbs_lie_there(decided: BackwardPlan) -> None:
+    operands = {split.name: (split.along, split.across) for split in decided.limbs.of}
+    places = {name: {operand.limbs for operand in of if operand is not None} for name, of in operands.items()}
+    takes_dg = decided.weight is not None and not decided.weight.of_limbs
+    assert decided.weight_first <= takes_dg
+    assert decided.weight_first or not (takes_dg and "dg" in places.get("dg", ()))
+    assert not (decided.weight_first and any("dweight" in of for of in places.values()))
+    along, across = operands.get("dg", (None, None))
+    if along is not None and along.limbs == "dg" and across is None:  # by split_limbs: dense rows, each held in full
+        split = next(split for split in decided.limbs.of if split.name == "dg")
+        assert split.pitch == split.columns == along.pitch <= 8192
+
+
+def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
+    assert (one.limbs, one.workspace) == (None, 0)
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0))
+    assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
+    assert one.ctas <= p.device.sms
+    assert p.y.strides[0] % 4 == 0
+    of_both = one.element == "limbs"
+    if not of_both:  # what the copy engine takes
+        assert (one.element, dict(one.kernel.defines)["W_ACROSS"], p.w.strides[0]) == ("limbs_of_x", "1", 1)
+        assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
+        assert b not in {split.name for split in limbs.of}
+    for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
+        split, across = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
+        assert at.strides[0 if across else 1] == 1
+        assert limbs.operand(name, at) == (split.across if across else split.along)
+        assert (split.rows, split.columns) == ((p.k, count) if across else (count, p.k))
+        assert split.pitch == at.strides[1 if across else 0]
+
+
+def assert_parts_fit(parts: Parts, n: int, k: int, gpu: Device) -> None:
+    assert parts.pitch >= k and parts.pitch % 4 == 0 and parts.size >= n * parts.pitch
+    assert parts.share in (1, 2, 4, 8) and parts.share <= parts.number
+    assert 1 <= parts.grid <= largest_grid(gpu)
+
+
+def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
+    """c (m, n) of operands (k, m) and (k, n)."""
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.tall is not False
+    assert {tall.kernel, tall.parts.kernel} <= set(_kernels.all_kernels()) and tall.kernel.shared <= 227 << 10
+    blocks = -(-p.m // 128) * -(-p.n // 128)
+    assert tall.ctas == blocks * tall.parts.number <= p.device.sms
+    assert tall.rows % 32 == 0 and (tall.parts.number - 1) * tall.rows < p.k <= tall.parts.number * tall.rows
+    assert tall.parts.size == blocks * 128 * 128
+    assert_parts_fit(tall.parts, p.m, p.n, p.device)
+    for at in (p.x, p.w):
+        assert at.strides[0] == 1
+        assert not tall.whole_words or (at.aligned and at.strides[1] % 4 == 0)
+    assert p.y == Matrix((p.n, 1), True)
+
+
+def assert_narrow_product_fits(p: Matmul, product: Product) -> None:
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
+    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
+    assert product.kernel.shared <= 227 << 10
+    features = int(dict(product.kernel.defines)["FEATURES"])
+    assert 4 * features * -(-p.k // 32) * 32 <= 128 << 10  # limbs of the weight in shared memory
+    blocks = -(-p.n // features)
+    assert product.grid % blocks == 0 and product.grid <= p.device.sms
+    assert (product.grid // blocks - 1) * product.rows < p.m <= product.grid // blocks * product.rows
+    for at in (p.x, p.w):
+        assert at.aligned and at.strides[1] == 1 and at.strides[0] >= p.k and at.strides[0] % 4 == 0
+    assert p.y == Matrix((p.n, 1), True)
+
+
+def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
+    assert p.dtype in ("float16", "bfloat16") and p.device.capability == (9, 0)
+    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel.shared <= 227 << 10
+    assert (one.workspace, one.limbs) == (0, None)
+    tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
+    assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
+    macros = dict(one.kernel.defines)
+    for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
+        (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
+        assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
+    assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
+
+
+# ---- what a forward keeps for its backward
+
+FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
+
+
+def kept_by(p: Matmul, *, training: bool) -> str:
+    if ITEMSIZE[p.dtype] > 2:
+        return p.dtype
+    if not training:
+        return "float32"
+    return p.dtype if p.m > FEW_ROWS else "float64"
+
+
+def contiguous(m: int, n: int, k: int, dtype: str = "float16", device: Device = H200) -> Matmul:
+    return Matmul(m, n, k, dtype, device, Matrix((k, 1), True), Matrix((k, 1), True), Matrix((n, 1), True))
+
+
+A100 = Device((8, 0), 108)
+OLD_NVRTC = Device((9, 0), 132, sm90a=False)

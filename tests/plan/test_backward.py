@@ -1,0 +1,377 @@
+"""Plans of a backward: for every shape, layout and set of gradients one that fits together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import (
+    C_TYPE,
+    ITEMSIZE,
+    SM90_BLOCK_N,
+    Device,
+    Limits,
+    Matmul,
+    Matrix,
+    OneLaunch,
+    backward_plan,
+    plan,
+    split_grid,
+    split_limbs,
+)
+from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
+from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, MAX_TERMS
+from gsbn._plan.sm90_variants import TILES_OF_X
+from gsbn._plan.variants import split_rows_at_once
+from tests.plan.fits import (
+    FIELDS,
+    H200,
+    assert_copied_or_given,
+    assert_dg_is_read_before_limbs_lie_there,
+    assert_limb_gemm_fits,
+    assert_limbs_fit,
+    assert_narrow_product_fits,
+    assert_parts_fit,
+    assert_sm90_product_fits,
+    assert_tall_product_fits,
+    contiguous,
+    kept_by,
+    largest_grid,
+    problems,
+    sizes,
+)
+
+
+@given(rows=st.tuples(sizes(), st.integers(0, 300)), k=st.integers(1, 2**20) | st.sampled_from([64, 65, 8192, 8193]))
+def test_split_limbs_takes_as_many_rows_as_it_holds(rows: tuple[int, int], k: int) -> None:
+    """A CTA for each 8192 elements, of x or of the weight: none takes a second item where all may be there."""
+    kernel, at_once = split_limbs(k), split_rows_at_once(k)
+    width = int(dict(kernel.defines)["WIDTH"])
+    assert kernel in set(_kernels.all_kernels("sm_90a"))
+    assert at_once * width == 8192 and (k <= width < 2 * k or width in (64, 8192))
+    assert split_grid(rows, k, H200) == sum(-(-count // at_once) for count in rows)
+
+
+@given(
+    p=problems(),
+    training=st.booleans(),
+    needs=st.sets(st.sampled_from(FIELDS)),
+    gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
+    precision=st.sampled_from(["highest", "high"]),
+    of_x=st.sampled_from([None, True, False]),
+    by_narrow=st.sampled_from([None, True, False]),
+    by_tall=st.sampled_from([None, True, False]),
+)
+def test_a_backward_fits(
+    p: Matmul,
+    training: bool,
+    needs: set[str],
+    gemm: str,
+    precision: str,
+    of_x: bool | None,
+    by_narrow: bool | None,
+    by_tall: bool | None,
+) -> None:
+    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow, tall=by_tall))
+    options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
+    options["precision"] = precision
+    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
+    too_few_sms = p.device.limited and p.device.sms < CUBLAS_SMS
+    if gemm == "cublas" and (too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            backward_plan(p, gemm=gemm, **options)
+        return
+    decided, size = backward_plan(p, gemm=gemm, **options), ITEMSIZE[p.dtype]
+
+    # no work that nobody needs
+    assert decided.dg == bool(needs & {"x", "weight"})
+    narrow = decided.narrow
+    if narrow is None:
+        assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
+    else:
+        assert "weight" in needs and decided.x is decided.weight is None
+        sizes = dict(narrow.kernel.defines)
+        sharing = int(sizes.get("CLUSTER", 1))
+        number, rest = divmod(narrow.ctas, sharing)
+        assert (number - 1) * narrow.rows < p.m <= number * narrow.rows and rest == 0
+        assert number <= p.device.clusters(sharing) and narrow.ctas <= p.device.sms
+        assert int(sizes["FEATURES"]) >= narrow.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
+        assert sharing == 1 or narrow.features * size % 16 == 0
+        assert decided.dg_at + narrow.parts.nbytes <= decided.workspace
+        assert {narrow.kernel, narrow.parts.kernel} <= set(_kernels.all_kernels())
+        assert_parts_fit(narrow.parts, p.n, p.k, p.device)
+    alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
+    assert decided.sums != alone
+    if not needs & {"scale", "gamma"}:
+        assert decided.reads_d == (decided.dg and training)
+
+    # grids and workspace
+    largest = largest_grid(p.device)
+    assert 1 <= decided.dg_grid <= largest and decided.sums <= decided.sums_grid <= largest
+    assert decided.dg_grid * decided.dg_rows >= p.m or not decided.dg or p.device.limited
+    assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
+    if decided.fused:
+        assert decided.sums and not decided.across
+        assert p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
+        assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
+        assert decided.sums_grid * 16 * decided.along >= p.n * size or p.device.limited
+    elif decided.sums:
+        sharing = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
+        rows = decided.sums_rows * sharing
+        assert (decided.splits - 1) * rows < p.m <= decided.splits * rows
+        assert decided.sums_grid % (decided.splits * sharing) == 0 or (sharing == 1 and p.device.limited)
+        assert sharing == 1 or decided.sums_grid // sharing <= SUMS_CTAS * p.device.clusters(sharing)
+        assert decided.splits * 2 * p.n * 8 <= decided.dg_at
+    else:
+        assert decided.splits == 0
+    if narrow is None:
+        assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
+    assert decided.across_at + p.n * decided.across * size <= decided.workspace
+    if decided.across:
+        assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
+    assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
+    assert dict(decided.sums_kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
+    if decided.vector_dy:
+        assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
+
+    lent = {"dg": 4 * p.m * decided.pitch} | ({"dweight": 4 * p.n * p.k} if decided.weight is not None else {})
+    assert_limbs_fit(decided.limbs, p.device, decided.across_at + p.n * decided.across * size, lent)
+    assert decided.limbs.end <= decided.workspace
+    assert_dg_is_read_before_limbs_lie_there(decided)
+
+    # the products: shapes that chain, and strides that the GEMM takes
+    for product, shape in ((decided.x, (p.m, p.k, p.n)), (decided.weight, (p.n, p.k, p.m))):
+        if product is None:
+            continue
+        q = product.p
+        assert (q.m, q.n, q.k) == shape
+        b = p.w if product is decided.x else p.x
+        assert_copied_or_given(b.T, q.w, q.n, q.k, size)
+        assert q.y == Matrix((q.n, 1), True)  # rows that start anywhere, too
+        if product.of_limbs:
+            assert product.gemm == "sm90"
+            assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
+            continue
+        if product.one is not None:
+            assert product.gemm == "sm90"
+            assert_sm90_product_fits(q, product.one)
+            continue
+        assert product.gemm == ("tiled" if product.kernel is not None or product.tall is not None else "cublas")
+        if product.tall is not None:
+            assert product is decided.weight and gemm in ("auto", "tiled")
+            assert_tall_product_fits(q, product.tall)
+            continue
+        if product.kernel is not None:
+            assert product.kernel in set(_kernels.all_kernels()) and 1 <= product.grid <= largest
+            if product.rows:
+                assert_narrow_product_fits(q, product)
+                continue
+            assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
+        else:
+            for matrix, rows in ((q.x, q.m), (q.w, q.n)):
+                row, column = matrix.strides
+                assert (column == 1 and row >= q.k) or (row == 1 and column >= rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "auto"),
+    [
+        ((802816, 128, 128), True),
+        ((65536, 256, 512), True),
+        ((380000, 768, 512), True),
+        ((131071, 97, 201), True),
+        ((3000, 64, 128), False),  # cuBLAS has done it before two launches begin
+        ((16384, 4096, 4096), False),  # more blocks than SMs
+    ],
+)
+def test_dw_of_many_rows_makes_limbs_on_the_way(shape: tuple[int, int, int], auto: bool) -> None:
+    """Of float32 at "highest" alone, of rows that are adjacent elements; no limbs of x are made for it."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")._replace(limits=Limits(narrow=False))
+    can = -(-I // 128) * -(-O // 128) <= 132
+
+    def by_tall(p: Matmul = p, **options: Any) -> bool:
+        decided = backward_plan(p, **{"training": True, "needs": ("weight", "gamma"), **options})
+        assert decided.weight is not None
+        if found := decided.weight.tall is not None:
+            assert_tall_product_fits(decided.weight.p, decided.weight.tall)
+            assert not decided.weight.of_limbs and not decided.limbs.of
+        return found
+
+    asked, refused = (p._replace(limits=p.limits._replace(tall=of)) for of in (True, False))
+    assert by_tall() == by_tall(training=False) == auto and not by_tall(refused)
+    assert by_tall(asked) == by_tall(gemm="tiled") == can
+    for options in ({"gemm": "cublas"}, {"gemm": "sm90"}, {"precision": "high"}):
+        assert not by_tall(asked, **options)
+    assert not by_tall(asked._replace(dtype="float64")) and not by_tall(asked._replace(dtype="bfloat16"))
+    assert not by_tall(asked._replace(device=Device((8, 0), 108)))
+    assert not by_tall(asked._replace(x=Matrix((1, B), True)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("features", [32, 128, 512])
+def test_dw_of_very_many_short_rows_is_not_left_to_the_tensor_core_alone(dtype: str, features: int) -> None:
+    """A team keeps dw in the tensor core's accumulators over all of its rows: there are no more than MAX_TERMS."""
+    rows = 600 * MAX_TERMS[dtype]
+    p = contiguous(rows, features, 32, dtype)._replace(y=Matrix((features, 1), True))
+    plan = backward_plan(p, training=True, needs=("x", "weight"))
+    assert plan.narrow is not None
+    teams = plan.narrow.block // (256 if plan.narrow.features > 128 else 128)
+    assert plan.narrow.rows <= teams * MAX_TERMS[dtype]
+    together = plan.narrow.ctas * plan.narrow.rows
+    assert together >= rows
+    held = p._replace(device=p.device.at_most(100))  # where a second wave would take other SMs than it may
+    assert backward_plan(held, training=True, needs=("x", "weight")).narrow is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
+    """Clusters take all columns of some rows of dw before the next."""
+    for B in (64, FEW_TERMS, FEW_TERMS + 8):
+        decided = backward_plan(contiguous(B, 8192, 8192, dtype), training=True, needs=("weight",), gemm="sm90").weight
+        assert decided is not None and decided.one is not None
+        columns = -(-8192 // (SM90_BLOCK_N * decided.one.cluster))
+        assert (decided.one.panel == columns) == (B <= FEW_TERMS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "narrow"),
+    [
+        ((1000000, 32, 32), "float32", True),  # 281 us and 510 by four launches
+        ((20000, 64, 64), "float32", False),  # 45.5 and 42.0
+        ((5000, 128, 128), "bfloat16", True),  # 25.2 and 27.1
+        ((24575, 128, 256), "bfloat16", False),  # 38.4 and 37.7 of 24000 rows
+        ((100000, 128, 136), "bfloat16", True),
+        ((100000, 64, 1024), "float16", True),
+        ((50000, 64, 640), "float16", False),  # 152 and 139
+        ((50000, 64, 768), "float16", True),  # 155 and 161
+        ((100000, 64, 1032), "float16", False),
+        ((100000, 72, 264), "float16", False),
+        ((100000, 32, 72), "float32", False),
+        ((2000, 32, 32), "float16", False),
+        ((5000, 36, 32), "float16", False),  # rows of x off 16 bytes
+        ((5000, 32, 32), "float64", False),
+    ],
+)
+def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int], dtype: str, narrow: bool) -> None:
+    B, I, O = shape
+    p = contiguous(B, O, I, dtype)
+    for needs in (FIELDS, ("weight",), ("x",)):
+        decided = backward_plan(p, training=True, needs=needs)
+        assert (decided.narrow is not None) == (narrow and "weight" in needs)
+        assert (decided.splits, decided.along) == (backward_plan(p, training=True, needs=FIELDS).splits, decided.along)
+    assert backward_plan(p, training=False, needs=FIELDS).narrow is None
+    assert (backward_plan(p, training=True, needs=FIELDS, in_place=True).narrow is not None) == narrow
+    assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").narrow is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "auto", "can"),
+    [
+        ((802816, 128, 128), True, True),
+        ((131071, 96, 200), True, True),
+        ((70001, 97, 201), True, True),  # rows of dg have a pitch of their own
+        ((65536, 256, 512), True, True),
+        ((8192, 256, 256), False, True),  # forward_sm90 makes limbs of the weight in registers, which are few
+        ((5000, 96, 96), False, True),  # cuBLAS in IEEE arithmetic
+        ((2048, 500, 64), False, True),
+        ((50000, 64, 1024), False, False),  # the weight's limbs find no room
+        ((50000, 32, 1024), True, True),
+        ((100000, 128, 63), False, False),  # too few terms
+        ((2047, 128, 128), False, False),
+    ],
+)
+def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
+    shape: tuple[int, int, int], auto: bool, can: bool
+) -> None:
+    """Of float32 at "highest" alone; whatever else is wanted, and where dg lies. No limbs of dg are made for it."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")
+
+    def by_narrow(p: Matmul = p, **options: Any) -> bool:
+        options = {"training": True, "needs": ("x", "weight", "gamma"), **options}
+        decided = backward_plan(p, **options)
+        assert decided.x is not None
+        assert decided.weight is None or decided.weight.rows == 0
+        if found := decided.x.rows > 0:
+            assert_narrow_product_fits(decided.x.p, decided.x)
+            assert all(split.along is None for split in decided.limbs.of) and not decided.weight_first
+        return found
+
+    asked, refused = (p._replace(limits=Limits(narrow=of)) for of in (True, False))
+    for options in ({}, {"needs": ("x",)}, {"in_place": True}, {"training": False}, {"norm": False}):
+        at = p._replace(y=Matrix((-(-O // 4) * 4, 1), True)) if "norm" in options else p
+        assert by_narrow(at, **options) == auto
+        assert by_narrow(at._replace(limits=asked.limits), **options) == can
+    assert by_narrow(gemm="tiled") == can
+    assert not by_narrow(refused) and not by_narrow(refused, gemm="tiled")
+    for options in ({"gemm": "cublas"}, {"gemm": "sm90"}, {"precision": "high"}):
+        assert not by_narrow(asked, **options)
+    for other in ("float64", "bfloat16"):
+        assert not by_narrow(asked._replace(dtype=other), needs=("x",))
+    assert not by_narrow(asked._replace(device=Device((8, 0), 108)))
+    if can:  # a weight of columns on 16 bytes lies as it is wanted
+        across = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
+        copied = backward_plan(asked, training=True, needs=("x",)).x
+        assert across is not None and copied is not None and (across.p.w.own, copied.p.w.own) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dx", "dw"),
+    [
+        ((128, 8192, 8192), "limbs_of_x", "limbs"),
+        ((32, 8192, 2048), "limbs_of_x", None),  # sums of 32 rows are cuBLAS'
+        ((64, 16384, 1024), "limbs_of_x", "limbs"),
+        ((16384, 4096, 4096), "limbs", "limbs"),
+        ((1, 4096, 4096), None, None),
+    ],
+)
+def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
+    shape: tuple[int, int, int], dx: str | None, dw: str | None
+) -> None:
+    B, I, O = shape
+    decided = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x", "weight"))
+    for product, name, want in ((decided.x, "weight", dx), (decided.weight, "x", dw)):
+        assert product is not None
+        assert (None if product.one is None else product.one.element) == want
+        assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
+    alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
+    if dx == "limbs_of_x":  # neither maxima nor limbs of anything but dg, row by row
+        assert [(split.name, split.across) for split in alone.limbs.of] == [("dg", None)]
+        assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
+
+
+def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
+    p = contiguous(100, 4104, 520, "float32")
+
+    def one_of(p: Matmul, **limits: Any) -> OneLaunch:
+        found = backward_plan(p._replace(limits=Limits(**limits)), training=True, needs=("x",), gemm="sm90").x
+        assert found is not None and found.one is not None
+        return found.one
+
+    assert one_of(p, limbs_of_x=False).element == "limbs"
+    for tile in TILES_OF_X:
+        shape = tile[: 2 + (tile[2] > 1)]
+        one = one_of(p, limbs_of_x=True, sm90=shape)
+        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_of_x", tile)
+    for w, want in (
+        (p.w._replace(aligned=False), "limbs"),
+        (Matrix((521, 1), True), "limbs"),
+        (Matrix((1, 4104), True), "limbs"),  # along what dx sums over
+        (Matrix((524, 1), True), "limbs_of_x"),
+        (Matrix((1040, 2), True), "limbs_of_x"),  # of a copy
+    ):
+        assert one_of(p._replace(w=w), limbs_of_x=True).element == want
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_limbs_end_where_the_copy_engine_does(saved: bool) -> None:
+    """The kernel counts in 32 bits."""
+    p = contiguous(2, 8, 2**30 + 8, "float32")
+    assert plan(p, training=True, saved=saved).gemm == "cublas"
+    with pytest.raises(ValueError, match=r"gemm: .*copy engine"):
+        plan(p, training=True, gemm="sm90", saved=saved)

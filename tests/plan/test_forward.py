@@ -1,0 +1,157 @@
+"""Plans of a forward, as pure code: there is one for every shape, and what it hands out fits together."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, backward_plan, plan, precision_for
+from gsbn._plan.gemm import MAX_TERMS, candidates
+from gsbn._plan.problem import threads_along
+from tests.plan.fits import FIELDS, assert_fits, contiguous, has_all_rows, kept_by, makes_g_twice, problems
+from tests.support.harness import DTYPES
+
+
+@given(p=problems(), training=st.booleans())
+def test_auto_serves_every_call(p: Matmul, training: bool) -> None:
+    decided = plan(p, training=training)
+    assert_fits(p, decided, training=training)
+    assert decided.why
+
+
+@given(p=problems(), training=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
+def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, gemm: str) -> None:
+    if gemm == "cublas" and p.device.capability < (8, 0) and p.dtype == "bfloat16":
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            plan(p, training=training, gemm=gemm)
+    else:
+        decided = plan(p, training=training, gemm=gemm)
+        assert decided.gemm == gemm
+        assert_fits(p, decided, training=training)
+
+
+@given(p=problems(), training=st.booleans())
+def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
+    decided = plan(p, training=training, saved=True)
+    assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
+    if decided.one is not None:
+        assert training
+        assert dict(decided.one.kernel.defines)["KEEP"] == "1"
+        assert not decided.keep.is_g  # type: ignore[union-attr]
+    assert_fits(p, decided._replace(workspace=2**62), training=training)
+    assert decided.keep is not None
+    assert decided.normalize_kernel in set(_kernels.all_kernels())
+    assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
+    assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
+    assert decided.keep.dtype == kept_by(p, training=training)
+    if decided.one is None and not decided.keep.is_g:
+        assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
+
+
+@pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
+def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, cumulative: bool, want: bool) -> None:
+    p = contiguous(rows, 1024, 64)._replace(limits=Limits(whole=False))
+    one = plan(p, training=True, gemm="sm90", cumulative=cumulative).one
+    assert one is not None
+    assert one.cooperative == (want or one.block_m < rows)
+    frozen = plan(contiguous(rows, 1024, 64), training=False, gemm="sm90").one
+    assert frozen is not None and not frozen.cooperative
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", "highest"), ("bfloat16", "highest"), ("float32", "high")])
+def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: str) -> None:
+    limit = MAX_TERMS["tf32" if dtype == "float32" else dtype]
+    assert plan(contiguous(64, 64, limit, dtype), training=True, precision=precision, gemm="sm90").one is not None
+    p = contiguous(64, 64, limit + 8, dtype)
+    assert plan(p, training=True, precision=precision).gemm == "cublas"
+    with pytest.raises(ValueError, match=r"gemm: .*lose digits"):
+        plan(p, training=True, precision=precision, gemm="sm90")
+    if dtype != "float32":
+        decided = backward_plan(p._replace(n=limit + 8, k=64, w=Matrix((64, 1), True)), training=True, needs=("x",),
+                                gemm="sm90")  # fmt: skip
+        assert decided.x is not None and decided.x.gemm == "cublas"
+
+
+@pytest.mark.parametrize("shape", [(3, 8192, 1), (64, 4096, 1), (4096, 512, 1)])
+def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    p = contiguous(m, n, k, "float32")
+    assert precision_for("high", n) == "highest"
+    assert precision_for("high", 2) == "high"
+    assert plan(p, training=True, precision="highest").gemm == "cublas"
+    backward = backward_plan(p, training=True, needs=("x", "weight"), precision="highest")
+    assert backward.x is not None
+    assert backward.x.gemm == "cublas"
+    assert backward.weight is not None
+    assert backward.weight.one is None
+
+
+def test_a_choice_can_be_limited() -> None:
+    """What tests, sweeps and benches ask for instead of the cheapest; a limit that leaves nothing is passed over."""
+    p = contiguous(1000, 1032, 136)
+    tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
+    assert len(tiles) == 8 + 2  # those with all rows in a cluster: 256 by 8, 128 by 8
+    for tile in tiles[:8]:
+        one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
+        assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
+    for tile in tiles[8:]:
+        one = plan(p._replace(limits=Limits(sm90=tile, whole=True)), training=True, gemm="sm90").one
+        assert one is not None and (one.block_m, one.cluster) == tile and has_all_rows(one)
+    many = contiguous(100000, 512, 512)
+    for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
+        one = plan(many._replace(limits=Limits(sm90=tile, recompute=again)), training=True, gemm="sm90").one
+        assert one is not None and ((one.block_m, one.cluster), makes_g_twice(one)) == (tile, again)
+    limbs = contiguous(1000, 1032, 136, "float32")._replace(limits=Limits(sm90=(256, 2)))
+    one = plan(limbs, training=True, gemm="sm90").one
+    assert one is not None and one.block_m < 256
+    small = plan(p._replace(limits=Limits(tiled=(32, 32, 2, 2))), training=True, gemm="tiled")
+    assert dict(small.gemm_kernel.defines)["BLOCK_M"] == "32"  # type: ignore[union-attr]
+    for fused in (True, False):
+        limited = p._replace(limits=Limits(fused=fused))
+        assert backward_plan(limited, training=True, needs=FIELDS).fused == fused
+        assert plan(limited, training=True, gemm="tiled").one_pass == fused
+
+
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_threads_lie_along_rows_of_any_length(columns: int) -> None:
+    """A power of two, a warp at most, and no more than the row has vectors but for the rounding."""
+    for n in range(1, 2000):
+        blocks, along = threads_along(n, columns)
+        assert along in (1, 2, 4, 8, 16, 32) and (blocks - 1) * along * columns < n <= blocks * along * columns
+        assert along in (1, 32) or n > along // 2 * columns
+
+
+@pytest.mark.parametrize("sizes_", [(2**31 + 5, 3, 8), (3, 8, 2**31 + 5), (2**17, 2**15, 8), (2**16, 8, 2**16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_than_2_31(sizes_: tuple[int, int, int], dtype: str) -> None:
+    p = contiguous(*sizes_, dtype)
+    decided = plan(p, training=True)
+    assert_fits(p, decided, training=True)
+    if max(sizes_) > INT32_MAX:
+        assert decided.gemm == "tiled"
+        with pytest.raises(ValueError, match=r"^gemm: "):
+            plan(p, training=True, gemm="cublas")
+
+
+def test_the_same_question_is_answered_once() -> None:
+    p = contiguous(1024, 8192, 8192)
+    assert plan(p, training=True) is plan(p, training=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "want"),
+    [
+        ((4, 5), (5, 1), (5, 1)),
+        ((1, 5), (99, 1), (5, 1)),
+        ((4, 1), (7, 99), (7, 1)),
+        ((1, 1), (0, 0), (1, 1)),
+        ((1, 5), (0, -1), (1, -1)),
+    ],
+)
+def test_strides_of_a_single_row_or_column_mean_nothing(shape: Any, strides: Any, want: Any) -> None:
+    assert Matrix.of(shape, strides, aligned=True).strides == want

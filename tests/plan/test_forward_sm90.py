@@ -1,0 +1,254 @@
+"""Plans of forward_sm90: what it serves, and how its clusters and tiles are chosen."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gsbn._cuda import driver as _driver
+from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix, backward_plan, plan
+from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
+from gsbn._plan.gemm import candidates
+from gsbn._plan.sm90_variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
+from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, has_all_rows
+
+
+def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def occupancy(found: Any, function: Any, config: Any) -> int:
+        c = config._obj
+        assert ctypes.sizeof(c) == 56  # of CUlaunchConfig
+        attribute = _driver._LaunchAttribute.from_address(c.attributes)
+        assert ctypes.sizeof(attribute) == 72  # of CUlaunchAttribute
+        asked.append((function.value, c.gx, c.gy, c.gz, c.bx, c.by, c.bz, c.shared, c.count))
+        asked.append((attribute.id, *attribute.value[:3]))  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        found._obj.value = 61
+        return 0
+
+    monkeypatch.setattr(_driver, "driver", lambda: SimpleNamespace(cuOccupancyMaxActiveClusters=occupancy))
+    assert _driver.resident_clusters(2**40, threads=384, cluster=2, shared=1000) == 61
+    assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, 1), (4, 2, 1, 1)]
+
+
+def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
+    """What starts off 16 bytes is copied, unless cuBLAS is as fast without; dw reads dg in place."""
+    p = contiguous(1024, 8192, 8192)
+    p = p._replace(w=p.w._replace(aligned=False))
+    asked, auto = (backward_plan(p, training=True, needs=FIELDS, gemm=gemm) for gemm in ("sm90", "auto"))
+    assert asked.x is not None and asked.weight is not None and auto.x is not None
+    assert (asked.x.gemm, asked.x.p.w.own, asked.weight.p.w.own) == ("sm90", True, False)
+    assert (auto.x.gemm, auto.x.p.w.own) == ("sm90", True)
+    few = backward_plan(contiguous(2, 9, 9), training=True, needs=FIELDS).x
+    assert few is not None and not (few.p.w.own or few.p.y.own)
+    assert asked.weight.p.x.strides == (1, asked.pitch)
+    assert asked.across == 0
+
+
+@given(
+    m=st.integers(17, 9000), n=st.integers(1, 9000), dtype=st.sampled_from(["float32", "bfloat16"]), sms=st.booleans()
+)
+def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int, n: int, dtype: str, sms: bool) -> None:
+    p = contiguous(m, n, 64, dtype)
+    p = p._replace(device=p.device.at_most(100 if sms else None))
+    decided = backward_plan(p, training=True, needs=FIELDS)
+    cluster = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
+    if decided.fused and cluster > 1:
+        blocks, rest = divmod(decided.sums_grid, cluster)
+        assert rest == 0 and blocks * decided.along * (16 // ITEMSIZE[dtype]) >= n
+        assert m <= FUSED_ROWS * cluster and blocks <= FUSED_CTAS * p.device.clusters(cluster)
+        assert not sms or decided.sums_grid <= 100
+    other = backward_plan(p._replace(limits=Limits(cluster=1)), training=True, needs=FIELDS)
+    assert not other.fused or "CLUSTER" not in dict(other.sums_kernel.defines)
+    for needs in (("x",), ("weight", "gamma")):  # whose bits are to be the same
+        some = backward_plan(p, training=True, needs=needs)
+        assert (some.sums_kernel, some.along) == (decided.sums_kernel, decided.along) or not some.sums
+
+
+def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
+    few = contiguous(256, 1024, 16384, "bfloat16")
+    for mode, tiles in SPLITS_OF_K.items():
+        assert {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1} == set(tiles)
+    one = plan(few, training=True, gemm="sm90").one
+    assert one is not None and one.split > 2 and (one.ctas, one.cooperative) == (16 * one.split, True)
+    of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
+    for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLITS_OF_K):
+        training = mode == "training"
+        for tile in (of_x if element == "limbs_of_x" else SPLITS_OF_K[mode]) if training or not saved else ():
+            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_of_x": "highest"}
+            dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
+            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_of_x=element == "limbs_of_x"))
+            one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
+            assert one is not None and (one.block_m, one.cluster, one.split, one.element) == (*tile, element)
+            assert_one_launch_fits(p, one)
+    fewer = contiguous(50, 1024, 16384, "bfloat16")
+    found = candidates(fewer, "training", "bfloat16")
+    whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
+    assert whole == {(m, 1, split) for m, split in SPLIT_TILES if m * split >= 50}
+    for m, split in SPLIT_TILES:
+        p = contiguous(m * split, 1024, 16384, "bfloat16")
+        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
+        one = plan(p, training=True, gemm="sm90").one
+        assert one is not None and has_all_rows(one) and (one.block_m, one.split) == (m, split)
+        assert_one_launch_fits(p, one)
+    for p in (
+        contiguous(512, 1024, 8 * 64 * 2 - 64),  # k too short
+        contiguous(4096, 4096, 16384),  # tiles that fill the GPU without
+        few._replace(device=Device((9, 0), 132, pairs=0, fours=0, eights=0)),
+    ):
+        assert all(tile.split == 1 for mode in MODES for tile in candidates(p, mode, p.dtype))
+    assert all(tile.split == 1 for tile in candidates(few, "training", "bfloat16", ranks=True))
+    assert plan(few._replace(limits=Limits(split=False)), training=True, gemm="sm90").one.split == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "of_x"),
+    [
+        ((128, 8192, 8192), True),  # 115 us and 223 with limbs of both
+        ((8, 4096, 11008), True),  # 71 and 148, cuBLAS 118
+        ((32, 2048, 8192), True),  # 37 and 75
+        ((1024, 8192, 8192), False),
+        ((16384, 4096, 4096), False),
+    ],
+)
+def test_few_rows_make_limbs_of_the_weight_in_registers(
+    shape: tuple[int, int, int], of_x: bool, training: bool
+) -> None:
+    """Not of a weight whose limbs are there, or whose rows the copy engine cannot bring; ranks have no such variant."""
+    B, I, O = shape
+    p = contiguous(B, O, I, "float32")
+
+    def element(p: Matmul, **options: Any) -> str:
+        one = plan(p, training=training, gemm="sm90", **options).one
+        assert one is not None and one.limbs is not None
+        assert_one_launch_fits(p, one)
+        return one.element
+
+    assert element(p) == ("limbs_of_x" if of_x else "limbs")
+    assert element(p._replace(limits=Limits(limbs_of_x=False))) == "limbs"
+    assert element(p._replace(w=p.w._replace(aligned=False))) == "limbs"
+    assert plan(p, training=training, gemm="sm90", prepared=True).one.element == "limbs"  # type: ignore[union-attr]
+    if training:
+        assert element(p, ranks="inside") == "limbs"
+
+
+def test_g_alone_takes_a_weight_that_lies_across() -> None:
+    """Ranks that meet between launches leave a bare GEMM, which reads a weight of columns as the backward's dx does."""
+    p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
+    for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
+        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90", ranks="between")
+        assert decided.product is not None and [split.name for split in decided.limbs.of] == want
+        assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
+        q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))
+        assert_limb_gemm_fits(q, decided.product, decided.limbs, "x", "weight")
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tile", [(256, 1), (256, 2), (128, 1), (128, 2), (64, 1), (32, 2)])
+@pytest.mark.parametrize(
+    "shape", [(9000, 2104), (8000, 2104), (135732, 128), (70000, 1001), (65536, 1024), (20000, 384)]
+)
+def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
+    shape: tuple[int, int], tile: tuple[int, int], element: str
+) -> None:
+    """The order of tiles is forward_sm90's (Order): those of a folded column come one after the other, in one part."""
+    m, n = shape
+    if element == "float32" and tile[0] == 256:
+        pytest.skip("limbs have no tile of 256 rows")
+    limits = Limits(sm90=tile, recompute=False, whole=False, split=False, limbs_of_x=False)
+    one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
+    assert one is not None and one.parks and (one.block_m, one.cluster) == tile
+    rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
+    grouped = (columns - 1) // one.panel * one.panel
+    order = [
+        (row, column)
+        for first in range(0, grouped, one.panel)
+        for row in range(rows)
+        for column in range(first, first + one.panel)
+    ]
+    order += [(row, column) for column in range(grouped, columns) for row in range(rows)]
+    assert len(order) == rows * columns and one.in_panels == grouped * one.cluster
+    of_parts: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for cluster in range(one.clusters):
+        for nth, (row, column) in enumerate(order[cluster :: one.clusters]):
+            count = one.parts_in_panels if column < grouped else one.parts_alone
+            if count != rows:
+                owner, rows_of_it = of_parts.setdefault((column, row % count), (cluster, []))
+                assert owner == cluster and row == row % count + count * len(rows_of_it)
+                assert nth == 0 or not rows_of_it or order[cluster :: one.clusters][nth - 1][1] == column
+                rows_of_it.append(row)
+    assert all(
+        rows_of_it[-1] + len({part for c, part in of_parts if c == column}) >= rows
+        for (column, _), (_, rows_of_it) in of_parts.items()
+    )
+    assert of_parts or rows <= one.clusters
+
+
+def test_few_features_take_clusters_of_one() -> None:
+    """A second CTA without features would only load."""
+    few, many = (
+        plan(contiguous(100000, 64, 64), training=True, gemm="sm90").one,
+        plan(contiguous(4096, 4096, 4096), training=True).one,
+    )
+    assert few is not None and many is not None
+    assert (few.block_m, few.cluster) == (many.block_m, many.cluster - 1) == (256, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "want"),
+    [
+        ((128, 1024, 512), "bfloat16", {}, True),
+        ((2, 64, 64), "float16", {"saved": True}, False),  # so few rows are kept in float64
+        ((512, 2048, 2048), "float16", {"saved": True}, True),
+        ((256, 2048, 8192), "float32", {"precision": "high"}, True),
+        ((64, 512, 4096), "float32", {"prepared": True}, True),
+        ((256, 2048, 8192), "bfloat16", {"training": False}, False),
+        ((256, 2048, 8192), "bfloat16", {"cumulative": True}, False),  # who counts batches waits for all who read
+        ((256, 2048, 8192), "bfloat16", {"ranks": "inside"}, False),
+        ((2048, 512, 512), "bfloat16", {}, True),
+        ((4097, 512, 512), "bfloat16", {}, False),
+        ((1024, 8192, 8192), "bfloat16", {}, False),  # more clusters than there are at once
+    ],
+)
+def test_few_rows_lie_in_one_cluster(
+    shape: tuple[int, int, int], dtype: str, options: dict[str, Any], want: bool
+) -> None:
+    m, k, n = shape
+    one = plan(contiguous(m, n, k, dtype), **{"training": True, **options}).one
+    assert want == (one is not None and has_all_rows(one))
+
+
+@pytest.mark.parametrize(("n", "sixteens", "want"), [(512, 7, 16), (512, 3, 8), (1024, 7, 8)])
+def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want: int) -> None:
+    one = plan(contiguous(2048, n, 512, "bfloat16", H200._replace(sixteens=sixteens)), training=True).one
+    assert one is not None and has_all_rows(one) and one.cluster == want
+
+
+def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
+    for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
+        p = contiguous(128, 512, 1024, device=device)
+        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "whole"]
+        assert found and all(
+            tile.clusters <= (device.ctas(2) if tile.shape == (32, 1) else device.clusters(tile.cluster))
+            for tile in found
+        )
+
+
+def test_sm90_parks_in_whole_words_of_16_bytes() -> None:
+    """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
+    ends_within = contiguous(50000, 1020, 1024)._replace(y=Matrix((1024, 1), True))
+    for p in (ends_within, contiguous(50000, 1001, 1024), ends_within._replace(n=1024)):
+        decided = plan(p, training=True, gemm="sm90")
+        assert decided.one is not None and decided.one.parks
+        assert decided.taken.y == (p.y if p.n == 1024 else Matrix((1024, 1), aligned=True, own=True))
+        for one in (plan(p, training=False, gemm="sm90"), plan(p._replace(m=1024), training=True, gemm="sm90")):
+            assert one.one is not None and not one.one.parks and one.taken.y is p.y
+    turned = Matrix((1, 1024), True)
+    assert plan(contiguous(1024, 1024, 1024)._replace(y=turned), training=True, gemm="sm90").taken.y.own

@@ -1,0 +1,301 @@
+"""gsbn's error beside PyTorch's: the same operands through both, the truth in float64, norm by norm.
+
+A result is right if ‖Δ‖ / ‖truth‖ of y, of a running statistic or of a gradient is at most 1.1 times PyTorch's and
+half a unit in the last place. The truth is float64's on the same device, and for float64 np.longdouble's on the CPU.
+PyTorch has TF32 where gsbn has, and adds no partial sums of a 16-bit product in 16 bits.
+
+Of few features an error is chance: the norm of n independent ones varies by 1 / sqrt(2 n). A family in which something
+fails is therefore drawn again, with as many seeds as before, until n is ENOUGH, and judged by all seeds together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import gsbn
+from gsbn import reference
+from gsbn._backward import backward_within
+from gsbn._forward import forward_within
+from gsbn._plan import Limits
+from tests.support.families import spoil
+
+FACTOR, EPS = 1.1, 1e-5
+KINDS = {
+    "float32": ("float32", "highest"),
+    "tf32": ("float32", "high"),
+    "float16": ("float16", "highest"),
+    "bfloat16": ("bfloat16", "highest"),
+    "float64": ("float64", "highest"),
+}
+SEEDS, ENOUGH = 16, 2048  # draws at first, at most; features of all draws that leave a ratio to chance by 2 %
+VECTORS = ("scale", "bias", "gamma", "beta")
+STATE = ("running_mean", "running_var")
+ANY = Limits()
+
+
+Tensors = dict[str, Any]
+Row = dict[str, Any]
+
+
+def seeds_for(shape: tuple[int, int, int]) -> tuple[int, int]:
+    """How many draws there are at first, and at last."""
+    B, I, O = shape
+    first = 1 if B * I * O > 1 << 30 else max(2, min(SEEDS, 256 // O))
+    return first, max(first, min(8 * first, ENOUGH // O))
+
+
+def base_operands(shape: tuple[int, int, int], wide: Any, device: str, seed: int) -> Tensors:
+    """Standard normal operands that families change."""
+    B, I, O = shape
+    draw = torch.Generator(device).manual_seed(seed)
+    shapes = {"x": (B, I), "weight": (O, I), "dy": (B, O)} | dict.fromkeys(VECTORS, (O,))
+    o = {name: torch.randn(s, generator=draw, dtype=wide, device=device) for name, s in shapes.items()}
+    o["weight"] /= I**0.5
+    o["dy"] += 0.5
+    for name in ("scale", "gamma"):
+        o[name] = o[name].abs().clamp_(max=2) * 0.75 + 0.5
+    return o
+
+
+def operands(base: Tensors, family: str, dtype: str, seed: int) -> Tensors:
+    """The arguments of one problem. The scale and the bias are in x's dtype, as PyTorch wants them."""
+    t, wide = getattr(torch, dtype), torch.float64 if dtype == "float64" else torch.float32
+    o = {name: a.clone() if name in ("x", "weight", "scale") else a for name, a in base.items()}
+    spoil(family, o["x"], o["weight"], o["scale"], dtype, seed)
+    return {name: a.to(wide if name in ("gamma", "beta") else t) for name, a in o.items()}
+
+
+def fresh_state(o: Tensors, found: Tensors) -> Tensors:
+    """Running statistics: 0 and 1 for training, and for inference those that training found."""
+    beta = o["beta"]
+    if not found:
+        return {"running_mean": torch.zeros_like(beta), "running_var": torch.ones_like(beta)}
+    of = {name: found[name] for name in STATE}
+    if beta.dtype == torch.float64:
+        of = {name: torch.from_numpy(a.astype(np.float64)) for name, a in of.items()}
+    return {name: a.to(beta) for name, a in of.items()}
+
+
+def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
+    """y, the running statistics at a momentum of 1 and the gradients, in float64, or in longdouble for float64."""
+    if o["x"].dtype == torch.float64:
+        host = {name: a.cpu().numpy() for name, a in (o | state).items()}
+        dy, wide = host.pop("dy"), {"training": training, "eps": EPS, "dtype": np.longdouble}
+        made = reference.forward(**host, **wide, momentum=1.0)
+        del host["beta"]
+        gradients = reference.backward(dy, **host, **wide)
+        found = {"y": made.y} | {f"d{name}": a for name, a in gradients._asdict().items()}
+        if training:
+            del found["dbias"]  # 0 here, and rounding in PyTorch
+            found |= {name: getattr(made, name) for name in STATE}
+        return found
+    x, w, dy, s, b, gamma, beta = (o[name].double() for name in ("x", "weight", "dy", *VECTORS))
+    B, total, g = len(x), dy.sum(0), x @ w.T
+    found = {"dbeta": total}
+    if training:
+        mean = g.mean(0)
+        d = g.sub_(mean)
+        rest = d.mean(0)  # what rounding has left
+        d, mean = d.sub_(rest), mean + rest
+        var = d.square().mean(0)
+        r = (s * s * var + EPS).rsqrt()
+        dots = (dy * d).sum(0)
+        dg = (gamma * s * r) * (dy - total / B - d * (s * s * r * r * dots / B))
+        found |= {"y": d * (gamma * s * r) + beta, "dgamma": s * r * dots, "dscale": gamma * EPS * r**3 * dots}
+        found |= {"running_mean": s * (mean + b), "running_var": s * s * var * (B / (B - 1))}
+    else:
+        mean, r = state["running_mean"].double(), (state["running_var"].double() + EPS).rsqrt()
+        z = (g + b) * s - mean
+        dg = dy * (gamma * s * r)
+        found |= {"y": z * (gamma * r) + beta, "dgamma": r * (dy * z).sum(0), "dbias": gamma * s * r * total}
+        found["dscale"] = gamma * r * (dy * (g + b)).sum(0)
+    return found | {"dx": dg @ w, "dweight": dg.T @ x}
+
+
+def theirs(o: Tensors, state: Tensors, training: bool, precision: str) -> Tensors:
+    """PyTorch's own operators."""
+    torch.backends.cuda.matmul.allow_tf32 = precision == "high"
+    names = ("x", "weight", *VECTORS)
+    x, w, s, b, gamma, beta = leaves = [o[name].detach().requires_grad_() for name in names]
+    mean, var = (a.clone() for a in state.values())
+    z = torch.nn.functional.linear(x, w, b) * s
+    y = torch.nn.functional.batch_norm(z, mean, var, gamma, beta, training, 1.0, EPS)
+    gradients = torch.autograd.grad(y, leaves, o["dy"])
+    found = {"y": y.detach()} | {f"d{name}": a for name, a in zip(names, gradients, strict=True)}
+    return found | ({"running_mean": mean, "running_var": var} if training else {})
+
+
+def ours(
+    library: str, o: Tensors, state: Tensors, training: bool, precision: str, gemm: str, limits: Limits = ANY
+) -> tuple[Tensors, str]:
+    """gsbn's, and the path. "kept": of a forward that keeps deviations for a backward."""
+
+    def given() -> Tensors:
+        a = {name: o[name] for name in ("x", "weight", *VECTORS)} | {name: a.clone() for name, a in state.items()}
+        return {name: as_numpy(a[name]) for name in a} if library == "numpy" else a
+
+    options = {"training": training, "momentum": 1.0, "eps": EPS, "precision": precision, "gemm": gemm}
+    first, second = given(), given()
+    told = gsbn.describe(**first, **options)
+    y = forward_within(limits, **first, **options)
+    kept, saved = forward_within(limits, **second, **options, return_saved=True)
+    gradients = backward_within(limits, as_numpy(o["dy"]) if library == "numpy" else o["dy"], saved)
+    found = {"y": y, "y, kept": kept} | {f"d{name}": a for name, a in gradients._asdict().items()}
+    if training:
+        found |= {name: first[name] for name in STATE} | {f"{name}, kept": second[name] for name in STATE}
+    narrow = any(kernel.startswith("narrow") for kernel in told.kernels)
+    path = library if library != "torch-cuda" else "narrow" if narrow else told.path
+    return found, path
+
+
+def as_numpy(t: Any) -> np.ndarray:
+    if t.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return t.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
+    made: np.ndarray = t.numpy().copy()
+    return made
+
+
+def as_torch(a: Any) -> Any:
+    if not isinstance(a, np.ndarray):
+        return a
+    bits = a.dtype.name == "bfloat16"
+    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(a)
+
+
+def squares(got: Any, truth: Any) -> tuple[Any, Any]:
+    """Σ Δ² and Σ truth², to be added up over seeds."""
+    if isinstance(truth, np.ndarray):
+        return np.sum((as_torch(got).cpu().numpy() - truth) ** 2), np.sum(truth**2)
+    return (as_torch(got).double() - truth).square_().sum(), truth.square().sum()
+
+
+class Tally:
+    """The errors of a family: gsbn's by (path, gemm, kind, mode, quantity), PyTorch's by ("torch", "", kind, …)."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
+        self.roundoff: dict[tuple[str, ...], float] = {}
+
+    def add(self, key: tuple[str, ...], results: Tensors, truth: Tensors) -> None:
+        for name, got in results.items():
+            of = truth.get(name.partition(",")[0])
+            if of is not None:
+                self.sums.setdefault((*key, name), []).append(squares(got, of))
+                self.roundoff[(*key, name)] = torch.finfo(as_torch(got).dtype).eps / 2
+
+    def error(self, key: tuple[str, ...]) -> float:
+        wrong, size = (float(sum(column)) for column in zip(*self.sums[key], strict=True))
+        return float((wrong / (size or 1.0)) ** 0.5)
+
+    def rows(self, family: str, shape: tuple[int, int, int]) -> list[Row]:
+        """Of each quantity the worse, with deviations kept and without. Where PyTorch overflows, nothing is asked."""
+        found: dict[tuple[str, ...], Row] = {}
+        for key in self.sums:
+            if key[0] == "torch":
+                continue
+            path, gemm, kind, mode, quantity = *key[:4], key[4].partition(",")[0]
+            mine, its = self.error(key), self.error(("torch", "", kind, mode, quantity))
+            limit = FACTOR * its + self.roundoff[key]
+            share = 0.0 if not np.isfinite(limit) else mine / limit if np.isfinite(mine) else np.inf
+            row = {"family": family, "path": path, "gemm": gemm, "shape": list(shape), "kind": kind, "mode": mode}
+            row |= {"quantity": quantity, "ours": mine, "pytorch": its, "share": share}
+            at = (path, gemm, kind, mode, quantity)
+            found[at] = max(row, found.get(at, row), key=lambda row: row["share"])
+        return list(found.values())
+
+
+@contextlib.contextmanager
+def most_accurate() -> Iterator[None]:
+    """PyTorch's switches as they were, afterwards; meanwhile no partial sums in 16 bits."""
+    switches = torch.backends.cuda.matmul
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    before = [getattr(switches, name) for name in names]
+    try:
+        for name in names:
+            setattr(switches, name, False)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(switches, name, value)
+
+
+def measure(
+    shape: tuple[int, int, int],
+    kinds: Iterable[str],
+    families: Iterable[str],
+    *,
+    device: str,
+    libraries: Sequence[str],
+    gemms: Sequence[str] = ("auto",),
+    limits: Limits = ANY,
+) -> list[Row]:
+    """A row for every result of this shape."""
+    tallies = {family: Tally() for family in families}
+    rows: dict[str, list[Row]] = {}
+    done, (seeds, most) = 0, seeds_for(shape)
+    with most_accurate():
+        while tallies and done < most:
+            for seed in range(done, seeds):
+                _draw(tallies, shape, tuple(kinds), device, list(itertools.product(libraries, gemms)), limits, seed)
+            rows |= {family: tally.rows(family, shape) for family, tally in tallies.items()}
+            tallies = {family: tally for family, tally in tallies.items() if any(map(fails, rows[family]))}
+            done, seeds = seeds, min(2 * seeds, most)
+    return list(itertools.chain(*rows.values()))
+
+
+def _draw(
+    tallies: dict[str, Tally],
+    shape: tuple[int, int, int],
+    kinds: tuple[str, ...],
+    device: str,
+    ways: list[tuple[str, str]],
+    limits: Limits,
+    seed: int,
+) -> None:
+    """Add the errors of one seed to the families' tallies."""
+    dtypes = {KINDS[kind][0]: [other for other in kinds if KINDS[other][0] == KINDS[kind][0]] for kind in kinds}
+    base = base_operands(shape, torch.float64 if "float64" in dtypes else torch.float32, device, seed)
+    for (family, tally), dtype in itertools.product(tallies.items(), dtypes):
+        o, found = operands(base, family, dtype, seed), {}
+        for mode in ("training", "inference"):
+            training, state = mode == "training", fresh_state(o, found)
+            found = truth_of(o, state, training)
+            for kind in dtypes[dtype]:
+                precision = KINDS[kind][1]
+                tally.add(("torch", "", kind, mode), theirs(o, state, training, precision), found)
+                for library, gemm in ways:
+                    try:
+                        results, path = ours(library, o, state, training, precision, gemm, limits)
+                    except ValueError as error:
+                        if not str(error).startswith("gemm:"):  # it does not serve this
+                            raise
+                        continue
+                    tally.add((path, gemm, kind, mode), results, found)
+            if training:
+                found = {name: found[name] for name in STATE}
+
+
+def fails(row: Row) -> bool:
+    return bool(row["share"] > 1)
+
+
+HEADER = f"{'family':22} {'path':15} {'shape':16} {'kind':8} mode  {'quantity':12} gsbn     PyTorch     ratio"
+
+
+def line(row: Row) -> str:
+    """A row in the columns of HEADER."""
+    size = "x".join(map(str, row["shape"]))
+    asked = "" if row["gemm"] != "auto" or row["path"] in ("numpy", "torch-cpu") else " (auto)"
+    ratio = row["ours"] / row["pytorch"] if row["pytorch"] else np.inf
+    return (
+        f"{row['family']:22} {row['path'] + asked:15} {size:16} {row['kind']:8} {row['mode'][:5]} {row['quantity']:12} "
+        f"{row['ours']:.2e} {row['pytorch']:.2e} {ratio:8.2f}"
+    )

@@ -1,0 +1,204 @@
+"""How far from the truth a right answer may be. Every bound is derived, none is tuned.
+
+Notation: u is the unit roundoff of the arithmetic, K = I the terms of a dot product, n = B the terms of a column's sum,
+|x||w|ᵀ the product of the absolute values. A hat is what the kernels hold.
+
+**The GEMM.** A sum of K products in any order errs by at most γ_K |x||w|ᵀ with γ_K = K u / (1 − K u) (Higham 2002,
+section 3.1). Tensor cores cut off where IEEE arithmetic rounds, which doubles u. TF32 rounds each operand first, by at
+most 2⁻¹⁰ if it cuts off: (1 + 2⁻¹⁰)² − 1 more. Products below the smallest normal number are flushed (CuPy compiles
+with -ftz=true): at most K times that number. Together: E.
+
+**Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/float32.md): each operand is off by
+2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
+|x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 32 products at a time, and IEEE arithmetic these sums:
+
+    E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 32) 2⁻²³ + ⌈K/32⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
+
+**A sum over the rows.** No path adds n rows in one chain. A thread adds at most 16 in the arithmetic of u, and a tree
+of at most 16 levels the threads of a tile; the sums of tiles, of at least 32 rows, are added in float64 or, by
+forward_sm90 and where x is float64, in the arithmetic of u. The tiles' roundings have either sign: if they are
+independent and of mean zero, those of N partial sums, each at most Σ|t|, stay within λ √N u Σ|t| but for a probability
+of 2 exp(−λ²/2) (Higham and Mary 2019, theorem 2.4), 3e-8 at λ = 6. In a tile all may have one sign, as the rows may be
+alike: there the worst is taken. Together |ŝ − s| ≤ C_n u Σ|t| with
+
+    C_n = 32 + 6 √(n / 32)           or n, if that is less
+
+of which no term is as long as the batch: 1.1 √n at a million rows, which is 6.6e-5 in float32 and was n u = 6e-2.
+
+**The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds C_n u mean|g|, storing it
+and subtracting it two roundings more, so |d̂ − d| ≤ D with
+
+    D = E + mean(E) + (C_n + 2) u · mean(|x||w|ᵀ) + 2 u |d|
+
+This is where cancellation enters: mean|g| may be far larger than |d|.
+
+**The root.** Let σ = sqrt(v) = rms(d) and t = 1/r = sqrt(s² σ² + eps). By the triangle inequality σ̂ is off by at most
+rms(D), and dt/dσ ≤ |s|; a sum of n squares, and the arithmetic of t, err by (C_n + 8) u relatively. So |t̂ − t| ≤ τ with
+
+    τ = |s| rms(D) + (C_n + 8) u t,       r̂ ≤ ř = 1 / max(t − τ, (1 − 16 u) sqrt(eps)),       |r̂ − r| ≤ τ r ř
+
+**The output**, with y = γ s r d + β and eight roundings at most after r and d:
+
+    |ŷ − y| ≤ |γ s| (ř D + τ r ř |d|) + 8 u (|γ s| ř (|d| + D) + |β|)
+
+In inference y = γ r (s g + (s b − running_mean)) + β, in any association:
+
+    |ŷ − y| ≤ |γ r s| E + 8 u (|γ r| (|s| |x||w|ᵀ + |s b| + |running_mean|) + |β|)
+
+A path that parks deviations from a tile's mean in y's own dtype, of roundoff ū, adds |γ s| ř ū (|d| + max|d|): a tile's
+mean is within max|d| of the column's.
+
+**The running statistics** follow from |m̂ − m| ≤ M = mean(E) + (C_n + 2) u mean(|x||w|ᵀ) and from
+|v̂ − v| ≤ V = rms(D) (2 σ + rms(D)) + (C_n + 2) u (σ + rms(D))². At last, a result is rounded once to its own
+dtype: half a unit in its last place, or half the smallest subnormal number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from gsbn import reference
+from tests.support.harness import Outcome
+
+TF32 = 2.0**-10
+FLUSHED = 2.0**-126
+
+
+class Bounds(NamedTuple):
+    """The largest admissible error of each written array; None where there is none."""
+
+    y: np.ndarray
+    running_mean: np.ndarray | None
+    running_var: np.ndarray | None
+
+
+def roundoff(dtype: Any) -> float:
+    """Half a unit in the last place of 1."""
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def arithmetic(dtype: Any) -> float:
+    """u: float64 for float64, float32 otherwise, with tensor cores that cut off for the 16-bit dtypes."""
+    dtype = np.dtype(dtype)
+    return {8: 2.0**-53, 4: 2.0**-24, 2: 2.0**-23}[dtype.itemsize]
+
+
+def summed(n: int) -> float:
+    """C_n: roundings, of the sum of the absolute values each, that a sum over n rows is within."""
+    return min(n, 32 + 6 * (n / 32) ** 0.5)
+
+
+def scale_of(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The scale of every feature in float64, whatever stands for it."""
+    scale = np.asarray(arrays.get("scale", 1.0), np.float64)
+    return np.broadcast_to(scale.reshape(-1), (len(arrays["weight"]),)).copy()
+
+
+@np.errstate(all="ignore")
+def bounds(
+    arrays: Mapping[str, np.ndarray],
+    truth: reference.Forward,
+    *,
+    training: bool,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    u: float | None = None,
+    operand: float = 0.0,
+    parked: bool = False,
+    limbs: bool = False,
+    activation: str | None = None,
+) -> Bounds:
+    """The bounds above, evaluated. An activation changes none: it moves no two numbers further apart.
+
+    ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
+    ``parked`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
+    """
+    u = arithmetic(arrays["x"].dtype) if u is None else u
+    flushed = 0.0 if u <= 2.0**-53 else FLUSHED
+    x, w = (np.asarray(arrays[name], np.float64) for name in ("x", "weight"))
+    s = scale_of(arrays)
+    (n, K), zeros = x.shape, np.zeros(len(w))
+
+    def vector(name: str, default: np.ndarray) -> np.ndarray:
+        return np.abs(np.asarray(arrays.get(name, default), np.float64))
+
+    b, gamma, beta = vector("bias", zeros), vector("gamma", zeros + 1), vector("beta", zeros)
+    old_mean, old_var = vector("running_mean", zeros), vector("running_var", zeros)
+    s = np.abs(s)
+
+    xw = np.abs(x) @ np.abs(w).T
+    E = (K * u / (1 - K * u) + (1 + operand) ** 2 - 1) * xw + K * flushed
+    if limbs:
+        relative = (1 + 2.0**-23) ** 2 - 1 + 2.0**-22 + 3 * min(K, 32) * 2.0**-23 + -(-K // 32) * 2.0**-24
+        E = relative * xw + 2.0**-38 * K * np.outer(np.abs(x).max(axis=1), np.abs(w).max(axis=1)) + K * flushed
+
+    if not training:
+        gamma_r = gamma / np.sqrt(old_var + eps)
+        error = gamma_r * s * E + 8 * u * (gamma_r * (s * xw + s * b + old_mean) + beta)
+        return Bounds(_rounded(error, truth.y, arrays["x"].dtype), None, None)
+
+    assert truth.mean is not None
+    assert truth.var is not None
+    d = np.abs(np.asarray(x @ w.T - truth.mean, np.float64))
+    sigma = np.sqrt(np.asarray(truth.var, np.float64))
+    C = summed(n)
+    M = E.mean(0) + (C + 2) * u * xw.mean(0)
+    D = E + M + 2 * u * d
+    rms_D = np.sqrt(np.mean(D * D, axis=0))
+    t = np.sqrt(s * s * sigma * sigma + eps)
+    tau = s * rms_D + (C + 8) * u * t
+    r, r_max = 1 / t, 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
+    error = gamma * s * (r_max * D + tau * r * r_max * d) + 8 * u * (gamma * s * r_max * (d + D) + beta)
+    if parked:
+        error = error + gamma * s * r_max * roundoff(arrays["x"].dtype) * (d + d.max(axis=0))
+    y = _rounded(error + flushed, truth.y, arrays["x"].dtype)
+    if truth.running_mean is None or truth.running_var is None:
+        return Bounds(y, None, None)
+
+    mu = abs(1 / truth.num_batches_tracked if momentum is None and truth.num_batches_tracked else momentum or 0.0)
+    V = rms_D * (2 * sigma + rms_D) + (C + 2) * u * (sigma + rms_D) ** 2 + flushed
+    mean, var = np.abs(np.asarray(truth.mean, np.float64)), sigma * sigma
+    unbiased = mu * s * s * n / (n - 1)
+    of_mean = mu * s * M + 8 * u * (abs(1 - mu) * old_mean + mu * s * (mean + M + b)) + flushed
+    of_var = unbiased * V + 8 * u * (abs(1 - mu) * old_var + unbiased * (var + V)) + flushed
+    dtype = arrays["running_mean"].dtype
+    return Bounds(y, _rounded(of_mean, truth.running_mean, dtype), _rounded(of_var, truth.running_var, dtype))
+
+
+def _rounded(error: np.ndarray, value: np.ndarray, dtype: Any) -> np.ndarray:
+    """``error`` after one more rounding of ``value ± error`` to ``dtype``."""
+    half_tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+    result: np.ndarray = error + roundoff(dtype) * (np.abs(np.asarray(value, np.float64)) + error) + half_tiny
+    return result
+
+
+def assert_within(got: np.ndarray, want: np.ndarray, bound: np.ndarray, what: str = "") -> None:
+    """``|got − want| ≤ bound``, elementwise; beyond the largest finite number, infinity is right as well."""
+    largest = float(ml_dtypes.finfo(got.dtype).max)
+    wide = np.asarray(got, want.dtype)
+    assert not np.isnan(wide).any(), f"{what}: {np.isnan(wide).sum()} NaN of {wide.size}"
+    fits = np.abs(want) + bound < largest
+    error = np.abs(np.where(fits, wide - want, 0))
+    at = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert error[at] <= bound[at], f"{what}{[int(i) for i in at]}: {wide[at]}, expected {want[at]} ± {bound[at]}"
+
+
+def assert_outcome_within(outcome: Outcome, truth: reference.Forward, bound: Bounds) -> None:
+    """A whole call against its truth."""
+    assert_within(outcome.y, truth.y, bound.y, "y")
+    for name in ("running_mean", "running_var"):
+        want, limit = getattr(truth, name), getattr(bound, name)
+        if limit is not None:
+            assert_within(getattr(outcome, name), want, limit, name)
+    if truth.num_batches_tracked is not None:
+        assert outcome.num_batches_tracked == truth.num_batches_tracked
+
+
+def norm_error(got: np.ndarray, want: np.ndarray) -> float:
+    """``‖got − want‖ / ‖want‖``, or the bare norm of the error where the truth is zero."""
+    error = np.linalg.norm((np.asarray(got, want.dtype) - want).ravel())
+    return float(error / (np.linalg.norm(want.ravel()) or 1.0))

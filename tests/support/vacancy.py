@@ -1,0 +1,153 @@
+"""Whether the SMs that `sms=` leaves stay free while calls follow each other: how long a kernel that wants them waits.
+
+    python -m tests.support.vacancy    # from the root of the repository, on a GPU: every path, and its cost
+
+While a stream is full of calls, another one gets pairs of kernels: the first takes the time, and the second has a CTA
+for each of the SMs that were left, which needs a whole one. The time from the first to the last CTA's begin is how long
+somebody waits who was promised these SMs. (Where calls have all SMs, the first kernel waits as well, unseen.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import cupy
+import numpy as np
+
+import gsbn
+from gsbn._cuda import kernels as _kernels
+from gsbn._host import run as _run
+
+LEFT = 12  # SMs
+PROBES = 64
+CUBLAS = "cuBLAS and passes, bfloat16"  # which takes the number as a target
+STAMP = r"""
+// The time at which each CTA began.
+extern "C" __global__ void stamp(unsigned long long* begun) {
+    if (threadIdx.x == 0) asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun[blockIdx.x]));
+}
+"""
+
+
+class Waited(NamedTuple):
+    """In microseconds: a call's time, and how long each pair of kernels waited."""
+
+    call: float
+    waits: np.ndarray
+
+
+class Probe:
+    """What measures on the current device."""
+
+    def __init__(self) -> None:
+        device = cupy.cuda.Device()
+        self.sms = device.attributes["MultiProcessorCount"] - LEFT
+        self._shared = device.attributes["MaxSharedMemoryPerBlockOptin"]
+        self._stamp, self._whole = (cupy.RawKernel(STAMP, "stamp") for _ in range(2))
+        self._whole.max_dynamic_shared_size_bytes = self._shared
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def wait(self, call: Callable[[], Any], seconds: float = 0.06) -> Waited:
+        """Of pairs of kernels beside calls on a stream of their own that follow each other for so long."""
+        ends, asked, begun = (cupy.zeros(shape, np.uint64) for shape in (2, PROBES, (PROBES, LEFT)))
+        call()  # compiled by now
+        count = 8
+        for measured in (False, True):  # first a few calls, whose time tells how many there shall be
+            cupy.cuda.runtime.deviceSynchronize()
+            with cupy.cuda.Stream(non_blocking=True):
+                self._stamp((1,), (32,), (ends,))
+                for _ in range(count):
+                    call()
+                self._stamp((1,), (32,), (ends[1:],))
+                for i in range(PROBES if measured else 1):
+                    with self._stream:
+                        self._stamp((1,), (32,), (asked[i:],))
+                        self._whole((LEFT,), (32,), (begun[i],), shared_mem=self._shared)
+                    time.sleep(0.5 * seconds / PROBES)
+                cupy.cuda.runtime.deviceSynchronize()
+            begin, end = (int(at) for at in ends)
+            us = (end - begin) / 1e3 / count
+            count = max(8, min(int(seconds * 1e6 / us), 300))
+        times = asked.get()
+        beside = (begin < times) & (times < end)
+        return Waited(us, (begun.get().max(axis=1) - times)[beside] / 1e3)
+
+
+def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
+    """By name, what makes arrays and a call of so many SMs, which takes about a millisecond or less."""
+
+    def draw(*shape: int, dtype: str = "float32") -> Any:
+        if dtype == "bfloat16":
+            from ml_dtypes import bfloat16
+
+            return cupy.random.standard_normal(shape, "f4").astype(bfloat16)
+        return cupy.random.standard_normal(shape, "f4").astype(dtype)
+
+    def forward(m: int, n: int, k: int, dtype: str = "float32", *, training: bool = True, gemm: Any = "auto") -> Any:
+        def make(sms: int | None) -> Callable[[], Any]:
+            x, weight, mean, var = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype), cupy.zeros(n), cupy.ones(n)
+            running = {"running_mean": mean.astype("f4"), "running_var": var.astype("f4")}
+            return lambda: gsbn.forward(x, weight, training=training, gemm=gemm, sms=sms, **running)
+
+        return make
+
+    def backward(m: int, n: int, k: int, dtype: str, gemm: Any = "sm90") -> Any:
+        def make(sms: int | None) -> Callable[[], Any]:
+            x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype)
+            y, saved = gsbn.forward(x, weight, training=True, gemm=gemm, return_saved=True)
+            return lambda: gsbn.backward(y, saved, sms=sms)
+
+        return make
+
+    return {
+        "one launch behind limbs, float32": forward(8192, 4096, 4096, gemm="sm90"),
+        "one launch, bfloat16": forward(8192, 4096, 4096, "bfloat16", gemm="sm90"),
+        "inference in one launch, bfloat16": forward(8192, 4096, 4096, "bfloat16", training=False, gemm="sm90"),
+        "tiled and passes, float32": forward(8192, 2048, 512, gemm="tiled"),
+        "narrow, float32": forward(1 << 20, 64, 64),
+        "backward, bfloat16": backward(8192, 4096, 4096, "bfloat16"),
+        "backward, float32": backward(4096, 4096, 2048, "float32"),
+        "backward of narrow rows, float32": backward(1 << 19, 64, 64, "float32", "auto"),
+        CUBLAS: forward(8192, 4096, 4096, "bfloat16", gemm="cublas"),
+    }
+
+
+@contextlib.contextmanager
+def overlapping() -> Iterator[None]:
+    """Launches of limited calls overlap meanwhile, as those of others do."""
+    real = _kernels.launcher
+
+    def launcher(*arguments: Any, limited: bool = False, **keywords: Any) -> Any:
+        return real(*arguments, **keywords)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_kernels, "launcher", launcher))
+        stack.enter_context(mock.patch.object(_run, "_found", {}))
+        yield
+
+
+def main() -> int:
+    probe = Probe()
+    print(f"{cupy.cuda.runtime.getDeviceProperties(0)['name'].decode()}: us of a call, and of waiting for {LEFT} SMs")
+    print(f"{'':36}{'call':>8}{'median':>9}{'most':>8}")
+    for name, of in calls().items():
+        print(name)
+        for how, sms, context in (
+            (f"sms={probe.sms}", probe.sms, contextlib.nullcontext),
+            (f"sms={probe.sms}, launches overlap", probe.sms, overlapping),
+            ("all SMs", None, contextlib.nullcontext),
+        ):
+            with context():
+                found = probe.wait(of(sms))
+            waits = found.waits
+            print(f"    {how:32}{found.call:8.1f}{np.median(waits):9.1f}{waits.max():8.1f}    {len(waits)} times")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

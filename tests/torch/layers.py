@@ -1,0 +1,68 @@
+"""The layer beside PyTorch's own modules: pairs with equal parameters, batches and steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gsbn.torch import LinearBatchNorm1d
+
+I, O = 7, 5  # inputs and outputs
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"bias": True, "scale": True, "activation": "relu"},
+    "not affine": {"affine": False, "scale": True},
+    "no statistics": {"track_running_stats": False, "momentum": None, "bias": True},
+    "cumulative": {"momentum": None, "activation": "relu"},
+    "eps and momentum": {"eps": 1e-2, "momentum": 1},
+}
+
+
+class Plain(nn.Module):
+    """The same by PyTorch's modules."""
+
+    def __init__(self, layer: LinearBatchNorm1d) -> None:
+        super().__init__()
+        self.linear, self.norm, self.scale = copy.deepcopy((layer.linear, layer.norm, layer.scale))
+        self.activation = layer.activation
+
+    def forward(self, x: Any) -> Any:
+        z = self.linear(x.transpose(1, 2) if x.dim() == 3 else x)
+        z = z if self.scale is None else z * self.scale
+        y = self.norm(z.transpose(1, 2) if x.dim() == 3 else z)
+        return y if self.activation is None else y.relu()
+
+
+def pair(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> tuple[LinearBatchNorm1d, Plain]:
+    """Our layer and PyTorch's in the same state on any device, in which nothing is 0 or 1."""
+    torch.manual_seed(0)
+    layer = LinearBatchNorm1d(I, O, dtype=dtype, **options).to(device)  # each device has random numbers of its own
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
+            tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)
+        layer.linear.weight -= 1
+    return layer, Plain(layer)
+
+
+def batch(device: str = "cpu", dtype: Any = torch.float64, shape: tuple[int, ...] = (20, I)) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+
+
+def step(model: nn.Module, x: Any, run: Callable[..., Any] | None = None) -> list[Any]:
+    """y, all gradients and the buffers after a forward and a backward."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = (model if run is None else run)(leaf)
+    (y * torch.arange(y.numel(), device=y.device, dtype=y.dtype).reshape(y.shape).cos()).sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+def assert_same(found: list[Any], wanted: list[Any], close: float = 1e-10) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=close, atol=close)

@@ -1,0 +1,190 @@
+"""gsbn.torch's layer does what PyTorch's own modules do, wherever PyTorch takes a module."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
+from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
+
+
+# ---- the layer
+
+
+@pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_layer_is_pytorchs(device: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    ours, theirs = pair(device, **options)
+    x = batch(device, shape=shape)
+    for training in (True, True, False):
+        assert_same(step(ours.train(training), x), step(theirs.train(training), x))
+    ours.train().norm.eval(), theirs.train().norm.eval()  # frozen statistics
+    assert_same(step(ours, x), step(theirs, x))
+    with torch.no_grad():
+        assert_same([ours.train()(x), *ours.buffers()], [theirs.train()(x), *theirs.buffers()])
+
+
+def test_ten_steps_of_sgd(device: str) -> None:
+    ours, theirs = pair(device, **OPTIONS["all"])
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for i in range(10):
+            optimizer.zero_grad()
+            model(batch(device) + i).square().mean().backward()
+            optimizer.step()
+    assert_same(list(ours.state_dict().values()), list(theirs.state_dict().values()))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 2e-5), ("bfloat16", 6e-2)])
+@pytest.mark.parametrize("vectors", ["own", "float32"])
+def test_other_dtypes(device: str, dtype: str, close: float, vectors: str) -> None:
+    ours, theirs = pair(device, getattr(torch, dtype), scale=True, bias=True)
+    if vectors == "float32":
+        ours.norm.float(), theirs.norm.float()
+    x = batch(device, getattr(torch, dtype), (64, I))
+    for training in (True, False):
+        found, wanted = (step(model.train(training), x) for model in (ours, theirs))
+        assert [a.dtype for a in found] == [b.dtype for b in wanted]
+        for a, b in zip(found, wanted, strict=True):
+            if training and a.shape == (O,) and b.double().norm() < 1:
+                continue  # the gradients of bias and scale, in which PyTorch has its roundings alone
+            assert (a.double() - b.double()).norm() <= close * b.double().norm() + close / 10
+
+
+def test_a_row_of_three_dimensions_is_not_copied() -> None:
+    ours, _ = pair()
+    z = batch(shape=(4, 6, I))
+    y = ours(z.transpose(1, 2))
+    assert y.shape == (4, O, 6) and y.transpose(1, 2).is_contiguous()
+    assert y.grad_fn.next_functions[0][0].next_functions[0][0].name() == "_WholeBackward"
+    assert y.transpose(1, 2).reshape(24, O).data_ptr() == y.data_ptr()
+
+
+def test_initialised_as_pytorchs() -> None:
+    torch.manual_seed(3)
+    linear, norm = nn.Linear(I, O), nn.BatchNorm1d(O)
+    torch.manual_seed(3)
+    layer = LinearBatchNorm1d(I, O, bias=True, scale=True)
+    state = layer.state_dict()
+    assert state.pop("scale").equal(torch.ones(O))
+    wanted = {
+        f"{name}.{key}": a for name, m in (("linear", linear), ("norm", norm)) for key, a in m.state_dict().items()
+    }
+    assert list(state) == list(wanted)
+    assert all(state[name].equal(wanted[name]) for name in wanted)
+
+
+def test_what_it_prints() -> None:
+    assert "LinearBatchNorm1d(\n  (linear): Linear(in_features=7" in repr(LinearBatchNorm1d(I, O))
+    layer = LinearBatchNorm1d(I, O, scale=True, activation="relu", precision="high", gemm="sm90")
+    assert layer.extra_repr() == "scale=True, activation=relu, precision=high, gemm=sm90"
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+def test_copies(how: str) -> None:
+    layer, _ = pair(**OPTIONS["all"])
+    layer(batch())
+    if how == "state_dict":
+        memory = io.BytesIO()
+        torch.save(layer.state_dict(), memory)
+        made = LinearBatchNorm1d(I, O, dtype=torch.float64, **OPTIONS["all"])
+        made.load_state_dict(torch.load(io.BytesIO(memory.getvalue())))
+    else:
+        made = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    assert made.linear.weight is not layer.linear.weight
+    assert_same(step(made, batch()), step(layer, batch()), close=0)
+
+
+def test_functional_call() -> None:
+    ours, theirs = pair(**OPTIONS["all"])
+    found = []
+    for model in (ours, theirs):
+        state = {name: a.detach() * 1.5 if a.is_floating_point() else a + 1 for name, a in model.state_dict().items()}
+        found.append([torch.func.functional_call(model, state, (batch(),)), *state.values()])
+        assert model.norm.num_batches_tracked == 0
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("what", ["a hook", "weight_norm", "spectral_norm", "scale", "a subclass"])
+def test_modules_that_are_not_plain_are_called(what: str) -> None:
+    ours, theirs = pair(scale=True, activation="relu")
+    for model in (ours, theirs):
+        torch.manual_seed(2)
+        if what == "a hook":
+            model.linear.register_forward_hook(lambda module, args, z: z + 1)
+        elif what == "weight_norm":
+            nn.utils.parametrizations.weight_norm(model.linear)
+        elif what == "spectral_norm":
+            nn.utils.parametrizations.spectral_norm(model.linear)
+        elif what == "scale":
+            nn.utils.parametrize.register_parametrization(model, "scale", nn.Tanh())
+        else:
+            model.norm.__class__ = type("Doubled", (nn.BatchNorm1d,), {"forward": lambda self, x: 2 * x})
+    assert_same(step(ours, batch()), step(theirs, batch()))
+    assert_same(step(ours, batch(shape=(4, I, 6))), step(theirs, batch(shape=(4, I, 6))))
+
+
+@pytest.mark.parametrize(("module", "name"), [("norm", "weight"), ("norm", "running_mean"), ("linear", "bias")])
+def test_a_tensor_in_a_parameters_place(module: str, name: str) -> None:
+    """As networks that make another's parameters put it there."""
+    ours, theirs = pair(bias=True)
+    for model in (ours, theirs):
+        part = getattr(model, module)
+        value = getattr(part, name).detach()
+        delattr(part, name)
+        setattr(part, name, value)
+    torch.testing.assert_close(ours(batch()), theirs(batch()), rtol=0, atol=1e-10)
+
+
+def test_what_looks_into_the_layer_sees_pytorchs_modules() -> None:
+    ours, theirs = (model.eval() for model in pair(activation="relu"))
+    x = batch()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(ours, x)
+        torch.testing.assert_close(traced(2 * x), theirs(2 * x))
+    want = torch.autograd.functional.jacobian(lambda x: theirs(x).sum(), x)
+    torch.testing.assert_close(torch.func.grad(lambda x: ours(x).sum())(x), want)
+    torch.testing.assert_close(torch.func.vmap(ours)(x[:, None])[:, 0], theirs(x))
+    _, along = torch.func.jvp(ours, (x,), (x,))
+    torch.testing.assert_close(along, torch.func.jvp(theirs, (x,), (x,))[1])
+    with pytest.raises(RuntimeError, match=r"^linear_batch_norm: .* outside them$"):
+        torch.func.grad(lambda x: linear_batch_norm(x, ours.linear.weight.detach(), training=True).sum())(x)
+
+
+def test_sync_batch_norm_is_plain() -> None:
+    """PyTorch's own in place of the layer's norm, in one process."""
+    ours, theirs = pair(scale=True, activation="relu")
+    nn.SyncBatchNorm.convert_sync_batchnorm(ours)
+    y = ours(batch())
+    assert type(ours.norm) is nn.SyncBatchNorm and y.grad_fn.name() == "_WholeBackward"
+    assert_same([y], [theirs(batch())])
+
+
+# ---- inference
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS.values() if o.get("track_running_stats", True)])
+def test_fold(device: str, options: dict[str, Any]) -> None:
+    layer, _ = pair(device, **options)
+    state = torch.random.get_rng_state()
+    folded = layer.eval().fold()
+    assert torch.random.get_rng_state().equal(state)
+    assert [type(m) for m in folded.modules()][-2:] == ([nn.Linear, nn.ReLU] if layer.activation else [nn.Linear])
+    torch.testing.assert_close(folded(batch(device)), layer(batch(device)))
+
+
+def test_fold_without_statistics() -> None:
+    with pytest.raises(ValueError, match="fold: expected running statistics"):
+        pair(track_running_stats=False)[0].fold()
