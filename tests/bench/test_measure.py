@@ -15,17 +15,12 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import _device, bench
+from gsbn import bench
 from gsbn.bench import libraries, machine
 from gsbn.bench.report import SCHEMA
 
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = bench.Case(24, 20, 12)
-
-
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------

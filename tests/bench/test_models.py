@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gsbn import _device
 from gsbn.bench import machine, model_tables, models, trainee
 from gsbn.bench.clock import median_interval
 from gsbn.bench.report import Settings
@@ -21,11 +20,6 @@ gsbn_torch = pytest.importorskip("gsbn.torch")
 
 QUICK = Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = models.ModelCase((12, 16, 8), 24, "float32")
-
-
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
 
 
 def test_the_models_of_the_table() -> None:
