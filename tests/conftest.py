@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# So that assertions tell what they compare, as those of tests do.
+pytest.register_assert_rewrite("tests.support", "tests.plan.fits", "tests.torch.layers", "tests.fuzz")
+
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 # Before NumPy is loaded, and for the programs that tests start: BLAS would take all cores, and make whoever runs beside
 # it (other workers, the compiler in CI) wait; tests on a GPU took 2.7 times as long.

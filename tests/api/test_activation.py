@@ -108,7 +108,7 @@ def assert_gradients_within(
     judged_arrays, _ = judged(arrays, options)
     of_u, training = before_relu(dy, y), options["training"]
     truth = truth_of(judged_arrays, of_u, training=training)
-    operand = TF32 if tf32 else 2.0**-22 + 48 * 2.0**-23  # or limbs, as in fuzz.backward_bounds
+    operand = TF32 if tf32 else 2.0**-22 + 48 * 2.0**-23  # or limbs, as in tests/fuzz/good.py
     form = {"training": training, "operand": operand, "parked": True, "activation": "relu"}
     limits = gradient_bounds(judged_arrays, of_u, truth, **form)
     for name, gradient in got.items():

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import gsbn
-from tests.api.test_backward import CASE, B, I, O
 from tests.support.gradients import NAMES, backward, draw_dy, truth_of
 from tests.support.harness import DTYPES, Kind, Producer, assert_same_bits, kind_of, without_out
 from tests.support.strategies import Case
+
+B, I, O = 9, 5, 4
+CASE = Case((B, I, O), "float32", training=True)
 
 # ---- what is asked for
 

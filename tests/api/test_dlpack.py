@@ -45,7 +45,7 @@ class Producer:
 def test_a_producer_that_fails(producer: Any) -> None:
     if producer._device == (2, 0):
         pytest.importorskip("cupy")
-    message = r"^x: expected .+, got test_dlpack\.Producer: [A-Za-z]+: .+"
+    message = r"^x: expected .+, got tests\.api\.test_dlpack\.Producer: [A-Za-z]+: .+"
     with pytest.raises(TypeError, match=message) as caught:
         gsbn.forward(producer, np.ones((O, I)), np.ones(O), training=True)
     assert "\n" not in str(caught.value)

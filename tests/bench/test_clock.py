@@ -17,7 +17,9 @@ from gsbn import bench
 from gsbn.bench import measure
 from gsbn.bench.candidate import Candidate
 from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle
-from tests.bench.test_measure import QUICK, TINY
+
+QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
+TINY = bench.Case(24, 20, 12)
 
 
 def test_median_interval_takes_the_order_statistics_that_the_binomial_asks_for() -> None:

@@ -24,11 +24,6 @@ QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = bench.Case(24, 20, 12)
 
 
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
-
-
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
 

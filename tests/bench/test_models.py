@@ -23,11 +23,6 @@ QUICK = Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = models.ModelCase((12, 16, 8), 24, "float32")
 
 
-@pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
-
-
 def test_the_models_of_the_table() -> None:
     chosen = models.cases()
     assert [(case.layers, case.rows) for case in chosen[::2]] == [

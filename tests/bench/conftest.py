@@ -1,0 +1,10 @@
+"""A machine without a GPU, whatever there is."""
+
+import pytest
+
+from gsbn import _device
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
