@@ -107,11 +107,14 @@ def planned(shape, dtype, mode, among):
     allowed = {"recompute": twice, "whole": whole, "split": split, "narrow": "narrow" in among}
     allowed["limbs_of_x"] = any(OF_X in name for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
-    decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
-    if decided.one is None:
-        return "narrow" if decided.narrow else decided.gemm
-    of_kernel = int(dict(decided.one.kernel.defines)["MODE"])
-    return name_of(decided.one, next(name for name, number in KERNEL_MODES.items() if number == of_kernel))
+    program = _plan.plan_forward(p, training=mode == "training", precision=DTYPES[dtype][1])
+    for launch in program.launches("forward_sm90"):
+        of_kernel = next(
+            name for name, value in KERNEL_MODES.items() if str(value) == dict(launch.kernel.defines)["MODE"]
+        )
+        if of_kernel != "gemm":
+            return name_of(launch.made_of[0], of_kernel)
+    return "narrow" if program.launch("narrow_normalize") else program.path
 
 
 def name_of(tile, mode):

@@ -270,7 +270,7 @@ def plan_backward(
         parts = place(dg_at)
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": of_sums}
         passed |= {"partials": parts, "dx": grads["x"], **to_vectors}
-        build.launch(narrow.kernel, narrow.ctas, fields, passed, narrow.block)
+        build.launch(narrow.kernel, narrow.ctas, fields, passed, narrow.block, made_of=narrow)
         add_parts(build, narrow.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
         passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "across": transposed, **to_vectors}
@@ -410,7 +410,8 @@ def _multiply(
         fields |= {"flags": flags(vector_x=tall.whole_words)}
         of_dg, of_x, c = operands
         parts = build.lend(tall.parts.nbytes)
-        build.launch(tall.kernel, tall.ctas, fields, {"a": of_dg, "b": of_x, "parts": parts}, TALL_THREADS)
+        passed = {"a": of_dg, "b": of_x, "parts": parts}
+        build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
         add_parts(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
         build.gemm(p, precision, *operands, wide=product.wide)
@@ -421,7 +422,7 @@ def _multiply(
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
         fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
         passed = dict(zip(("x", "w", "g"), operands, strict=True))
-        build.launch(product.kernel, product.grid, fields, passed, product.block)
+        build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)
 
 
 def _shared_columns(p: Matmul, along: int) -> tuple[int, int]:

@@ -240,7 +240,14 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
     build.launch(
-        one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=tuple(maps), cooperative=one.cooperative, tile=one
+        one.kernel,
+        one.ctas,
+        fields,
+        passed,
+        SM90_THREADS,
+        maps=tuple(maps),
+        cooperative=one.cooperative,
+        made_of=(one, taken),
     )
     if of_y != y:
         build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])

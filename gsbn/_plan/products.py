@@ -30,11 +30,12 @@ def sm90_gemm(
     exponents: tuple[str, str] = (ABSENT, ABSENT),
     *,
     beside: bool = False,
+    of: Matmul | None = None,
 ) -> None:
     """forward_sm90 in mode "gemm", of the memory of a, b and c; a and b may be limbs, and then have exponents.
 
     Rows of c may start anywhere. `beside`: it reads nothing that the launch ahead of it writes, and may overlap with
-    that launch.
+    that launch. `of`: the product whose limbs p's operands are.
     """
     a, b, c = operands
     fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
@@ -44,14 +45,14 @@ def sm90_gemm(
     of_a, of_b, of_c = map_arguments(one, p)
     maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # c is mapped where it is stored by words
     passed = dict.fromkeys(SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}
-    build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, tile=one)
+    build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, made_of=(one, of or p))
 
 
 def add_parts(build: Builder, parts: Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
     """Add up the partial products of a split k."""
     fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
     fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
-    build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to})
+    build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to}, made_of=parts)
 
 
 class Limbs:
@@ -81,7 +82,7 @@ class Limbs:
         a_at, a_limbs, a_exponents = self._operand(a, p.x)
         b_at, b_limbs, b_exponents = self._operand(b, p.w) if one.element == "limbs" else (p.w, self._names[b], ABSENT)
         q = p._replace(x=a_at, w=b_at)
-        sm90_gemm(self._build, q, one, (a_limbs, b_limbs, c), (a_exponents, b_exponents))
+        sm90_gemm(self._build, q, one, (a_limbs, b_limbs, c), (a_exponents, b_exponents), of=p)
 
     def _operand(self, name: str, at: Matrix) -> tuple[Matrix, str, str]:
         """How its limbs lie, where, and where their exponents are."""
@@ -97,7 +98,7 @@ class Limbs:
             kernel, _ = tile_kernels()
             grid, rows = maxima_grid(tiles, build.device)
             passed = {**self._sources(tiles), "maxima": place(splits.maxima)}
-            build.launch(kernel, grid, self._fields(tiles) | {"maxima_rows": rows}, passed)
+            build.launch(kernel, grid, self._fields(tiles) | {"maxima_rows": rows}, passed, made_of=splits)
 
     def _place(self, at: Place) -> str:
         return place(at) if isinstance(at, int) else self._names[at]
@@ -113,7 +114,8 @@ class Limbs:
             passed[f"{name}_exponents"] = place(split.along.exponents)
         flags = {f"vector_{name}": split.vector for split, name in zip(splits, ("x", "w"), strict=False)}
         grid = split_grid((split.rows for split in splits), k, self._build.device)
-        self._build.launch(split_limbs(k), grid, fields | {"flags": declared.flags(**flags)}, passed)
+        fields["flags"] = declared.flags(**flags)
+        self._build.launch(split_limbs(k), grid, fields, passed, made_of=self._splits)
 
     def _tiles(self, splits: list[Split]) -> None:
         """MN-major matrices, whose own rows may be wanted as well."""
@@ -124,7 +126,8 @@ class Limbs:
             operands: list[Operand | None] = [getattr(split, way) for split in splits]
             limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
             passed |= {f"{name}_{way}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
-        self._build.launch(kernel, tiles_grid(splits, self._build.device), self._fields(splits), passed)
+        grid = tiles_grid(splits, self._build.device)
+        self._build.launch(kernel, grid, self._fields(splits), passed, made_of=self._splits)
 
     def _sources(self, splits: list[Split]) -> dict[str, str]:
         return dict(zip("abc", _all([self._names[split.name] for split in splits], ABSENT), strict=True))

@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     passed: dict[str, str]  # memory, by the names of its parameters
     maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # memory, and what its tensor map encodes
     cooperative: bool = False  # its CTAs wait for each other: all must be resident
-    tile: Any = None  # the OneLaunch that it was made of
+    made_of: Any = None  # the choice that it carries out, for tests and sweeps
 
 
 class Gemm(NamedTuple):
@@ -149,11 +149,11 @@ class Builder:
         *,
         maps: tuple[tuple[str, tuple[Any, ...]], ...] = (),
         cooperative: bool = False,
-        tile: Any = None,
+        made_of: Any = None,
     ) -> None:
         """A kernel, with the fields of those given that its struct declares."""
         mine = {name: fields[name] for name in declared.fields_of(kernel, fields)}
-        self._steps.append(Launch(kernel, grid, block, mine, passed, maps, cooperative, tile))
+        self._steps.append(Launch(kernel, grid, block, mine, passed, maps, cooperative, made_of))
 
     def gemm(self, p: Matmul, precision: str, a: str, b: str, c: str, *, wide: bool) -> None:
         self._steps.append(Gemm(p, precision, wide, (a, b, c)))

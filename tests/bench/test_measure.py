@@ -16,7 +16,6 @@ import pytest
 
 import gsbn
 from gsbn import bench
-from gsbn._cuda import device as _device
 from gsbn.bench import libraries, machine
 from gsbn.bench.report import SCHEMA
 

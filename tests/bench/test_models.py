@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gsbn._cuda import device as _device
 from gsbn.bench import machine, model_tables, models, trainee
 from gsbn.bench.clock import median_interval
 from gsbn.bench.report import Settings

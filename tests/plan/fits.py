@@ -5,32 +5,19 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from gsbn._cuda import kernels as _kernels
-from gsbn._plan import (
-    AT_ONCE,
-    FEW_ROWS,
-    ITEMSIZE,
-    SM90_BLOCK_N,
-    BackwardPlan,
-    Device,
-    Matmul,
-    Matrix,
-    OneLaunch,
-    Plan,
-    Product,
-    Splits,
-    maxima_grid,
-    split_grid,
-    split_limbs,
-    tile_kernels,
-    tiles_grid,
-    whole_words,
-)
-from gsbn._plan.forward import STATS_GROUP
+from gsbn._plan import FEW_ROWS, ITEMSIZE, SM90_BLOCK_N, Device, Matmul, Matrix, OneLaunch
+from gsbn._plan.copies import whole_words
+from gsbn._plan.declared import flags
+from gsbn._plan.forward import PREPARED, STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
+from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.parts import Parts
+from gsbn._plan.problem import VECTORS
+from gsbn._plan.program import offset_of
 from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.tall import Tall
-from gsbn._plan.variants import THREADS
+from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
+from tests.plan.seen import Backward, Forward, Made, assert_steps_fit
 from tests.support.harness import DTYPES
 from tests.support.strategies import sides
 
@@ -67,68 +54,73 @@ def largest_grid(device: Device) -> int:
     return device.sms if device.limited else LARGEST_GRID
 
 
-def assert_fits(p: Matmul, decided: Plan, *, training: bool) -> None:
-    # every kernel is one that compile_all compiles
-    kernels = {decided.stats_kernel, decided.normalize_kernel, decided.gemm_kernel} - {None}
-    assert kernels <= set(_kernels.all_kernels())
+ARGUMENTS = {"x", "weight", *VECTORS, "num_batches_tracked", "out", *PREPARED, "dy", "deviations", "vectors"}
+
+
+def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
+    assert_steps_fit(decided.program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
 
     # what lies elsewhere is a copy, in rows on 16 bytes
-    taken, size = decided.taken, ITEMSIZE[p.dtype]
-    assert taken._replace(x=p.x, w=p.w, y=p.y, device=p.device) == p
-    for lies, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k), (p.y, taken.y, p.m, p.n)):
-        assert_copied_or_given(lies, at, rows, columns, size)
-
-    if decided.one is not None:
-        assert_one_launch_fits(taken, decided.one)
-        assert not decided.one.parks or whole_words(taken.y, p.n, size)
+    taken, size, one = decided.taken, ITEMSIZE[p.dtype], decided.one
+    if taken is not None:
+        assert taken._replace(x=p.x, w=p.w, y=p.y, device=p.device) == p
+        for lies, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k)):
+            assert_copied_or_given(lies, at, rows, columns, size)
+    if one is not None:
+        assert taken is not None
+        assert_copied_or_given(p.y, taken.y, p.m, p.n, size)
+        assert_one_launch_fits(taken, one)
+        assert not one.parks or whole_words(taken.y, p.n, size)
         copied = p.m * taken.y.strides[0] * size if taken.y.own else 0
-        assert decided.one.workspace <= decided.y and decided.y + copied <= decided.workspace
+        assert one.workspace + copied <= decided.workspace
         return
-    assert taken.y == p.y
 
-    # the grids are neither empty nor too large, and cover every row once
-    grids = [decided.stats_grid, decided.normalize_grid]
-    grids += [decided.gemm_grid] * (decided.gemm_kernel is not None)
-    assert all(1 <= grid <= largest_grid(p.device) for grid in grids)
-    assert decided.one_pass == (training and decided.stats_kernel is None)
-    if decided.stats_kernel is not None:
-        assert (decided.splits - 1) * decided.stats_rows < p.m <= decided.splits * decided.stats_rows
+    # the passes cover every row once
+    passes = decided.normalize
+    assert passes is not None
+    fields, stats = passes.fields, decided.stats
+    assert decided.one_pass == (training and stats is None)
+    if stats is not None:
+        assert (fields["splits"] - 1) * fields["stats_rows"] < p.m <= fields["splits"] * fields["stats_rows"]
         assert training
     if decided.one_pass:  # a CTA has all rows of its columns, a thread a whole number of them in a warp
-        assert decided.normalize_rows == p.m <= STATS_GROUP * THREADS // decided.along
-        assert decided.along in (2, 4, 8, 16)
+        assert fields["normalize_rows"] == p.m <= STATS_GROUP * THREADS // fields["along"]
+        assert fields["along"] in (2, 4, 8, 16)
 
-    # the workspace: aligned, in order, and large enough
-    g_size = max(ITEMSIZE[p.dtype], 4)
-    assert decided.ldg >= p.n
-    assert all(at % 256 == 0 for at in (decided.affine, decided.partials, decided.g))
-    constants = 4 * decided.ldg * g_size if decided.stats_kernel is not None else 0
-    partials = decided.splits * 2 * decided.ldg * 8 if decided.stats_kernel is not None else 0  # (mean, M2), float64
-    assert decided.affine + constants <= decided.partials <= decided.partials + partials <= decided.g
-    of_g = 0 if decided.y_is_g or decided.narrow else p.m * decided.ldg * g_size
-    assert decided.g + of_g <= decided.workspace
-    assert decided.merge_columns in (8, 16, 32, 64, 128, 256)
-    assert 1 <= decided.merge_grid <= max(1, p.device.sms // 2)
+    # the workspace: constants, the statistics of each part and g, aligned, in order, and large enough
+    g_size, ldg = max(size, 4), fields["ldg"]
+    affine, partials = fields["affine"], fields["partials"]
+    assert ldg >= p.n and affine % 256 == partials % 256 == 0
+    of_constants = 4 * ldg * g_size if stats is not None else 0
+    of_partials = fields["splits"] * 2 * ldg * 8 if stats is not None else 0  # (mean, M2), float64
+    assert affine + of_constants <= partials
+    g_at = None if decided.g is None else offset_of(decided.g)
+    end = partials + of_partials
+    if g_at is not None:
+        assert g_at % 256 == 0 and end <= g_at
+        end = g_at + p.m * ldg * g_size
+    assert end <= decided.workspace
+    if decided.merge is not None:
+        assert fields["merge_columns"] in (8, 16, 32, 64, 128, 256)
+        assert 1 <= decided.merge.grid <= max(1, p.device.sms // 2)
 
     # 16-byte accesses only where every row begins on 16 bytes
-    if decided.vector_y:  # of y itself, or of a copy that one launch writes
-        written = decided.taken.y
-        assert written == p.y or (decided.one is not None and written.own)
-        assert written.aligned
-        assert written.strides[1] == 1
-        assert written.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
-    assert decided.ldg * g_size % 16 == 0
-    if decided.y_is_g:
-        assert ITEMSIZE[p.dtype] == g_size
-        assert (p.y.strides[1], decided.ldg) == (1, p.y.strides[0])
-        if decided.limbs.of:  # the copy engine stores whole words: the last may not reach past a row
+    if fields["flags"] & flags(vector_y=True):
+        assert p.y.aligned and p.y.strides[1] == 1 and p.y.strides[0] * size % 16 == 0
+    assert ldg * g_size % 16 == 0
+    if decided.g in ("y", "out"):
+        assert size == g_size and (p.y.strides[1], ldg) == (1, p.y.strides[0])
+        if decided.product is not None:  # the copy engine stores whole words: the last may not reach past a row
             assert p.n * g_size % 16 == 0
 
     # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
-    for matrix, rows in ((taken.x, p.m), (taken.w, p.n)):
-        row, column = matrix.strides
+    for name, ld, given, rows in (("x", "ldx", p.x, p.m), ("weight", "ldw", p.w, p.n)):
+        at = given if taken is None else taken.x if name == "x" else taken.w
+        if taken is None and decided.array(f"copy of {name}") is not None:
+            at = Matrix((fields[ld], 1), True)
+        row, column = at.strides
         if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
-            assert 1 in matrix.strides
+            assert 1 in at.strides
             continue
         by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
         assert by_rows or (decided.gemm == "cublas" and row == 1 and column >= rows)
@@ -244,7 +236,7 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
                 assert split.late or (split.name == "dg" and operand is split.along and operand.pitch == split.pitch)
 
 
-def assert_dg_is_read_before_limbs_lie_there(decided: BackwardPlan) -> None:
+def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:
     operands = {split.name: (split.along, split.across) for split in decided.limbs.of}
     places = {name: {operand.limbs for operand in of if operand is not None} for name, of in operands.items()}
     takes_dg = decided.weight is not None and not decided.weight.of_limbs
@@ -297,7 +289,7 @@ def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
     assert p.y == Matrix((p.n, 1), True)
 
 
-def assert_narrow_product_fits(p: Matmul, product: Product) -> None:
+def assert_narrow_product_fits(p: Matmul, product: Made) -> None:
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
     assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
     assert product.kernel.shared <= 227 << 10
@@ -322,7 +314,7 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
         assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
-    assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
+    assert p.y.strides[1] == 1  # its rows may start anywhere
 
 
 # ---- what a forward keeps for its backward

@@ -9,25 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gsbn._cuda import kernels as _kernels
-from gsbn._plan import (
-    C_TYPE,
-    ITEMSIZE,
-    SM90_BLOCK_N,
-    Device,
-    Limits,
-    Matmul,
-    Matrix,
-    OneLaunch,
-    backward_plan,
-    plan,
-    split_grid,
-    split_limbs,
-)
+from gsbn._plan import C_TYPE, ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix, OneLaunch
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, MAX_TERMS
+from gsbn._plan.limbs import split_grid
 from gsbn._plan.sm90_variants import TILES_OF_X
-from gsbn._plan.variants import split_rows_at_once
+from gsbn._plan.variants import split_limbs, split_rows_at_once
 from tests.plan.fits import (
+    ARGUMENTS,
     FIELDS,
     H200,
     assert_copied_or_given,
@@ -44,6 +33,7 @@ from tests.plan.fits import (
     problems,
     sizes,
 )
+from tests.plan.seen import assert_steps_fit, backward_plan, plan
 
 
 @given(rows=st.tuples(sizes(), st.integers(0, 300)), k=st.integers(1, 2**20) | st.sampled_from([64, 65, 8192, 8193]))
@@ -87,9 +77,12 @@ def test_a_backward_fits(
         return
     decided, size = backward_plan(p, gemm=gemm, **options), ITEMSIZE[p.dtype]
 
+    assert_steps_fit(decided.program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+
     # no work that nobody needs
     assert decided.dg == bool(needs & {"x", "weight"})
-    narrow = decided.narrow
+    narrow, dg, sums = decided.narrow, decided.dg_launch, decided.sums_launch
+    dg_at = decided.place("partials" if narrow is not None else "dg")
     if narrow is None:
         assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
     else:
@@ -101,45 +94,52 @@ def test_a_backward_fits(
         assert number <= p.device.clusters(sharing) and narrow.ctas <= p.device.sms
         assert int(sizes["FEATURES"]) >= narrow.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
         assert sharing == 1 or narrow.features * size % 16 == 0
-        assert decided.dg_at + narrow.parts.nbytes <= decided.workspace
-        assert {narrow.kernel, narrow.parts.kernel} <= set(_kernels.all_kernels())
+        assert dg_at is not None and dg_at + narrow.parts.nbytes <= decided.workspace
         assert_parts_fit(narrow.parts, p.n, p.k, p.device)
     alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
     assert decided.sums != alone
-    if not needs & {"scale", "gamma"}:
-        assert decided.reads_d == (decided.dg and training)
+    if sums is not None and not needs & {"scale", "gamma"}:
+        assert (sums.passed["d"] != "absent") == (decided.dg and training)
 
     # grids and workspace
-    largest = largest_grid(p.device)
-    assert 1 <= decided.dg_grid <= largest and decided.sums <= decided.sums_grid <= largest
-    assert decided.dg_grid * decided.dg_rows >= p.m or not decided.dg or p.device.limited
-    assert decided.pitch >= p.n and decided.pitch * size % 16 == 0
+    fields = decided.fields
+    assert not fields or (decided.pitch >= p.n and decided.pitch * size % 16 == 0)
+    if dg is not None and dg.kernel.name == "backward_dg" and decided.dg:
+        assert dg.grid * fields["dg_rows"] >= p.m or p.device.limited
     if decided.fused:
-        assert decided.sums and not decided.across
-        assert p.m <= FUSED_ROWS and decided.sums_grid <= FUSED_CTAS * p.device.sms
-        assert (decided.splits, decided.sums_kernel.name) == (0, "backward_fused")
-        assert decided.sums_grid * 16 * decided.along >= p.n * size or p.device.limited
-    elif decided.sums:
-        sharing = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
-        rows = decided.sums_rows * sharing
+        assert sums is not None and not decided.across
+        assert p.m <= FUSED_ROWS and sums.grid <= FUSED_CTAS * p.device.sms
+        assert decided.splits == 0
+        assert sums.grid * 16 * decided.row_threads >= p.n * size or p.device.limited
+    elif sums is not None:
+        sharing = int(dict(sums.kernel.defines).get("CLUSTER", 1))
+        rows = fields["sums_rows"] * sharing
         assert (decided.splits - 1) * rows < p.m <= decided.splits * rows
-        assert decided.sums_grid % (decided.splits * sharing) == 0 or (sharing == 1 and p.device.limited)
-        assert sharing == 1 or decided.sums_grid // sharing <= SUMS_CTAS * p.device.clusters(sharing)
-        assert decided.splits * 2 * p.n * 8 <= decided.dg_at
+        assert sums.grid % (decided.splits * sharing) == 0 or (sharing == 1 and p.device.limited)
+        assert sharing == 1 or sums.grid // sharing <= SUMS_CTAS * p.device.clusters(sharing)
+        assert dg_at is None or decided.splits * 2 * p.n * 8 <= dg_at
     else:
         assert decided.splits == 0
-    if narrow is None:
-        assert decided.dg_at + (p.m * decided.pitch * size if decided.dg else 0) <= decided.across_at
-    assert decided.across_at + p.n * decided.across * size <= decided.workspace
-    if decided.across:
+    end, across_at = 0 if dg_at is None else dg_at, None
+    if decided.across and dg is not None:
+        across_at = decided.place("across")
+        assert across_at is not None
         assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
-    assert {decided.sums_kernel, decided.dg_kernel} <= set(_kernels.all_kernels())
-    assert dict(decided.sums_kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
-    if decided.vector_dy:
-        assert decided.dy.aligned and decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
+    if narrow is None and decided.dg:
+        end += p.m * decided.pitch * size
+        assert across_at is None or end <= across_at
+    elif narrow is not None:
+        end += narrow.parts.nbytes
+    if across_at is not None:
+        end = across_at + p.n * decided.across * size
+    assert end <= decided.workspace
+    if sums is not None:
+        assert dict(sums.kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
+    if fields and fields["vector_dy"]:
+        assert decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
 
     lent = {"dg": 4 * p.m * decided.pitch} | ({"dweight": 4 * p.n * p.k} if decided.weight is not None else {})
-    assert_limbs_fit(decided.limbs, p.device, decided.across_at + p.n * decided.across * size, lent)
+    assert_limbs_fit(decided.limbs, p.device, end if decided.limbs.of else 0, lent)
     assert decided.limbs.end <= decided.workspace
     assert_dg_is_read_before_limbs_lie_there(decided)
 
@@ -166,7 +166,7 @@ def test_a_backward_fits(
             assert_tall_product_fits(q, product.tall)
             continue
         if product.kernel is not None:
-            assert product.kernel in set(_kernels.all_kernels()) and 1 <= product.grid <= largest
+            assert product.kernel in set(_kernels.all_kernels())
             if product.rows:
                 assert_narrow_product_fits(q, product)
                 continue
@@ -263,7 +263,9 @@ def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int
     for needs in (FIELDS, ("weight",), ("x",)):
         decided = backward_plan(p, training=True, needs=needs)
         assert (decided.narrow is not None) == (narrow and "weight" in needs)
-        assert (decided.splits, decided.along) == (backward_plan(p, training=True, needs=FIELDS).splits, decided.along)
+        some = backward_plan(p, training=True, needs=FIELDS)
+        if decided.sums:
+            assert (decided.splits, decided.row_threads) == (some.splits, some.row_threads)
     assert backward_plan(p, training=False, needs=FIELDS).narrow is None
     assert (backward_plan(p, training=True, needs=FIELDS, in_place=True).narrow is not None) == narrow
     assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").narrow is None

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsbn._plan import Device, backward_plan, plan
+from gsbn._plan import Device
 from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, makes_g_twice
+from tests.plan.seen import backward_plan, plan
 from tests.support import ROOT
 
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gsbn._cuda import kernels as _kernels
-from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, backward_plan, plan, precision_for
+from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, precision_for
 from gsbn._plan.gemm import MAX_TERMS, candidates
 from gsbn._plan.problem import threads_along
+from gsbn._plan.program import offset_of
 from tests.plan.fits import FIELDS, assert_fits, contiguous, has_all_rows, kept_by, makes_g_twice, problems
+from tests.plan.seen import backward_plan, plan
 from tests.support.harness import DTYPES
 
 
@@ -42,15 +43,15 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     if decided.one is not None:
         assert training
         assert dict(decided.one.kernel.defines)["KEEP"] == "1"
-        assert not decided.keep.is_g  # type: ignore[union-attr]
-    assert_fits(p, decided._replace(workspace=2**62), training=training)
-    assert decided.keep is not None
-    assert decided.normalize_kernel in set(_kernels.all_kernels())
-    assert decided.ldg * ITEMSIZE[p.dtype] % 16 == decided.ldg * ITEMSIZE[decided.keep.dtype] % 16 == 0
-    assert decided.ldg - p.n < 16 // ITEMSIZE[p.dtype]
-    assert decided.keep.dtype == kept_by(p, training=training)
-    if decided.one is None and not decided.keep.is_g:
-        assert decided.g + p.m * decided.ldg * 4 <= decided.workspace
+    assert_fits(p, decided, training=training)
+    assert decided.deviations is not None
+    (rows, pitch), dtype = decided.deviations.shape, decided.deviations.dtype
+    assert rows == p.m and dtype == kept_by(p, training=training)
+    assert pitch * ITEMSIZE[p.dtype] % 16 == pitch * ITEMSIZE[dtype] % 16 == 0
+    assert 0 <= pitch - p.n < 16 // ITEMSIZE[p.dtype]
+    if decided.normalize is not None:
+        assert decided.normalize.fields["ldg"] == pitch
+        assert decided.g in (None, "deviations") or offset_of(str(decided.g)) is not None
 
 
 @pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
@@ -110,7 +111,7 @@ def test_a_choice_can_be_limited() -> None:
     one = plan(limbs, training=True, gemm="sm90").one
     assert one is not None and one.block_m < 256
     small = plan(p._replace(limits=Limits(tiled=(32, 32, 2, 2))), training=True, gemm="tiled")
-    assert dict(small.gemm_kernel.defines)["BLOCK_M"] == "32"  # type: ignore[union-attr]
+    assert dict(small.gemm_tiled.kernel.defines)["BLOCK_M"] == "32"  # type: ignore[union-attr]
     for fused in (True, False):
         limited = p._replace(limits=Limits(fused=fused))
         assert backward_plan(limited, training=True, needs=FIELDS).fused == fused
@@ -136,11 +137,6 @@ def test_more_than_2_31(sizes_: tuple[int, int, int], dtype: str) -> None:
         assert decided.gemm == "tiled"
         with pytest.raises(ValueError, match=r"^gemm: "):
             plan(p, training=True, gemm="cublas")
-
-
-def test_the_same_question_is_answered_once() -> None:
-    p = contiguous(1024, 8192, 8192)
-    assert plan(p, training=True) is plan(p, training=True)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gsbn._cuda import driver as _driver
-from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix, backward_plan, plan
+from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import candidates
 from gsbn._plan.sm90_variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
 from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, has_all_rows
+from tests.plan.seen import backward_plan, plan
 
 
 def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,17 +59,22 @@ def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int,
     p = contiguous(m, n, 64, dtype)
     p = p._replace(device=p.device.at_most(100 if sms else None))
     decided = backward_plan(p, training=True, needs=FIELDS)
-    cluster = int(dict(decided.sums_kernel.defines).get("CLUSTER", 1))
+    sums = decided.sums_launch
+    assert sums is not None
+    cluster = int(dict(sums.kernel.defines).get("CLUSTER", 1))
     if decided.fused and cluster > 1:
-        blocks, rest = divmod(decided.sums_grid, cluster)
-        assert rest == 0 and blocks * decided.along * (16 // ITEMSIZE[dtype]) >= n
+        blocks, rest = divmod(sums.grid, cluster)
+        assert rest == 0 and blocks * decided.row_threads * (16 // ITEMSIZE[dtype]) >= n
         assert m <= FUSED_ROWS * cluster and blocks <= FUSED_CTAS * p.device.clusters(cluster)
-        assert not sms or decided.sums_grid <= 100
+        assert not sms or sums.grid <= 100
     other = backward_plan(p._replace(limits=Limits(cluster=1)), training=True, needs=FIELDS)
-    assert not other.fused or "CLUSTER" not in dict(other.sums_kernel.defines)
+    assert not other.fused or "CLUSTER" not in dict(other.fused_launch.kernel.defines)  # type: ignore[union-attr]
     for needs in (("x",), ("weight", "gamma")):  # whose bits are to be the same
         some = backward_plan(p, training=True, needs=needs)
-        assert (some.sums_kernel, some.along) == (decided.sums_kernel, decided.along) or not some.sums
+        assert some.sums_launch is None or (some.sums_launch.kernel, some.row_threads) == (
+            sums.kernel,
+            decided.row_threads,
+        )
 
 
 def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
@@ -146,8 +152,8 @@ def test_g_alone_takes_a_weight_that_lies_across() -> None:
         decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90", ranks="between")
         assert decided.product is not None and [split.name for split in decided.limbs.of] == want
         assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
-        q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))
-        assert_limb_gemm_fits(q, decided.product, decided.limbs, "x", "weight")
+        assert decided.taken is not None
+        assert_limb_gemm_fits(decided.taken, decided.product, decided.limbs, "x", "weight")
 
 
 @pytest.mark.parametrize("element", ["bfloat16", "float32"])
@@ -247,8 +253,10 @@ def test_sm90_parks_in_whole_words_of_16_bytes() -> None:
     for p in (ends_within, contiguous(50000, 1001, 1024), ends_within._replace(n=1024)):
         decided = plan(p, training=True, gemm="sm90")
         assert decided.one is not None and decided.one.parks
-        assert decided.taken.y == (p.y if p.n == 1024 else Matrix((1024, 1), aligned=True, own=True))
+        assert decided.taken is not None and decided.taken.y == (
+            p.y if p.n == 1024 else Matrix((1024, 1), aligned=True, own=True)
+        )
         for one in (plan(p, training=False, gemm="sm90"), plan(p._replace(m=1024), training=True, gemm="sm90")):
-            assert one.one is not None and not one.one.parks and one.taken.y is p.y
+            assert one.one is not None and not one.one.parks and one.taken.y is p.y  # type: ignore[union-attr]
     turned = Matrix((1, 1024), True)
-    assert plan(contiguous(1024, 1024, 1024)._replace(y=turned), training=True, gemm="sm90").taken.y.own
+    assert plan(contiguous(1024, 1024, 1024)._replace(y=turned), training=True, gemm="sm90").taken.y.own  # type: ignore[union-attr]

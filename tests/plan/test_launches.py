@@ -13,11 +13,12 @@ from gsbn import _plan
 from gsbn._backward import How, backward_within, run
 from gsbn._cuda import device as _device
 from gsbn._cuda import driver as _driver
-from gsbn._cuda import tensor_maps as _tma
 from gsbn._plan import declared as _declared
 from gsbn._plan.products import SM90_WORDS
 from gsbn._plan.sm90_variants import MODES, forward_sm90
+from gsbn._plan.tensor_maps import L2_256B
 from gsbn._plan.variants import narrow_product, tall_product
+from gsbn._ranks import group as _group
 from tests.support import fake_gpu
 
 
@@ -205,7 +206,7 @@ def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) 
     passed = dict(zip(SM90_WORDS, log[i].words, strict=True))
     assert (passed["x_exponents"] >> 32, passed["w_exponents"]) == (kind.made[-1].pointer >> 32, 0)
     _, dg_map, weight_map, _ = log[i].records
-    assert weight_map == repr((weight.pointer, (O, I, 4 * I, "float32", 64, 32, _tma.L2_256B)))
+    assert weight_map == repr((weight.pointer, (O, I, 4 * I, "float32", 64, 32, L2_256B)))
     of_dg = log[i - 1].words[1 if names[i - 1] == "split_limbs" else 8]
     assert dg_map.startswith(f"({of_dg}, ({B}, {O}, ")
     for launch in log:

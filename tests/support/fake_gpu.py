@@ -28,6 +28,9 @@ from gsbn._arrays import kinds as _interop
 from gsbn._cuda import device as _device
 from gsbn._cuda import kernels as _kernels
 from gsbn._cuda import tensor_maps as _tma
+from gsbn._host import call as _call
+from gsbn._host import run as _run
+from gsbn._plan import declared
 
 ITEMSIZE = {**_plan.ITEMSIZE, "int64": 8, "uint8": 1}
 HOPPER = _plan.Device((9, 0), 132, pairs=66)
