@@ -1,4 +1,4 @@
-"""c = a bᵀ in float32 on tensor cores: operands to limbs, and forward_sm90's GEMM alone (docs/float32.md)."""
+"""c = a bᵀ in float32 on tensor cores: operands to limbs, and forward_sm90's GEMM alone (docs/design/limbs.md)."""
 
 from __future__ import annotations
 
