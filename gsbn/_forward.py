@@ -136,8 +136,8 @@ def forward(
     precision : {"highest", "high"}
         For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
         GPU and the GEMM have it. With "sm90", and from 64 input features on with "tiled" where g is made twice,
-        "highest" goes through two float16 limbs an operand (`docs/float32.md`): an element beside one 2^16 times its
-        size in the same row loses digits, which "cublas" keeps.
+        "highest" goes through two float16 limbs an operand (`docs/design/limbs.md`): an element beside one 2^16 times
+        its size in the same row loses digits, which "cublas" keeps.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "sm90" is the whole forward in one launch on Hopper, for all but float64; with `return_saved` in training only,
         in 16 bits from 17 rows on; with at most 32768 input features, 262144 in bfloat16. float32 at "highest" has a

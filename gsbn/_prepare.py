@@ -21,8 +21,9 @@ from ._typing import AnyArray, Precision
 def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     """Make a weight ready for `forward`, which takes the result in the weight's place and then has less to do.
 
-    float32 at "highest" on Hopper is split into two float16 limbs (`docs/float32.md`), which spares every call 4 bytes
-    read and 4 written for each element of the weight. Everything else is merely copied, so that code need not ask.
+    float32 at "highest" on Hopper is split into two float16 limbs (`docs/design/limbs.md`), which spares every call
+    4 bytes read and 4 written for each element of the weight. Everything else is merely copied, so that code need not
+    ask.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
-// beyond that in float32 registers; docs/float32.md derives the error. With LIMBS_OF_X that is so for x alone: w comes as it
+// beyond that in float32 registers; docs/design/limbs.md derives the error. With LIMBS_OF_X that is so for x alone: w comes as it
 // is, and the consumers make its limbs in registers (sm90_limbs_of_w.cuh), of which wgmma takes its A. Where rows are few,
 // reading the weight, writing its limbs and reading them again takes longer than all else. In GEMM w may lie across.
 //

@@ -1,4 +1,4 @@
-// Two float16 limbs of a float32, made in registers (docs/float32.md). No kernels.
+// Two float16 limbs of a float32, made in registers (docs/design/limbs.md). No kernels.
 #pragma once
 #include <cuda_fp16.h>
 

@@ -1,6 +1,6 @@
 // Limbs of float32 for the kernels of narrow.cu, and what wgmma makes of them. No kernels.
 //
-// They are what split_limbs makes (docs/float32.md), but of x in registers, scaled for each row and 32 of k: x is read as it
+// They are what split_limbs makes (docs/design/limbs.md), but of x in registers, scaled for each row and 32 of k: x is read as it
 // is, and nothing but x. Per part of 32 of k the tensor core takes the small products first, from zero, and the part is added
 // to g in float32. The smallest one, of both second limbs, is taken, too: where a mean is 1e4 deviations, x's first limb is
 // the mean, and its second one the deviation, so that this product has as much of the variance as the weight's second limb

@@ -1,7 +1,7 @@
 // Limbs of w that the consumers make for themselves (LIMBS_OF_X): w comes to shared memory as it is, which saves a launch
 // that reads all of it, writes as much, and has it read again.
 //
-// Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
+// Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/design/limbs.md). What the tensor core
 // makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
 #pragma once
 #include "limbs.cuh"

@@ -9,7 +9,7 @@
 // then a maker reads 32 of its column, scales them by a power of two, so that float16 holds all so far, and leaves their
 // limbs side by side, as wgmma wants what it sums over. Two warpgroups multiply 64 columns of a each by all of b: three of
 // the four products of limbs, the small ones first, from zero. What they make of 32 rows is added in float32
-// (docs/float32.md), in units of the scales. Where a maker had to lower its scale they bring their sums down first.
+// (docs/design/limbs.md), in units of the scales. Where a maker had to lower its scale they bring their sums down first.
 //
 // Moves a once for each 128 columns of b and b once for each 128 of a, through L2 where there are several, and 64 KB a CTA:
 // at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.

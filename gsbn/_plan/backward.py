@@ -61,7 +61,7 @@ FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to whic
 # Rows of each CTA from which a cluster shares columns; elements of dy up to which it does, with one CTA on an SM and
 # with two, of which one loads while the other waits for its cluster
 SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
-FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/backward.md)
+FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/history/backward.md)
 
 
 class Product(NamedTuple):

@@ -2,7 +2,7 @@
 
 from .rates import Rates
 
-# Of the products of a backward, by times of GEMMs: docs/backward.md
+# Of the products of a backward, by times of GEMMs: docs/history/backward.md
 PRODUCTS = Rates(
     mma_us=0.00215,
     step_us=0.0424,

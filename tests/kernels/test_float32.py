@@ -79,7 +79,7 @@ def test_g_is_no_further_off_than_ieee_float32(hopper: Any, g_of: Callable[..., 
 @pytest.mark.parametrize("span", [0, 4, 8, 16])
 @pytest.mark.parametrize("k", [3, 64, 1000, 8192])
 def test_elementwise_where_a_row_spans_little(hopper: Any, g_of: Callable[..., Any], k: int, span: int) -> None:
-    """|dg| <= (2**-21 + 3 min(K, 32) 2**-23 + ceil(K / 32) 2**-24) |x||w|ᵀ and the row's share of docs/float32.md."""
+    """|dg| <= (2**-21 + 3 min(K, 32) 2**-23 + ceil(K / 32) 2**-24) |x||w|ᵀ and a row's share: docs/design/limbs.md"""
     cupy = hopper
     rng = cupy.random.default_rng(span)
 
@@ -259,7 +259,7 @@ SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), 
 def test_dx_of_few_rows_by_every_tile(
     hopper: Any, shape: tuple[int, int, int], tile: tuple[int, int, int], span: int
 ) -> None:
-    """Limbs of dg alone, within the bound of docs/float32.md: tiles that rows, columns and sums fill or do not."""
+    """Limbs of dg alone, within the bound of docs/design/limbs.md: tiles that rows, columns and sums fill or do not."""
     cupy, (rows, columns, features) = hopper, shape
     rng = cupy.random.default_rng(span)
 

@@ -254,7 +254,7 @@ def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limi
 
 
 def assert_made_of_limbs(cupy: Any, got: Any, left: Any, right: Any) -> None:
-    """left right within the bound of docs/float32.md, element by element, and what is seen is far less."""
+    """left right within the bound of docs/design/limbs.md, element by element, and what is seen is far less."""
     terms = len(right)
     a, b = cupy.abs(left.astype("f8")), cupy.abs(right.astype("f8"))
     cut, added = 3 * min(terms, 32) * 2.0**-23, -(-terms // 32) * 2.0**-24

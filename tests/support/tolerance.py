@@ -8,8 +8,8 @@ section 3.1). Tensor cores cut off where IEEE arithmetic rounds, which doubles u
 most 2⁻¹⁰ if it cuts off: (1 + 2⁻¹⁰)² − 1 more. Products below the smallest normal number are flushed (CuPy compiles
 with -ftz=true): at most K times that number. Together: E.
 
-**Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/float32.md): each operand is off by
-2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
+**Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/design/limbs.md): each operand is off
+by 2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
 |x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 32 products at a time, and IEEE arithmetic these sums:
 
     E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 32) 2⁻²³ + ⌈K/32⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
