@@ -381,18 +381,14 @@ def _program(
 
 def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
     """Which of the arrays that a call makes is y, None if it is given; the vectors' dtypes where they are saved."""
-    return program.made("y"), _vector_dtypes(views) if options[_SAVES] else None
+    dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
+    return program.made("y"), dtypes if options[_SAVES] else None
 
 
 def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
     """Of bias, scale, gamma and beta."""
     vectors = (arrays[ARRAYS.index(name)] for name in VECTOR_PARAMETERS)
     return tuple(None if a is None else kind.dtype(a) for a in vectors)
-
-
-def _vector_dtypes(views: Views) -> tuple[str | None, ...]:
-    """Of bias, scale, gamma and beta."""
-    return tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
-from gsbn._plan.forward import passes_over_g
+from gsbn._plan.forward_path import passes_over_g
 from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.narrow import narrow_forward, serves_narrow

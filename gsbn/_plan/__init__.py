@@ -8,8 +8,8 @@ one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`
 from .backward import plan_backward as plan_backward
 from .copies import in_rows as in_rows
 from .forward import SAVED_ROWS as SAVED_ROWS
-from .forward import gemm_for as gemm_for
 from .forward import plan_forward as plan_forward
+from .forward_path import gemm_for as gemm_for
 from .gemm import OneLaunch as OneLaunch
 from .gemm import limbs_of_rows as limbs_of_rows
 from .gemm import one_launch as one_launch

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .copies import in_rows, whole_words
-from .cost import copies_us, cublas_us
 from .declared import flags
+from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
 from .gemm import (
-    LEAST_TERMS,
-    cheapest_tile,
-    cublas_obstacle,
-    for_cublas,
-    for_sm90,
-    for_tiled,
     one_launch,
-    sm90_obstacle,
     tiled,
     waiting_grid,
 )
@@ -49,7 +42,6 @@ NO_VECTORS = dict.fromkeys(VECTORS, 0)
 SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
-ONE_PASS_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
 
 
 class _Names(NamedTuple):
@@ -126,7 +118,7 @@ def plan_forward(
     narrow = None
     if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saves):
         narrow = narrow_forward(p, precision, training=training, keeps=saves)
-    taken = for_narrow(p) if narrow else _taken(p, chosen, element_for(p.dtype, precision), one_launch_)
+    taken = for_narrow(p) if narrow else taken_by(p, chosen, element_for(p.dtype, precision), one_launch_)
 
     build = Builder(p.device)
     saved_dtype = kept_dtype(p.dtype, p.m, training=training) if saves else None
@@ -188,7 +180,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     saves = call.saved_dtype is not None
     one = one_launch(
         taken,
-        _mode(call.training),
+        mode_of(call.training),
         call.precision,
         prepared=call.prepared,
         keeps=saves,
@@ -274,7 +266,7 @@ def _in_passes(
     saved_is_g = call.saved_dtype is not None and not narrow and ITEMSIZE[call.saved_dtype] == g_size
 
     # How the work is cut.
-    one_pass = not narrow and _one_pass(p, training, call.cumulative, where)
+    one_pass = not narrow and one_pass_serves(p, training, call.cumulative, where)
     merges = training and not one_pass  # statistics are made in parts, and merged
     columns = 16 // g_size  # 16 bytes of g a thread
     blocks, along = _one_pass_threads(p.m, n, columns, device) if one_pass else threads_along(n, columns)
@@ -388,19 +380,6 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
     return columns, waiting_grid(ceil_div(n, columns), device)
 
 
-def _one_pass(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
-    """Whether normalize makes the statistics, too, a CTA having all rows of its columns: nobody else's sums are needed,
-    and no other CTA reads the count of batches."""
-    return training and ranks is None and not cumulative and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
-
-
-def passes_over_g(p: Matmul, training: bool, cumulative: bool = False, ranks: str | None = None) -> str:
-    """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from what makes y."""
-    if not training:
-        return "inference"
-    return "one_pass" if _one_pass(p, training, cumulative, ranks) else "apart"
-
-
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
     """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
     that keep all SMs busy, or the narrowest, 32 bytes."""
@@ -408,84 +387,3 @@ def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int
     while 2 * along <= min(16, STATS_GROUP * THREADS // m) and ceil_div(n, 2 * along * columns) >= device.sms:
         along *= 2
     return ceil_div(n, along * columns), along
-
-
-def gemm_for(
-    p: Matmul,
-    *,
-    precision: str,
-    gemm: str,
-    training: bool = True,
-    prepared: bool = False,
-    saved: bool = False,
-    cumulative: bool = False,
-    ranks: Literal["inside", "between"] | None = None,
-) -> tuple[str, str]:
-    """The path that serves a call of `plan`, and why; ValueError if `gemm` names one that cannot."""
-    sm90 = sm90_obstacle(p, precision, training, saved)
-    obstacles = {
-        "sm90": sm90,
-        "cublas": cublas_obstacle(p),
-        "tiled": None,
-    }
-    if gemm != "auto":
-        obstacle = obstacles[gemm]
-        if obstacle is not None:
-            raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
-        return gemm, "asked for"
-    chosen, why, us = _fastest(p, precision, training, prepared, saved, cumulative, ranks, obstacles)
-    narrow = p.limits.narrow is not False and serves_narrow(p, precision, training, saved)
-    if narrow and (p.limits.narrow or narrow_forward(p, precision, training=training, keeps=saved).us < us):
-        return "tiled", "g is made twice in less time than it is written and read"
-    return chosen, why
-
-
-def _fastest(
-    p: Matmul,
-    precision: str,
-    training: bool,
-    prepared: bool,
-    saved: bool,
-    cumulative: bool,
-    ranks: Literal["inside", "between"] | None,
-    obstacles: dict[str, str | None],
-) -> tuple[str, str, float]:
-    """Of the paths that have g in memory, or in registers: the fastest, why, and its us, 0 if none was compared."""
-    if obstacles["sm90"] is obstacles["cublas"] is None:
-        element = element_for(p.dtype, precision)
-        theirs = for_cublas(p, element)
-        passes = passes_over_g(p, training, cumulative, ranks)
-        by_cublas = cublas_us(theirs, element, passes, keeps=saved) + copies_us(theirs)
-        if ranks == "between" and element != "limbs":
-            why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
-            return "cublas", why, by_cublas
-        if element == "limbs" and p.k < LEAST_TERMS:
-            return "cublas", "more accurate for few features", by_cublas
-        if element == "limbs" and p.n == 1:
-            return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
-        taken, inside = for_sm90(p, element), ranks == "inside"
-        of_call = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
-        ours = cheapest_tile(taken, _mode(training), element, **of_call).us + copies_us(taken)
-        if by_cublas < ours:
-            return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
-        return "sm90", "fastest of those that serve", ours
-    chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
-    better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
-    return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve", 0.0
-
-
-def _taken(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
-    """The call as its path takes it. All but the one launch write y wherever it lies."""
-    if gemm == "cublas":
-        return for_cublas(p, element)
-    if gemm == "tiled":
-        return for_tiled(p)
-    if element == "limbs" and not fused:  # which are made of columns, too
-        x, w = (at if 1 in at.strides else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
-        return p._replace(x=x, w=w)
-    taken = for_sm90(p, element)
-    return taken if fused else taken._replace(y=p.y)
-
-
-def _mode(training: bool) -> str:
-    return "training" if training else "inference"

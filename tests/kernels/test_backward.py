@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gsbn
 from gsbn import reference
 from gsbn._plan import Limits
-from gsbn._plan.backward import FUSED_ROWS
+from gsbn._plan.backward_passes import FUSED_ROWS
 from gsbn._plan.variants import CLUSTERS_OF_COLUMNS
 from tests.support.accuracy import SEEDS, family
 from tests.support.forwards import exact_training, refused_by_sm90

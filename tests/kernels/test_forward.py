@@ -12,7 +12,7 @@ from hypothesis import given, settings
 import gsbn
 from gsbn import reference
 from gsbn._plan import Limits
-from gsbn._plan.forward import ONE_PASS_ROWS
+from gsbn._plan.forward_path import ONE_PASS_ROWS
 from tests.support.forwards import CASE, GEMMS, exact_training, refused_by_sm90, truth_and_bounds
 from tests.support.harness import (
     ANY,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan import C_TYPE, ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix, OneLaunch
-from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
+from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, MAX_TERMS
 from gsbn._plan.limbs import split_grid
 from gsbn._plan.sm90_variants import TILES_OF_X

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
-from gsbn._plan.backward import FUSED_CTAS, FUSED_ROWS
+from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import candidates
 from gsbn._plan.sm90_variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
 from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, has_all_rows

@@ -1,0 +1,132 @@
+"""How the passes of a backward cut dy into work for CTAs, and whether one launch of them does all."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from .gemm import (
+    waiting_grid,
+)
+from .kernel import Kernel, with_activation
+from .problem import (
+    ITEMSIZE,
+    SPLITS,
+    Matmul,
+    Matrix,
+    ceil_div,
+    kept_dtype,
+    split_rows,
+    threads_along,
+)
+from .variants import (
+    CLUSTERS_OF_COLUMNS,
+    RING,
+    SUMS_CLUSTER,
+    THREADS,
+    backward_kernels,
+)
+
+SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
+SHARED_SPLITS = 4  # clusters that share a block of columns, from which on backward_sums has them
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to which backward_fused does what both do
+# Rows of each CTA from which a cluster shares columns; elements of dy up to which it does, with one CTA on an SM and
+# with two, of which one loads while the other waits for its cluster
+SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
+
+
+class Passes(NamedTuple):
+    """How the passes over dy cut its rows and columns."""
+
+    dy: Matrix  # perhaps of a copy
+    vector_dy: bool
+    row_threads: int
+    blocks: int  # of columns
+    sums_grid: int
+    sums_rows: int
+    splits: int  # clusters of backward_sums that share a column block
+    dg_grid: int
+    dg_rows: int
+    merge_grid: int
+    sums_kernel: Kernel
+    dg_kernel: Kernel
+    total_kernel: Kernel
+    merge_kernel: Kernel | None
+    fused: bool  # sums_kernel makes dg, too
+
+
+def dy_on_words(dy: Matrix, size: int) -> bool:
+    return dy.aligned and dy.strides[1] == 1 and dy.strides[0] * size % 16 == 0
+
+
+def cut_passes(
+    p: Matmul, dy: Matrix, *, training: bool, sums: bool, dg: bool, narrow: bool, across: bool, precision: str,
+    activation: str | None, where: str | None,
+) -> Passes:  # fmt: skip
+    """How the passes cut dy, and whether one launch of them does all."""
+    m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
+    # 16 bytes of dy a thread; where `across` may be wanted, whatever `needs` leaves out, all of a warp along a row
+    blocks, along = threads_along(n, 16 // size)
+    if dtype == "float32" and precision == "high" and not narrow:
+        blocks, along = ceil_div(n, 128), 32
+    step = RING * (THREADS // along)
+    shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
+    # of few blocks clusters share the rows, so that whoever merges their sums finds few splits
+    clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
+    sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
+    alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
+    splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
+    splits = ceil_div(splits, sharing)
+    row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
+    # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
+    # `needs` leaves out: the bits of the rest are the same.
+    fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
+    resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
+    kept = kept_dtype(dtype, m, training=training)
+    # 64 bytes of a row, or more where only then all CTAs are there at once
+    fused_along = next((along for along in (4, 8) if ceil_div(n, along * 16 // size) <= resident), 16)
+    cluster = 1
+    if training and kept == dtype != "float64" and where is None and not narrow:
+        fused_along, cluster = _shared_columns(p, fused_along)
+    columns = ceil_div(n, fused_along * 16 // size)  # CTAs, or clusters
+    at_once = columns <= resident or cluster > 1  # several waves lose up to 5 us
+    fused = fused and m <= FUSED_ROWS * cluster and (at_once if limits.fused is None else limits.fused)
+    if fused or not sums:
+        splits = 0
+    kernels = backward_kernels(
+        dtype, kept, training=training, across=across and not narrow, cluster=cluster, sharing=sharing
+    )
+    sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
+    return Passes(
+        dy=dy,
+        vector_dy=dy_on_words(dy, size),
+        row_threads=fused_along if fused else along,
+        blocks=blocks,
+        sums_grid=device.grid(columns) * cluster if fused else device.grid(blocks * splits * sharing),
+        sums_rows=sums_rows,
+        splits=splits,
+        dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
+        dg_rows=dg_rows,
+        merge_grid=waiting_grid(blocks, device),
+        sums_kernel=fused_kernel if fused else sums_kernel,
+        dg_kernel=dg_kernel,
+        total_kernel=total_kernel,
+        merge_kernel=merge[0] if merge else None,
+        fused=fused,
+    )
+
+
+def _shared_columns(p: Matmul, along: int) -> tuple[int, int]:
+    """Threads along a row, and CTAs of a cluster that shares the rows of its columns, in backward_fused: the least work
+    for a CTA with all of them there at once. `along` is what serves without clusters."""
+    m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
+    found = []
+    for cluster, wide in itertools.product(CLUSTERS_OF_COLUMNS if p.device.hopper else (), (4, 8, 16)):
+        blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
+        resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
+        wins = rows >= SHARED_ROWS and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
+        if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
+            found.append((rows * wide, cluster, wide))
+    work, cluster, wide = min(found, default=(0, 0, 0))
+    alone = asked is None and m <= FUSED_ROWS and m * along <= work
+    return (along, 1) if alone or not found else (wide, cluster)

@@ -1,0 +1,240 @@
+"""The two products of a backward, dx and dw: which GEMM makes each, of which limbs, and the steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .copies import in_rows
+from .cost import copies_us, ieee_us, product_us
+from .declared import flags
+from .gemm import (
+    LEAST_TERMS,
+    MAX_TERMS,
+    OneLaunch,
+    cheapest_tile,
+    cublas_obstacle,
+    for_cublas,
+    lies_across,
+    mostly_writes,
+    one_launch,
+    takes_limbs,
+    tiled,
+)
+from .h200 import PRODUCTS
+from .kernel import Kernel
+from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
+from .narrow import for_narrow, product_by_narrow
+from .problem import (
+    INT32_MAX,
+    ITEMSIZE,
+    Matmul,
+    ceil_div,
+)
+from .products import Limbs, add_parts, sm90_gemm
+from .program import Builder
+from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
+from .tall import Tall, tall
+from .variants import (
+    SPLIT_WIDTHS,
+    TALL_THREADS,
+)
+
+FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/history/backward.md)
+
+
+class Product(NamedTuple):
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
+
+    p: Matmul  # b being a copy where the GEMM takes it otherwise than it lies
+    gemm: str
+    kernel: Kernel | None
+    grid: int
+    block: int
+    one: OneLaunch | None = None
+    wide: bool = False  # c is float32, of 16-bit operands
+    rows: int = 0  # of a CTA of narrow_product but the last; 0 for any other kernel
+    tall: Tall | None = None  # the launches of many rows, for dw
+
+    @property
+    def of_limbs(self) -> bool:
+        return self.one is not None and by_limbs(self.one.element)
+
+
+def multiply_both(
+    build: Builder, dx: Product | None, dw: Product | None, splits: Splits, names: dict[str, str], precision: str, *,
+    weight_first: bool, cleared: bool,
+) -> None:  # fmt: skip
+    """dx = dg w and dweight = dgᵀ x, or what is wanted of them, and the limbs that they take.
+
+    `names` are of the memory of "dg", of "across", dg or its transpose as dweight takes it, and of "x", "weight", "dx"
+    and "dweight". `cleared`: an earlier step clears the maxima.
+    """
+    of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
+    limbs = Limbs(build, splits, of_limbs, cleared=cleared)
+
+    def multiply_weight(*, first: bool) -> None:
+        if dw is not None and weight_first == first:
+            # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
+            beside = not (first or build.device.limited) and dx is not None and dx.one is not None and not dx.of_limbs
+            operands = (names["across"], names["x"], names["dweight"])
+            _multiply(build, dw, operands, limbs, "x", precision, beside=beside)
+
+    multiply_weight(first=True)
+    limbs.make()
+    if dx is not None:
+        _multiply(build, dx, (names["dg"], names["weight"], names["dx"]), limbs, "weight", precision)
+    limbs.make(late=True)
+    multiply_weight(first=False)
+
+
+def _multiply(
+    build: Builder, product: Product, operands: tuple[str, str, str], limbs: Limbs, b: str, precision: str, *,
+    beside: bool = False,
+) -> None:  # fmt: skip
+    """The steps that make c of a and b, of which these are the memory; a is dg, and b as the limbs call it."""
+    p = product.p
+    if product.one is not None and product.of_limbs:
+        limbs.multiply(p, product.one, "dg", b, operands[-1])
+    elif product.one is not None:
+        sm90_gemm(build, p, product.one, operands, beside=beside)
+    elif product.tall is not None:
+        tall = product.tall
+        fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
+        fields |= {"flags": flags(vector_x=tall.whole_words)}
+        of_dg, of_x, c = operands
+        parts = build.lend(tall.parts.nbytes)
+        passed = {"a": of_dg, "b": of_x, "parts": parts}
+        build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
+        add_parts(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
+    elif product.kernel is None:
+        build.gemm(p, precision, *operands, wide=product.wide)
+    else:
+        along = 0 if product.rows else 1  # narrow_product has b along what is summed over, gemm_tiled across
+        size, ldw = ITEMSIZE[p.dtype], p.w.strides[along]
+        whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
+        fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
+        fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
+        passed = dict(zip(("x", "w", "g"), operands, strict=True))
+        build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)
+
+
+def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
+    """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
+    obstacle, element = cublas_obstacle(p), element_for(p.dtype, precision)
+    if gemm == "cublas" and obstacle is not None:
+        raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
+    size = ITEMSIZE[p.dtype]
+    across = in_rows(p.n, size).T
+
+    def product(path: str, q: Matmul, kernel: tuple[Kernel | None, int, int] = (None, 0, 0)) -> Product:
+        one = one_launch(q, "gemm", precision, wide=wide) if path == "sm90" else None
+        return Product(q, path, *kernel, one, wide)
+
+    of_limbs = p if 1 in p.w.strides else p._replace(w=across)
+    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
+
+    def wins(us: float) -> bool:
+        others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None)
+        return us < min(others)
+
+    of_rows = tall(p, precision) if name == "dw" and own else None
+    if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
+        return product("tiled", p)._replace(tall=of_rows)
+    narrow = product_by_narrow(p, precision) if own and p.limits.narrow is not False else None
+    if narrow is not None and (asked or p.limits.narrow or wins(narrow.us)):
+        kernel = (narrow.product, narrow.grid, narrow.threads)
+        return product("tiled", for_narrow(p), kernel)._replace(rows=narrow.rows)
+    if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
+        return product("sm90", of_limbs)
+    ours = p if lies_across(p) else p._replace(w=across)
+    theirs = for_cublas(p, element)
+    if ours.w.own and p.dtype != "float64":
+        theirs = min(theirs, ours, key=lambda q: _cublas_us(q, element))
+    if _wants_sm90(ours, gemm, obstacle, theirs):
+        return product("sm90", ours)
+    if gemm != "tiled" and obstacle is None:
+        return product("cublas", theirs)
+    return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=across), tiled(p, name, wide=wide))
+
+
+def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: bool) -> tuple[Splits, bool]:
+    """The limbs that the products want, and whether dw is made before them.
+
+    Where both want limbs dx is made first. The weight's then lie where dw will: they take the same bytes. dg's are all
+    made at once, those for dx in its place, and x's there as soon as dx is made. A dw that takes dg as it is comes
+    first if there are more rows than input features: dg's limbs take its place, and only the weight's want room. A
+    dx whose launch makes the weight's in registers wants dg's alone. A dg that is not the call's `own` stays as it is:
+    all limbs have room of their own.
+    """
+    of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
+    of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
+    wanted, weight_first = [], False
+    if of_x is not None:
+        dg = split_of("dg", of_x.x, of_x.m, of_x.k)
+        fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
+        in_place = fits and own
+        if of_weight is None:  # split_limbs makes them, one row after the other and each read in full
+            in_place = in_place and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
+            weight_first = in_place and dw is not None
+        else:
+            dg = dg._replace(across=split_of("dg", of_weight.x, of_weight.m, of_weight.k).across)
+        if in_place:
+            dg = dg._replace(along=Operand("dg", dg.pitch))
+        if of_both:
+            place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
+            wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, place))
+        wanted.append(dg)
+    elif of_weight is not None:
+        wanted.append(split_of("dg", of_weight.x, of_weight.m, of_weight.k))
+    if of_weight is not None:
+        late = own and of_weight.n * limb_pitch(of_weight.k) <= of_weight.k * of_weight.x.strides[1]
+        x = split_of("x", of_weight.w, of_weight.n, of_weight.k, "dg" if late else SCRATCH)
+        wanted.append(x._replace(late=late))
+    return lay_out(wanted, start), weight_first
+
+
+def _limbs_us(p: Matmul) -> float:
+    """What a product of limbs by forward_sm90 takes."""
+    return cheapest_tile(p, "gemm", "limbs").us + copies_us(p, rates=PRODUCTS)
+
+
+def _cublas_us(p: Matmul, element: str) -> float:
+    """What cuBLAS takes for a product, copies included."""
+    return product_us(p, element, to_y=True, rates=PRODUCTS) + copies_us(p, rates=PRODUCTS)
+
+
+def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
+    """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    if not takes_limbs(p.dtype, precision, p.device) or max(p.m, p.n, p.k) > INT32_MAX // 2:
+        return False
+    if gemm != "auto" or obstacle is not None:
+        return gemm in ("auto", "sm90")
+    return p.k >= LEAST_TERMS and min(p.m, p.n) > 1 and _limbs_us(taken) < ieee_us(p, PRODUCTS)
+
+
+def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
+    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot.
+
+    `theirs` is the same as cuBLAS would take it, with other copies or none.
+    """
+    if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
+        return False
+    if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
+        return False
+    if gemm != "auto" or obstacle is not None:
+        return gemm in ("auto", "sm90")
+    ours = cheapest_tile(p, "gemm", p.dtype).us
+    if p != theirs:
+        return ours + copies_us(p, rates=PRODUCTS) < _cublas_us(theirs, p.dtype)
+    of_few_rows = p.x.strides[1] != 1 and mostly_writes(p)  # dw
+    return of_few_rows or _fills_waves(p) or ours <= PRODUCTS.cublas_host_us
+
+
+def _fills_waves(p: Matmul) -> bool:
+    """Whether the largest tiles fill several waves: measured to beat cuBLAS, which cuts other shapes better."""
+    tile = cheapest_tile(p, "gemm", p.dtype)
+    resident = p.device.clusters(tile.cluster)
+    block_n = SM90_BLOCK_N * tile.cluster
+    waves = ceil_div(ceil_div(p.m, tile.block_m) * ceil_div(p.n, block_n), resident)
+    largest = (tile.block_m, tile.cluster) == (BLOCKS_M[0], CLUSTERS[0])
+    return largest and waves > 1 and p.m * p.n >= FILL * waves * resident * tile.block_m * block_n
