@@ -14,6 +14,7 @@ from ._host.call import matrix_of
 from ._host.run import ANY, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
+from ._plan.narrow import serves_narrow_backward
 from ._plan.problem import VECTOR_PARAMETERS
 from ._plan.program import Program
 from ._plan.ranks import Ranks
@@ -21,6 +22,7 @@ from ._ranks.exchange import signature
 from ._ranks.group import Group
 from ._saved import Saved
 from ._typing import A, AnyArray, Array
+from ._values import shown, sm_count
 from .reference import Gradients
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
@@ -114,8 +116,8 @@ def backward_within(
     """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
     wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)
     if not isinstance(saved, Saved):
-        raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {check.shown(saved)}")
-    check.sm_count(sms)
+        raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {shown(saved)}")
+    sm_count(sms)
     return backward_of(dy, saved, wanted, sms, limits)
 
 
@@ -128,6 +130,12 @@ def backward_of(
         saved.group.check()
     how = How.of(saved, wanted, sms, limits)
     return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
+
+
+def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
+    """Whether a backward in training is expected to make dx and dweight in the launch that makes dg, which it does not
+    write: it then reads the weight whatever is needed. How the operands lie is not looked at."""
+    return serves_narrow_backward(dtype, rows, features, inputs)
 
 
 class How(NamedTuple):

@@ -24,6 +24,7 @@ from ._ranks.exchange import forward_words, signature
 from ._ranks.group import Group
 from ._saved import Saved
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
+from ._values import shown, sm_count
 
 ARRAYS = (
     "x",
@@ -269,7 +270,7 @@ def _given(
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if group is not None:
         if not isinstance(group, Group):
-            raise TypeError(f"group: expected what gsbn.group(comm) returned, got {check.shown(group)}")
+            raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")
         group.check()
     if isinstance(scale, NUMBERS):
         arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
@@ -302,7 +303,7 @@ def _result(
 
 def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
     """The options of a call that can occupy so many SMs at most."""
-    check.sm_count(options[_SMS])
+    sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 
 from . import _plan
-from ._arrays.check import shown
 from ._cuda import device as devices
 from ._cuda import kernels as kernels_
+from ._values import shown
 
 
 def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:

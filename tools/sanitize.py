@@ -33,7 +33,8 @@ from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits
-from gsbn._plan.kernel import ACTIVATIONS, with_activation
+from gsbn._plan.declared import activations
+from gsbn._plan.kernel import with_activation
 from gsbn._plan.sm90_variants import (
     BLOCKS_M,
     CLUSTERS,
@@ -241,7 +242,7 @@ def variants():
     for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
         for tile in TILES["double" if dtype == "float64" else "float"]:
-            for activation in (None, *ACTIVATIONS):
+            for activation in (None, *activations()):
                 end = f" {activation}" if activation else ""
                 yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
@@ -249,12 +250,12 @@ def variants():
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
     for element in NARROW_CHUNKS:
         for features, chunks, activation in product(
-            narrow_features(element), NARROW_CHUNKS[element], (None, *ACTIVATIONS)
+            narrow_features(element), NARROW_CHUNKS[element], (None, *activations())
         ):
             end = f" {activation}" if activation else ""
             yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
     for dtype in NARROW_BACKWARD:
-        for sizes, activation in product(narrow_backward_sizes(dtype), (None, *ACTIVATIONS)):
+        for sizes, activation in product(narrow_backward_sizes(dtype), (None, *activations())):
             end = f" {activation}" if activation else ""
             name = "narrow backward {} {}x{}x{}".format(dtype, *sizes) + end
             yield name, narrow_backward, (dtype, *sizes, activation)
@@ -265,9 +266,9 @@ def variants():
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels("sm_90a"))
-    yes_or_no, activations = (False, True), (None, *ACTIVATIONS)
+    yes_or_no, of_y = (False, True), (None, *activations())
     clusters = (*CLUSTERS, *(cluster for _, cluster in TILES_OF_ROWS))
-    for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, activations, yes_or_no)):
+    for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, of_y, yes_or_no)):
         *tile, keeps, activation, ranks = choice
         kernel = with_activation(_plan.forward_sm90(*tile, keeps, ranks=ranks), activation)
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
@@ -276,7 +277,7 @@ def variants():
     whole = tuple((block_m, 1, split) for block_m, split in SPLIT_TILES)
     splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLITS_OF_K.items() for tile in tiles]
     splits += [(of, "whole", tile) for of in ELEMENTS for tile in whole]
-    for (element, mode, tile), keeps, activation in product(splits, yes_or_no, activations):
+    for (element, mode, tile), keeps, activation in product(splits, yes_or_no, of_y):
         kernel = with_activation(_plan.forward_sm90(element, mode, *tile[:2], keeps, split=tile[2]), activation)
         if kernel in known:
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .check import type_name
+from .._values import type_name
 
 _COMPILED = "call it through gsbn.torch"
 _ADVICE = {  # for subclasses that hold no memory themselves

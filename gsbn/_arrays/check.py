@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
@@ -12,6 +11,7 @@ import numpy as np
 
 from .._plan.problem import VECTORS
 from .._typing import Activation, Gemm, Precision
+from .._values import choice, flag, real_number, shown, sm_count
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -57,11 +57,11 @@ def forward_arguments(
     flag("training", training)
     flag("return_saved", return_saved)
     _eps(eps, positive=bool(training))
-    _number("scale", number, "an array, a finite number or None")
+    real_number("scale", number, "an array, a finite number or None")
     if activation is not None:
         choice("activation", activation, ACTIVATIONS)
     if momentum is not None:
-        _number("momentum", momentum, "a finite number or None")
+        real_number("momentum", momentum, "a finite number or None")
     choice("precision", precision, PRECISIONS)
     choice("gemm", gemm, GEMMS)
     sm_count(sms)
@@ -111,7 +111,7 @@ def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -
     _floating("weight", weight)
     _matrix("weight", weight)
     _vectors(views, weight.shape[0], weight.dtype, like="weight")
-    _number("scale", number, "an array, a finite number or None")
+    real_number("scale", number, "an array, a finite number or None")
     _eps(eps, positive=False)
 
 
@@ -141,41 +141,6 @@ def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
         if name not in allowed:
             raise ValueError(f"needs: expected names among {allowed}, got {shown(name)}")
     return tuple(name for name in allowed if name in names)
-
-
-def shown(value: Any) -> str:
-    """A value as an error prints it: not at length, no elements of an array, and never an error of its own."""
-    if hasattr(value, "shape") and not isinstance(value, np.generic):  # to print one on a GPU would wait for it
-        return f"a {type_name(value)}"
-    if isinstance(value, tuple) and any(hasattr(item, "shape") for item in value):
-        return f"a tuple of {len(value)}"
-    try:
-        return f"{value!r:.80}"
-    except Exception:  # an int of thousands of digits refuses to be printed
-        return f"a value of type {type(value).__name__} that cannot be printed"
-
-
-def type_name(array: Any) -> str:
-    """The type of a value as an error names it, with its module."""
-    return f"{type(array).__module__}.{type(array).__qualname__}"
-
-
-def sm_count(value: Any) -> None:
-    """Raise for what is no number of SMs: None is all."""
-    if value is None:
-        return
-    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"sms: expected a number of SMs or None, got {shown(value)}")
-    if value < 1:
-        raise ValueError(f"sms: expected at least 1, got {shown(value)}")
-
-
-def timeout_seconds(value: Any) -> float:
-    """Raise for what is no time to wait."""
-    seconds = _number("timeout", value, "a number of seconds")
-    if seconds <= 0:
-        raise ValueError(f"timeout: expected more than 0 s, got {shown(value)}")
-    return seconds
 
 
 def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, ...]:
@@ -295,34 +260,7 @@ def _writable(name: str, view: View) -> None:
         reach += stride * (size - 1)
 
 
-def flag(name: str, value: Any) -> None:
-    """Raise for what is no bool."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected a bool, got {shown(value)}")
-
-
-def _number(name: str, value: Any, expected: str) -> float:
-    """The value in float64, in which it must be finite."""
-    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
-    try:
-        in_float64 = float(value)
-    except OverflowError:
-        in_float64 = math.inf
-    if not math.isfinite(in_float64):
-        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
-    return in_float64
-
-
 def _eps(eps: Any, *, positive: bool) -> None:
-    in_float64 = _number("eps", eps, "a finite number")
+    in_float64 = real_number("eps", eps, "a finite number")
     if in_float64 < 0 or (positive and in_float64 == 0):
         raise ValueError(f"eps: expected {'> 0 in training' if positive else '>= 0'}, got {shown(eps)}")
-
-
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise for what is none of these words."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {allowed}, got {shown(value)}")
-    if value not in allowed:
-        raise ValueError(f"{name}: expected one of {allowed}, got {shown(value)}")

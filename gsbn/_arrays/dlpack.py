@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .check import type_name
+from .._values import type_name
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 

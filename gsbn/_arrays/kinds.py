@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from .._values import type_name
 from . import admit
-from .check import View, type_name
+from .check import View
 from .dlpack import Producer
 from .dynamo import skip_frames
 

@@ -8,7 +8,6 @@ import time
 from functools import cache
 from typing import Any, NamedTuple
 
-from .._arrays.kinds import Kind
 from .driver import check, driver
 
 _SEM_T_BYTES = 64  # sizeof(sem_t) is 32 on Linux; room for other libcs
@@ -57,7 +56,7 @@ def _capture_of(stream: int) -> tuple[int, int]:
     return identity.value, graph.value or 0
 
 
-def keep_alive(kind: Kind, stream: int, owners: tuple[Any, ...], prepared: Any = None) -> None:
+def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = None) -> None:
     """Hold what a call allocated until the graph that `stream` is capturing, and all instances of it, are destroyed.
 
     Where the library's own allocator keeps it for the graph, nothing of it is held: what is free again serves later

@@ -7,7 +7,6 @@ one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`
 
 from .backward import plan_backward as plan_backward
 from .copies import in_rows as in_rows
-from .forward import SAVED_ROWS as SAVED_ROWS
 from .forward import plan_forward as plan_forward
 from .forward_path import gemm_for as gemm_for
 from .gemm import OneLaunch as OneLaunch
@@ -15,11 +14,11 @@ from .gemm import limbs_of_rows as limbs_of_rows
 from .gemm import one_launch as one_launch
 from .gemm import takes_limbs as takes_limbs
 from .kernel import Kernel as Kernel
-from .narrow import serves_narrow_backward as serves_narrow_backward
 from .problem import C_TYPE as C_TYPE
 from .problem import FEW_ROWS as FEW_ROWS
 from .problem import INT32_MAX as INT32_MAX
 from .problem import ITEMSIZE as ITEMSIZE
+from .problem import SAVED_ROWS as SAVED_ROWS
 from .problem import Device as Device
 from .problem import Limits as Limits
 from .problem import Matmul as Matmul

@@ -20,7 +20,7 @@ from .gemm import (
     takes_limbs,
     tiled,
 )
-from .h200 import PRODUCTS
+from .h200_products import PRODUCTS
 from .kernel import Kernel
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .narrow import for_narrow, product_by_narrow

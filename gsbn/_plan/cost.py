@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from .copies import on_words, word
-from .h200 import H200, PRODUCTS
+from .h200 import H200
+from .h200_products import PRODUCTS
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates

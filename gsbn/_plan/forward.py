@@ -19,6 +19,7 @@ from .narrow import Narrow, for_narrow, narrow_forward, serves_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
+    SAVED_ROWS,
     SPLITS,
     VECTORS,
     Device,
@@ -39,7 +40,6 @@ from .variants import THREADS, merge_statistics, normalize, normalize_fused, sca
 
 PREPARED = ("limbs of weight", "exponents of weight")  # arguments that a prepared weight brings
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
-SAVED_ROWS = 9  # O-vectors that a forward keeps for its backward
 STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from .copies import adjacent, copy_along, in_rows, on_words, whole_words
 from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
-from .h200 import H200, PRODUCTS
+from .h200 import H200
+from .h200_products import PRODUCTS
 from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up

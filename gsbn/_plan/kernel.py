@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
-
-from .._typing import Activation
-
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+from typing import NamedTuple
 
 
 class Kernel(NamedTuple):

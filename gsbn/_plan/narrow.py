@@ -9,7 +9,8 @@ from typing import NamedTuple
 from .copies import in_rows, on_words
 from .cost import copies_us, narrow_us
 from .gemm import LEAST_TERMS, MAX_TERMS
-from .h200 import H200, PRODUCTS
+from .h200 import H200
+from .h200_products import PRODUCTS
 from .kernel import Kernel, with_activation
 from .parts import Parts, parts_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
@@ -121,10 +122,10 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
 
 def product_by_narrow(p: Matmul, precision: str) -> Narrow | None:
     """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_narrow`."""
-    if not serves_narrow(p, precision, True, False) or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
+    serves = _element(p, precision) == "limbs" and serves_narrow(p, precision, True, False)
+    if not serves or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
-    found = narrow_forward(p, precision, training=False, keeps=False, rates=PRODUCTS)
-    return None if found.product is None else found
+    return narrow_forward(p, precision, training=False, keeps=False, rates=PRODUCTS)
 
 
 class NarrowBackward(NamedTuple):

@@ -16,6 +16,7 @@ SPLITS = 64  # CTAs, but for clusters, that share a column block of scale_stats 
 # of two rows eps / var is left, of which float32 would keep a digit or two. Simulated on normal data, 16-bit deviations
 # pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
 FEW_ROWS = 16
+SAVED_ROWS = 9  # O-vectors that a forward saves for its backward
 
 
 class Device(NamedTuple):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .kernel import ACTIVATIONS, Kernel, with_activation
+from .declared import activations
+from .kernel import Kernel, with_activation
 from .problem import C_TYPE, ITEMSIZE
 from .sm90_variants import ELEMENTS, MODES, sm90_kernels
 
@@ -37,7 +38,7 @@ def every_kernel() -> Iterator[Kernel]:
             or kernel.file in ("backward", "backward_sums", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
-            yield from (with_activation(kernel, activation) for activation in ACTIVATIONS)
+            yield from (with_activation(kernel, activation) for activation in activations())
 
 
 def _plain_kernels() -> Iterator[Kernel]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .._arrays.check import flag, shown, timeout_seconds
+from .._values import flag, shown, timeout_seconds
 
 _NCCL_UINT8 = 1
 _HEADER = 256  # bytes: what a rank calls, in words that an error can show

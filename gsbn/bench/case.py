@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._arrays.check import choice
 from .._plan import ITEMSIZE
 from .._typing import Activation, Precision
+from .._values import choice
 
 DTYPES: dict[str, tuple[str, Precision]] = {  # what a user asks for: (dtype of the arrays, precision)
     "float32": ("float32", "highest"),

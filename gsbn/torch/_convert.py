@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .._arrays.check import PRECISIONS, choice, type_name
+from .._arrays.check import PRECISIONS
 from .._typing import Precision
+from .._values import choice, type_name
 from . import _modules as modules
 from ._layer import LinearBatchNorm1d
 from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run

@@ -11,14 +11,13 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from .._arrays.check import shown
 from .._arrays.kinds import NUMBERS, Kind, kind_of
-from .._backward import How, backward_of
+from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
-from .._plan import serves_narrow_backward
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
+from .._values import shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
 from ._groups import group_of, name_of
@@ -266,9 +265,9 @@ def _apply(
 ) -> Any:
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
-    # in which a GPU deals with some millions of elements. In training narrow_backward wants all at once, and no dg.
+    # in which a GPU deals with some millions of elements. Where one launch makes dg and both products, no dg passes.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
-    whole = options[0] and serves_narrow_backward(name, rows, *weight.shape)
+    whole = options[0] and makes_both_products(name, rows, *weight.shape)
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []
@@ -300,8 +299,8 @@ def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
     x, weight = saved.x, saved.weight
     if not x.is_cuda:  # NumPy's backward takes both
         return x, weight
-    narrow = serves_narrow_backward(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
-    return x if of_weight else None, weight if of_x or narrow else None  # narrow_backward reads the weight in any case
+    reads_weight = makes_both_products(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
+    return x if of_weight else None, weight if of_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import distributed
 
-from .._arrays.check import shown
 from .._ranks.group import Group
 from .._ranks.group import group as make_group
+from .._values import shown
 
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS, choice
+from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
+from .._values import choice
 from ._groups import check_group
 from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 

@@ -13,8 +13,7 @@ import torch
 
 from .._backward import How, backward_of
 from .._forward import forward_of
-from .._plan import FEW_ROWS, SAVED_ROWS, kept_dtype
-from .._plan.problem import VECTOR_PARAMETERS
+from .._saved import FEW_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, kept_dtype
 from ..reference import Gradients
 from ._groups import group_named
 

@@ -11,57 +11,19 @@ import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
-    {"gsbn._typing"},
-    {
-        "gsbn._check",
-        "gsbn._driver",
-        "gsbn._dynamo",
-        "gsbn._plan.kernel",
-        "gsbn._plan.problem",
-        "gsbn._plan.rates",
-        "gsbn._prepared",
-    },
-    {"gsbn._admit", "gsbn._dlpack", "gsbn._group", "gsbn._plan.h200", "gsbn._plan.sm90_variants", "gsbn.reference"},
-    {"gsbn._plan.variants"},
-    {"gsbn._plan.copies", "gsbn._plan.limbs", "gsbn._plan.parts"},
-    {"gsbn._plan.cost"},
-    {"gsbn._plan.gemm"},
-    {"gsbn._plan.narrow", "gsbn._plan.tall"},
-    {"gsbn._plan.backward", "gsbn._plan.forward"},
-    {"gsbn._plan"},
-    {"gsbn._cpu", "gsbn._declared", "gsbn._device", "gsbn._interop", "gsbn._tma"},
-    {"gsbn._capture", "gsbn._cublas", "gsbn._kernels", "gsbn._ranks", "gsbn._saved"},
-    {"gsbn._call", "gsbn._sm90"},
-    {"gsbn._copies", "gsbn._limbs"},
-    {"gsbn._products"},
-    {"gsbn._fold", "gsbn._forward_call", "gsbn._prepare", "gsbn._warm_up"},
-    {"gsbn._forward"},
-    {"gsbn._backward"},
-    {"gsbn"},
-    {"gsbn.torch._groups"},
-    {"gsbn.torch._again", "gsbn.torch._operators"},
-    {"gsbn.torch._function"},
-    {"gsbn.torch._modules"},
-    {"gsbn.torch._layer"},
-    {"gsbn.torch._convert"},
+    {"gsbn._plan", "gsbn._typing", "gsbn._values"},
+    {"gsbn._arrays", "gsbn._cuda", "gsbn._prepared"},
+    {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
+    {"gsbn._cpu", "gsbn._host", "gsbn._saved"},
+    {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._prepare"},
     {"gsbn.torch"},
-    {"gsbn.bench.candidate", "gsbn.bench.case", "gsbn.bench.terminal", "gsbn.bench.trainee"},
-    {"gsbn.bench.machine"},
-    {"gsbn.bench.libraries"},
-    {"gsbn.bench.bounds", "gsbn.bench.clock"},
-    {"gsbn.bench.peers"},
-    {"gsbn.bench.rates"},
-    {"gsbn.bench.report"},
-    {"gsbn.bench.measure", "gsbn.bench.models", "gsbn.bench.publish", "gsbn.bench.ranks", "gsbn.bench.selfcheck"},
+    {"gsbn"},
     {"gsbn.bench"},
-    {"gsbn.bench.rank", "gsbn.bench.tables"},
-    {"gsbn.bench.model_tables", "gsbn.bench.rank_tables"},
-    {"gsbn.bench.cli"},
     {"gsbn.__main__"},
 )
 FLOOR_OF = {name: height for height, floor in enumerate(FLOORS) for name in floor}
-# For type checkers alone: at run time gsbn.__getattr__ imports them when they are first asked for.
-UPWARDS = {("gsbn", "gsbn.bench"), ("gsbn", "gsbn.torch")}
+# For type checkers alone: at run time gsbn.__getattr__ imports it when it is first asked for.
+UPWARDS = {("gsbn", "gsbn.bench")}
 
 
 def sources(package: Path) -> dict[str, Path]:

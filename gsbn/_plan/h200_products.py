@@ -1,0 +1,40 @@
+"""The rates of an H200 for the products of a backward alone, where they differ from a forward's.
+
+They were fitted to times of GEMMs (docs/history/backward.md). What is not listed is as in a forward.
+"""
+
+from .h200 import H200
+
+PRODUCTS = H200._replace(
+    mma_us=0.00215,
+    step_us=0.0424,
+    l2_rate=13.2,
+    memory_rate=12.9,
+    memory_us=1.11,
+    l2_us=1.05,
+    crowd=0.0,
+    sharing_us=0.0,
+    engine_rate={True: float("inf"), False: float("inf")},
+    off_line=1.44,
+    off_line_y=1.53,
+    exchange_us=0.806,
+    exchange_rate=0.0404,
+    cluster_us={2: 0.364, 4: 0.364, 8: 0.364, 16: 0.364},
+    early_us=0.0,
+    copy_rate=4.57,
+    limbs_of_w_us=0.416,
+    limb_us=1.67,
+    limb_rate=3.1,
+    ieee_call_us=2.26,
+    cublas_step_us=(0.0, 0.0),
+    cublas_off_words={2: 20.8, 4: 5.73},
+    operand_rate=(6.73, 4.0),
+    narrow_call_us={False: 4.72},
+    narrow_rate=3.94,
+    narrow_chunk_us={"limbs": 0.177},
+    narrow_laying_us={"limbs": 0.00073},
+    narrow_row_us=0.455,
+    narrow_off_line_us=5.0,
+    copy_us=2.65,
+    l2_mb=32.3,
+)

@@ -1,0 +1,71 @@
+"""What is checked of an argument that is no array: an error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+
+def shown(value: Any) -> str:
+    """A value as an error prints it: not at length, no elements of an array, and never an error of its own."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic):  # to print one on a GPU would wait for it
+        return f"a {type_name(value)}"
+    if isinstance(value, tuple) and any(hasattr(item, "shape") for item in value):
+        return f"a tuple of {len(value)}"
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of thousands of digits refuses to be printed
+        return f"a value of type {type(value).__name__} that cannot be printed"
+
+
+def type_name(array: Any) -> str:
+    """The type of a value as an error names it, with its module."""
+    return f"{type(array).__module__}.{type(array).__qualname__}"
+
+
+def sm_count(value: Any) -> None:
+    """Raise for what is no number of SMs: None is all."""
+    if value is None:
+        return
+    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"sms: expected a number of SMs or None, got {shown(value)}")
+    if value < 1:
+        raise ValueError(f"sms: expected at least 1, got {shown(value)}")
+
+
+def timeout_seconds(value: Any) -> float:
+    """Raise for what is no time to wait."""
+    seconds = real_number("timeout", value, "a number of seconds")
+    if seconds <= 0:
+        raise ValueError(f"timeout: expected more than 0 s, got {shown(value)}")
+    return seconds
+
+
+def flag(name: str, value: Any) -> None:
+    """Raise for what is no bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a bool, got {shown(value)}")
+
+
+def real_number(name: str, value: Any, expected: str) -> float:
+    """The value in float64, in which it must be finite."""
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
+    try:
+        in_float64 = float(value)
+    except OverflowError:
+        in_float64 = math.inf
+    if not math.isfinite(in_float64):
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+    return in_float64
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise for what is none of these words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {allowed}, got {shown(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {allowed}, got {shown(value)}")
