@@ -64,7 +64,8 @@ class Call:
         self._kind, self.program = kind, program
         arrays = tuple(array.name for array in program.arrays)
         self._positions = {name: i for i, name in enumerate((*arguments, ABSENT, *arrays))}
-        self._makers = [kind.maker(array.shape, like, array.dtype) for array in program.arrays]
+        dtypes = [None if array.dtype == kind.dtype(like) else array.dtype for array in program.arrays]  # None: like's
+        self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
         self._offsets: list[int] = []  # into the workspace
         self._records: list[Any] = []  # whose addresses are among the values
         # What acts, what it is told each time, and what it picks of the addresses

@@ -25,6 +25,7 @@ from unittest import mock
 import gsbn
 from gsbn import _plan
 from gsbn._arrays import kinds as _interop
+from gsbn._arrays.check import View
 from gsbn._cuda import device as _device
 from gsbn._cuda import kernels as _kernels
 from gsbn._cuda import tensor_maps as _tma
@@ -70,9 +71,9 @@ class Kind(_interop.Kind):
     def pointer(self, array: Array) -> int:
         return array.pointer
 
-    def view(self, array: Array) -> _interop.View:
+    def view(self, array: Array) -> View:
         size = ITEMSIZE[array.dtype]
-        return _interop.View(array.pointer, array.shape, array.strides, array.dtype, size, "cuda:0", True)
+        return View(array.pointer, array.shape, array.strides, array.dtype, size, "cuda:0", True)
 
     def dtype(self, array: Array) -> str:
         return array.dtype
