@@ -101,10 +101,12 @@ class Call:
         of_maps = self._of(tuple(name for name, _ in step.maps))
         matrices = tensor_maps.Matrices([what for _, what in step.maps])
 
+        grid, block = step.grid, step.block
+
         def act(addresses: list[int], stream: int) -> None:
             # The owners live until the launch is made.
             _owners, maps = tensor_maps.tensor_maps(matrices, *of_maps(addresses))
-            launch(step.grid, step.block, values + maps, of(addresses), stream)
+            launch(grid, block, values + maps, of(addresses), stream)
 
         return act, (), _all
 

@@ -23,6 +23,7 @@ from .call import Call, Description, log, remember
 
 ANY = Limits()
 _MAX_APART = 64
+_NONE: frozenset[str] = frozenset()
 Views = dict[str, View | None]
 
 
@@ -34,7 +35,7 @@ class Operation(NamedTuple):
     arguments: tuple[str, ...]
     required: tuple[str, ...]  # of the arguments that may come from any DLPack producer: the first `foreign` ones
     foreign: int
-    aligned: tuple[int, ...]  # positions of the arguments whose start on 16 bytes the program depends on
+    aligned: tuple[int, int, int]  # positions of the arguments whose start on 16 bytes the program depends on
     numeric: tuple[int, ...]  # positions of the options whose type is a part of the key: True == 1 == 1.0
     check: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Views]  # raises whatever is wrong
     # of views, options, the device, limits, the ranks, and whether the extra arguments are there; None where nothing is
@@ -94,7 +95,9 @@ def call(
     own: tuple[str, ...] = (),
 ) -> Any:
     """An operation from its arrays to its result; those named `own` come from no DLPack producer."""
-    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
+    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
+    if kind is None:
+        kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
         result = operation.result(kind, arrays, options, found, made)
@@ -184,7 +187,7 @@ def run(
     capturing = is_capturing(stream)
     if (held := green_sms(stream)) is not None:
         options = operation.within(options, held)
-    extra = _extra(operation, context)
+    extra = () if context is None else _extra(operation, context)
     found, key, pointers = _find(operation, kind, arrays, options, read_only, bool(extra), limits)
     views: Views = {}
     if found is None:
@@ -206,14 +209,15 @@ def run(
         log.debug("%s %s", operation.name, _described(views, found.call.description))
     if operation.before is not None:
         operation.before(kind, context)
-    pointers += extra
+    if extra:
+        pointers += extra
     held_by_graph = context if operation.extra else None
-    assert found.call is not None
+    ready: Any = found.call
     if exchange is None:
-        return found, found.call.run(arrays[0], pointers, stream, capturing, held_by_graph)
+        return found, ready.run(arrays[0], pointers, stream, capturing, held_by_graph)
     pointers.append(exchange.address)
     exchange.begin(stream, capturing)
-    made = found.call.run(arrays[0], pointers, stream, capturing, held_by_graph)
+    made = ready.run(arrays[0], pointers, stream, capturing, held_by_graph)
     exchange.end(stream, capturing)
     return found, made
 
@@ -224,8 +228,11 @@ def _find(
     """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
     try:
         alike, pointers = kind.read(arrays)
-        types = tuple([type(options[i]) for i in operation.numeric])
-        aligned = tuple([pointers[i] & 15 == 0 for i in operation.aligned]) if kind.on_gpu else None
+        types = tuple([type(options[i]) for i in operation.numeric]) if operation.numeric else None
+        aligned = None
+        if kind.on_gpu:
+            i, j, k = operation.aligned
+            aligned = (pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0)
         key = (operation.name, alike, options, types, aligned, *more)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
