@@ -22,10 +22,13 @@ import pytest
 
 import gsbn
 from gsbn import _device, bench, reference
-from gsbn.bench import bounds, libraries, machine, measure, publish
+from gsbn.bench import bounds, layers, libraries, machine
+from gsbn.bench import layers_page as publish
 from gsbn.bench.candidate import Candidate
-from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle
-from gsbn.bench.report import SCHEMA
+from gsbn.bench.clock import Clock, GpuClock, median_interval
+from gsbn.bench.layers import SCHEMA
+from gsbn.bench.page import SERIES, changed_since
+from gsbn.bench.turns import balanced_order, settle
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
@@ -133,7 +136,7 @@ class ScriptedClock(Clock):
 def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     clock = ScriptedClock()
-    monkeypatch.setattr(measure, "Clock", lambda: clock)
+    monkeypatch.setattr(layers, "Clock", lambda: clock)
     settings = dataclasses.replace(QUICK, rounds=40, seconds=60, settle=0.05)
     report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
     assert {r.device.samples for r in report.results if r.device} == {40}, "settling does not count"
@@ -177,7 +180,7 @@ def test_a_queue_that_ran_dry_does_not_count() -> None:
     clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
     data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
     clock._scratch = SimpleNamespace(data=data, nbytes=1)
-    candidate = Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
+    candidate = Candidate("gsbn", "cupy", lambda: None, dict)
     trial, method = clock.trial(candidate, calls=3)
     assert method == "queue"
     assert trial() == pytest.approx(2e-3)
@@ -459,7 +462,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
         assert all(1.45 < float(row[ours]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
         assert "NVIDIA H200, driver 580.1" in text
     assert "rows.png" not in brief and "(results/rows.png)" in full
-    assert publish.changed_since(tmp_path / "docs/results/rows.json") == []
+    assert changed_since(tmp_path / "docs/results/rows.json") == []
     for name in ("rows.json", "rows.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
@@ -511,7 +514,7 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
         return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
 
     for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
-        assert count(bars, publish.SERIES[name][1]) > 500, name
+        assert count(bars, SERIES[name][1]) > 500, name
     for kind in ("float32", "tf32", "float16"):
         assert count(roof, publish.KIND_COLOURS[kind]) > 50, kind
     assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
@@ -541,7 +544,7 @@ def test_the_published_results_describe_these_sources() -> None:
     saved = ROOT / "docs" / "results" / "kernelbench.json"
     if not saved.exists():
         pytest.skip("nothing published yet")
-    if changed := publish.changed_since(saved):
+    if changed := changed_since(saved):
         warnings.warn(f"the README's results are older than {' and '.join(changed)}: run `make bench`", stacklevel=1)
 
 

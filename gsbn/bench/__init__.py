@@ -10,8 +10,8 @@ the peers are in ``gsbn.bench.peers``, and which error is allowed in ``gsbn.benc
 
 from .case import DTYPES, PRESETS, Case, cases
 from .clock import median_interval
-from .measure import run
+from .layers import Report, Result, run
 from .rates import Rates
-from .report import Report, Result, Settings
+from .report import Settings
 
 __all__ = ["DTYPES", "PRESETS", "Case", "Rates", "Report", "Result", "Settings", "cases", "median_interval", "run"]

@@ -43,7 +43,7 @@ def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
             xp.copyto(target, source)
 
     # A graph would give the copy to a copy engine, which reaches two thirds of the rate.
-    copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None), capturable=False)
+    copy = Candidate("copy", xp.__name__, duplicate, lambda: {"g": target}, capturable=False)
     copy_rate = 2 * source.nbytes / _seconds_per_call(clock, copy)
     matrix: dict[str, float] = {}
     for kind in sorted(kinds | ({"float16"} if gpu and "float32" in kinds else set())):
