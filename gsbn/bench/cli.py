@@ -126,7 +126,7 @@ def info(
     content: dict[str, Any] = {"shape": sizes}
     content |= {"paths": {kind: {"gemm": gemm, "why": why} for kind, (gemm, why) in paths.items()}}
     content |= {"missing": [{"what": what, "fix": fix} for what, fix in missing]}
-    _save(as_json, _dump(environment | content))
+    _save(as_json, environment | content)
 
 
 @app.command()
@@ -164,30 +164,19 @@ def check(
     show.print(Text(said, style="green" if passed else "red"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
     content |= {"activation": _value(activation), "scale": scale}
-    _save(as_json, _dump(content | {"skipped": skipped, "checks": [c.row() for c in checks]}))
+    _save(as_json, content | {"skipped": skipped, "checks": [c.row() for c in checks]})
     raise typer.Exit(0 if passed else 1)
 
 
 @app.command(name="bench")
 def bench_command(
     shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
-    preset: Annotated[
-        _Preset | None,
-        typer.Option(
-            help="Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
-            "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."
-        ),
-    ] = None,
-    of_ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            min=2,
-            max=64,
-            help="So many processes, with a GPU each, share a batch of B rows a rank: beside "
-            "SyncBatchNorm and beside no sharing.",
-        ),
-    ] = None,
+    preset: Annotated[_Preset | None, typer.Option(help=(
+        "Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
+        "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = None,
+    of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
+        "So many processes, with a GPU each, share a batch of B rows a rank: beside "
+        "SyncBatchNorm and beside no sharing."))] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
@@ -195,29 +184,22 @@ def bench_command(
     scale: _OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MILLION, help="Trials of each candidate, interleaved.")
-    ] = Settings.rounds,
-    seconds: Annotated[
-        float,
-        typer.Option(callback=_positive, help=f"No new round after this, but {turns.LEAST_ROUNDS} at least."),
-    ] = Settings.seconds,
-    settle: Annotated[
-        float, typer.Option(callback=_not_negative, help="Seconds at most until the clocks settle.")
-    ] = Settings.settle,
+    rounds: Annotated[int, typer.Option(min=1, max=MILLION, help=(
+        "Trials of each candidate, interleaved."))] = Settings.rounds,
+    seconds: Annotated[float, typer.Option(callback=_positive, help=(
+        f"No new round after this long, but {turns.LEAST_ROUNDS} at least."))] = Settings.seconds,
+    settle: Annotated[float, typer.Option(callback=_not_negative, help=(
+        "Seconds at most until the clocks settle."))] = Settings.settle,
     calls: Annotated[int | None, typer.Option(min=1, max=MILLION, help="Calls a trial; 1 times them cold.")] = None,
     graph: Annotated[bool, typer.Option(help="CUDA graphs where a path allows them.")] = True,
     as_json: AsJson = None,
-    as_csv: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE", callback=_file, help="Save the rows; - is stdout, without tables."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=_picture, help="Save bars and a roofline: PNG, SVG or PDF.")
-    ] = None,
+    as_csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", callback=_file, help=(
+        "Save the rows; - is stdout, without tables."))] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
+        "Save bars and a roofline: PNG, SVG or PDF."))] = None,
     publish: Annotated[Path | None, typer.Option(help="Checkout whose tables to rewrite.", hidden=True)] = None,
     publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
-) -> None:
+) -> None:  # fmt: skip
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
     name = publish_as or ("ranks" if of_ranks else "kernelbench")
     if as_json == as_csv == STDOUT:
@@ -251,7 +233,7 @@ def bench_command(
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json, as_csv)
     bench.page.print_report(show, report)
-    _save(as_json, report.to_json())
+    _save(as_json, report.content())
     if as_csv:
         _save(as_csv, report.to_csv())
     if plot and report.measured:
@@ -394,11 +376,9 @@ def _console(*files: Path | None) -> Console:
     return Console(quiet=True) if STDOUT in files else out
 
 
-def _dump(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _save(file: Path | None, text: str) -> None:
+def _save(file: Path | None, content: str | dict[str, Any]) -> None:
+    """Write text, or JSON."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     if file == STDOUT:
         sys.stdout.write(text)
     elif file:

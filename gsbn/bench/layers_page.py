@@ -5,29 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import page
 from .candidate import NAMES
 from .case import Case
 from .clock import Measurement
 from .layers import Report, Result, fastest
-from .page import (
-    SERIES,
-    SHORT,
-    Column,
-    bars,
-    digits,
-    drawing,
-    failures,
-    markdown_table,
-    measured_on,
-    of,
-    outline,
-    print_failures,
-    print_rows,
-    shown,
-    sources_of,
-    speeds,
-    write,
-)
+from .page import SERIES, SHORT, Column, digits, markdown_table, of, shown
 from .report import NOTHING
 
 if TYPE_CHECKING:
@@ -47,7 +30,7 @@ def print_report(console: Console, report: Report) -> None:
     """A table for each case, why some candidates have no times, and what the columns mean."""
     from rich.text import Text
 
-    found = failures(report, NAMES)
+    found = page.failures(report, NAMES)
     for case, results in report.by_case().items():
         reasons = {r.failure for r in results.values()}
         if any(r.timed for r in results.values()):
@@ -58,7 +41,7 @@ def print_report(console: Console, report: Report) -> None:
         )
         if not reasons:  # it has been said
             found = {said: rest for said, cases in found.items() if (rest := [c for c in cases if c != case.title])}
-    print_failures(console, report, found)
+    page.print_failures(console, report, found)
     if report.measured:
         console.print(Text(_legend(report), style="dim"))
 
@@ -80,7 +63,7 @@ def _print_case(console: Console, case: Case, results: Results, report: Report) 
     ]
     columns = [column for column in columns if column.brief or console.width >= 100]
     rows = [(r,) for r in results.values() if r.timed]
-    print_rows(console, case.title, columns, rows, lambda r: "bold" if r is ours else "")
+    page.print_rows(console, case.title, columns, rows, lambda r: "bold" if r is ours else "")
 
 
 def _legend(report: Report) -> str:
@@ -149,7 +132,7 @@ def markdown(report: Report, *, brief: bool = False) -> str:
         Column("host µs, PyTorch", of("pytorch", host), brief=False),
         Column("host µs, gsbn", of("gsbn", host), brief=False),
     ]
-    where = measured_on(report) if brief else _caption(report)
+    where = page.measured_on(report) if brief else _caption(report)
     return f"{markdown_table(columns, report.by_case().items(), brief)}\n\n{where}"
 
 
@@ -159,14 +142,15 @@ def _caption(report: Report) -> str:
     third = " (float32: at least a third of float16)" if report.on_gpu else ""
     what = "device time in ms, one run, back to back in a CUDA graph where possible"
     return (
-        f"Medians of {what if report.on_gpu else 'wall-clock time in ms, one run'}; {measured_on(report)} "
-        f"Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in TFLOP/s {matrix}{third}. {sources_of(report)}"
+        f"Medians of {what if report.on_gpu else 'wall-clock time in ms, one run'}; {page.measured_on(report)} "
+        f"Floor: copy rate {rates.copy / 1e12:.3g} TB/s, matrix rates in TFLOP/s {matrix}{third}. "
+        f"{page.sources_of(report)}"
     )
 
 
 def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
     """Write the table between the markers of this name, and figures and picture; gives the files."""
-    return write(report, root, name, plot, markdown, "Speed beside the peers, and the roofline")
+    return page.write(report, root, name, plot, markdown, "Speed beside the peers, and the roofline")
 
 
 # ---- in a picture --------------------------------------------------------------------------------------------------
@@ -178,13 +162,11 @@ def plot(report: Report, file: str | Path) -> None:
     shapes, kinds = (
         [*dict.fromkeys(found)] for found in zip(*((case.shape, case.kind) for case in table), strict=True)
     )
-    e = report.environment
-    where = e["gpus"][0]["name"] if report.on_gpu else "CPU, NumPy path"
     what = " and ".join(dict.fromkeys(case.direction + case.variant for case in table))
-    title = f"gsbn {e['gsbn']}, {what}, on {where}, {report.date[:10]}"
+    title = page.title_of(report, what, "CPU, NumPy path")
     rows, columns = ((len(shapes) + 1) // 2, min(len(shapes), 2) + 1) if len(shapes) <= 6 else (len(kinds), 3)
     size = (14, max(4.6, 2.9 * rows)) if len(shapes) <= 6 else (16, 2.4 + 2 * rows)
-    with drawing(file, title, *size) as figure:
+    with page.drawing(file, title, *size) as figure:
         grid = figure.add_gridspec(rows, columns)
         if len(shapes) <= 6:
             panels = [figure.add_subplot(grid[i // 2, i % 2]) for i in range(len(shapes))]
@@ -209,15 +191,15 @@ def _times(results: Results) -> dict[str, float]:
 
 def _bars(axes: Axes, table: dict[Case, Results], shape: tuple[int, int, int]) -> None:
     groups = [(SHORT[c.kind] + ("" if c.training else "\ninference"), _times(r)) for c, r in table.items()]
-    bars(axes, groups, SERIES, "pytorch", told="gsbn")
+    page.bars(axes, groups, SERIES, "pytorch", told="gsbn")
     axes.set_title(f"B, I, O = {', '.join(map(str, shape))}", fontsize=9.5, loc="left")
-    found = [item for _, times in groups for item in speeds(times, "pytorch").items()]
+    found = [item for _, times in groups for item in page.speeds(times, "pytorch").items()]
     forwards = [speed for name, speed in found if name != "gemm-"]
     axes.set_ylim(0, 1.15 * min(max((speed for _, speed in found), default=1), 3 * max(forwards, default=1)))
 
 
 def _dots(axes: Axes, table: dict[Case, Results], kind: str, last: bool) -> None:
-    found = [speeds(_times(results), "pytorch") for results in table.values()]
+    found = [page.speeds(_times(results), "pytorch") for results in table.values()]
     for name, (label, colour) in SERIES.items():
         if points := [(i, by_name[name]) for i, by_name in enumerate(found) if name in by_name]:
             size = 5 if name == "gsbn" else 3.5
@@ -244,7 +226,7 @@ def _roofline(axes: Axes, report: Report) -> None:
         )
         column = sum(abs(top / other - 1) < 0.15 for other in written)  # beside a label at the same height
         axes.annotate(SHORT[kind], (high, top / 1e12), (-48 * column, 3), textcoords="offset points", ha="right",
-                      fontsize=8, color=KIND_COLOURS[kind], path_effects=outline())  # fmt: skip
+                      fontsize=8, color=KIND_COLOURS[kind], path_effects=page.outline())  # fmt: skip
         written.append(top)
     for name, face, label in (("pytorch", "none", "PyTorch eager"), ("gsbn", None, "gsbn")):
         for kind in kinds:

@@ -3,7 +3,7 @@
 What is timed is a training step: forward, backward from a given gradient of y, and SGD with momentum. *As called* is
 the wall clock over many steps, host included, from an idle device to an idle device. *In a graph* is the time of a
 replay of the step in a CUDA graph, where the host has no part. All candidates of a case live in one process and take
-turns, as in ``gsbn.bench.measure``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
+turns, as in ``gsbn.bench.layers``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
 
 The first step's y and gradients stand beside those of the same model in float64, norm-wise. ``excess`` is the error of
 gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter of the dtype's eps.
@@ -111,10 +111,6 @@ class ModelsReport(AnyReport[ModelCase, ModelResult]):
     interrupted: bool = False
     date: str = field(default_factory=now)
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
-
 
 def run(
     cases: Sequence[ModelCase],
@@ -191,6 +187,13 @@ class _ModelRun(CaseRun):
 
 def print_report(console: Console, report: ModelsReport) -> None:
     """A table for each way to run a step; those of memory, parts, host cost and errors; and what failed."""
+
+    def phase(part: str) -> Callable[[ModelResult], str]:
+        return lambda result: shown(result.phases[part] * 1e3 if result.phases else None)
+
+    def error(what: str) -> Callable[[ModelResult], str]:
+        return lambda result: shown(result.errors.get(what), ".1e")
+
     case = Column("", lambda case, results: case.title)
     clocks = {"called": "wall clock", "graph": "device time"}
     tables = {
@@ -199,14 +202,14 @@ def print_report(console: Console, report: ModelsReport) -> None:
     }
     tables["Peak MiB of a step, beyond parameters, momenta and input"] = _each("{}", _mib)
     tables["ms on the device, by part of the step as called"] = [
-        Column(f"{NAMES[name]}, {short}", of(name, _phase(part)))
+        Column(f"{NAMES[name]}, {short}", of(name, phase(part)))
         for name in BOTH
         for part, short in (("forward", "fw"), ("backward", "bw"), ("optimiser", "SGD"))
     ]
     tables["us that a forward and a backward of a layer cost the host"] = _each("{}", _host_us)
     tables["Errors of the first step against float64, norm-wise"] = [
-        *_each("y, {}", _error("y"), BOTH),
-        *_each("gradients, {}", _error("gradients"), BOTH),
+        *_each("y, {}", error("y"), BOTH),
+        *_each("gradients, {}", error("gradients"), BOTH),
         Column("of what is allowed", of("gsbn", _excess)),
     ]
     for title, columns in tables.items():
@@ -257,9 +260,7 @@ def plot(report: ModelsReport, file: str | Path) -> None:
                  {name: m.median for name, result in results.items() if (m := getattr(result, way))})
                 for case, results in report.by_case().items()
             ]  # fmt: skip
-    e = report.environment
-    where = e["gpus"][0]["name"] if report.on_gpu else "the CPU"
-    title = f"gsbn {e['gsbn']}, training steps of whole models, on {where}, {report.date[:10]}"
+    title = page.title_of(report, "training steps of whole models")
     page.plot_speeds(file, title, panels, {name: (NAMES[name], COLOURS[name]) for name in NAMES}, "pytorch")
 
 

@@ -120,7 +120,7 @@ def print_failures(console: Console, report: AnyReport[Any, Any], found: Mapping
         few = f" (in {'; '.join(cases)})" if len(cases) < 3 else f" (in {len(cases)} of {count} cases)"
         style = "red" if "wrong result" in said else "dim"
         console.print(Text(said if len(cases) == count else said + few, style=style))
-    if not report.results or not (report.measured or found):
+    if not report.results:
         console.print(Text("Nothing was measured.", style="red"))
 
 
@@ -131,6 +131,12 @@ def measured_on(report: AnyReport[Any, Any]) -> str:
     versions = [f"{name} {v}" for name, v in e["libraries"].items() if v and name in ("cupy", "torch", "jax", "numpy")]
     driver = f", driver {e['driver']}, CUDA {e.get('cuda_runtime')}" if e["driver"] else ""
     return f"{report.date[:10]}, {gpu}{driver}, gsbn {e['gsbn']}, {', '.join(versions)}."
+
+
+def title_of(report: AnyReport[Any, Any], what: str, cpu: str = "the CPU") -> str:
+    """The title of a picture."""
+    e = report.environment
+    return f"gsbn {e['gsbn']}, {what}, on {e['gpus'][0]['name'] if report.on_gpu else cpu}, {report.date[:10]}"
 
 
 def sources_of(report: AnyReport[Any, Any]) -> str:

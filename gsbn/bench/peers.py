@@ -57,61 +57,44 @@ def own(
         weight = gsbn.prepare(weight, case.precision)
         if weight.limbs is None:
             raise Unavailable("there is nothing to prepare but for limbs")
+    is_forward = case.direction == "forward"
     options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm, "group": group}
-    options |= {"activation": case.activation, **{key: library.take(a) for key, a in operands.affine.items()}}
+    options |= {"activation": case.activation, "return_saved": not is_forward}
+    options |= {key: library.take(a) for key, a in operands.affine.items()}
+    try:
+        chosen = path(case, gemm, xp)[0] if is_forward else "numpy" if xp.__name__ == "numpy" else gemm
+    except ValueError as error:  # this GEMM cannot serve the case here
+        raise Unavailable(str(error)) from None
+    dy = None if is_forward else library.take(draw_dy(xp, operands) if dy is None else dy)
 
     def reset() -> None:
         options.update({key: library.take(a) for key, a in operands.fresh_statistics(xp).items()})
 
-    def with_statistics(results: dict[str, Any]) -> dict[str, Any]:
-        results |= {key: options[key] for key in ("running_mean", "running_var")}
-        return {key: None if a is None else library.give(a) for key, a in results.items()}
-
-    reset()
-    if case.direction == "forward":
-        try:
-            chosen = path(case, gemm, xp)[0]
-        except ValueError as error:  # this GEMM cannot serve the case here
-            raise Unavailable(str(error)) from None
-
-        def forward() -> Any:
-            y = gsbn.forward(x, weight, scale, **options)
-            if then:
-                then()
-            return y
-
-        def outputs() -> dict[str, Any]:
-            reset()
-            return with_statistics({"y": forward()})
-
-        return Candidate(name, library.name, forward, outputs, path=chosen)
-
-    def forward_that_saves() -> tuple[Any, Any]:
-        y, saved = gsbn.forward(x, weight, scale, **options, return_saved=True)
+    def forward() -> Any:
+        """y; where there is a backward, y and what that needs."""
+        found = gsbn.forward(x, weight, scale, **options)
         if then:
             then()
-        return y, saved
+        return found
 
-    dy = library.take(draw_dy(xp, operands) if dy is None else dy)
-    kept = forward_that_saves() if case.direction == "backward" else None
+    reset()
+    kept = forward() if case.direction == "backward" else None
 
-    def backward_of(saved: Any) -> Any:
-        gradients = gsbn.backward(dy, saved)
+    def backward(of: Any = None) -> Any:
+        gradients = gsbn.backward(dy, (of or kept or forward())[1])
         if then:
             then()
         return gradients
 
-    def backward() -> Any:
-        return backward_of((kept or forward_that_saves())[1])
-
-    def gradients() -> dict[str, Any]:
+    def outputs() -> dict[str, Any]:
         if kept is None:
             reset()
-        y, saved = kept or forward_that_saves()
-        return with_statistics({**backward_of(saved)._asdict(), "y": y})
+        found = kept or forward()
+        results = {"y": found} if is_forward else {**backward(found)._asdict(), "y": found[0]}
+        results |= {key: options[key] for key in ("running_mean", "running_var")}
+        return {key: None if a is None else library.give(a) for key, a in results.items()}
 
-    chosen = "numpy" if xp.__name__ == "numpy" else gemm
-    return Candidate(name, library.name, backward, gradients, path=chosen)
+    return Candidate(name, library.name, forward if is_forward else backward, outputs, path=chosen)
 
 
 def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:

@@ -39,13 +39,9 @@ NOT_CAPTURED = ("pytorch", "pytorch-sync")
 class World:
     """This rank among the others: torch.distributed, gsbn's groups over it, and clocks that begin together."""
 
-    torch: Any
-    rank: int
-    size: int
-    on_gpu: bool
-
     def __init__(self, task: Task) -> None:
-        self.torch = torch = libraries.load(["pytorch"])["torch"]
+        torch: Any = libraries.load(["pytorch"])["torch"]
+        self.torch: Any = torch
         self.rank, self.size, self.on_gpu = task.rank, task.size, task.device == "cuda"
         self.device: Any = torch.device("cuda", task.rank) if self.on_gpu else torch.device("cpu")
         self._store, self._outlet = (self._meet(task.port) for _ in range(2))

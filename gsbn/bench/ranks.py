@@ -2,7 +2,7 @@
 
 The layer is Linear without bias, scale and BatchNorm1d in training: its forward, and the forward with its backward, on
 as many rows on every rank. Each rank is a process that ``run`` starts, with a GPU of its own over NCCL, or all on the
-CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.measure``.
+CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.layers``.
 
 A trial begins when all ranks have come to a barrier. *As called* is the time between two CUDA events around calls that
 the host makes one after another, *in a graph* that of a replay of a CUDA graph of ten calls. One call, or replay,
@@ -120,10 +120,6 @@ class RanksReport(AnyReport[Case, RanksResult]):
     interrupted: bool = False
     failure: str = ""
     date: str = field(default_factory=now)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
 
     def of(self, direction: str) -> dict[Case, dict[str, RanksResult]]:
         """``by_case``, less the other direction."""
@@ -347,10 +343,7 @@ def plot(report: RanksReport, file: str | Path) -> None:
         ]  # fmt: skip
         if any(times for _, times in groups):
             panels[f"{TITLES[direction]}, as called"] = groups
-    e = report.environment
-    where = e["gpus"][0]["name"] if report.on_gpu else "the CPU"
-    title = f"gsbn {e['gsbn']}, {report.ranks} ranks that share a batch, on {where}, {report.date[:10]}"
-    page.plot_speeds(file, title, panels, series, unit)
+    page.plot_speeds(file, page.title_of(report, f"{report.ranks} ranks that share a batch"), panels, series, unit)
 
 
 def _shape(case: Case) -> str:

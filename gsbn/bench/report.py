@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 NOTHING = "–"  # a table's cell without a value
 
@@ -45,19 +45,8 @@ class Settings:
     seed: int = 0
 
 
-class AnyResult(Protocol):
-    """What the result of any bench has."""
-
-    @property
-    def case(self) -> Any: ...
-    @property
-    def candidate(self) -> str: ...
-    @property
-    def timed(self) -> bool: ...
-
-
 C = TypeVar("C")
-R = TypeVar("R", bound=AnyResult)
+R = TypeVar("R")
 
 
 def now() -> str:
@@ -66,19 +55,22 @@ def now() -> str:
 
 
 class AnyReport(Generic[C, R]):
-    """What the report of any bench has: results R of cases C. A bench's own is a dataclass of at least these fields."""
+    """What the report of any bench has: results R of cases C. A bench's own is a dataclass of at least these fields.
+
+    A result has a ``case``, a ``candidate``, a ``failure`` and whether it was ``timed``.
+    """
 
     PRESET: ClassVar[str]  # its name in what is saved
     environment: dict[str, Any]  # of ``gsbn.bench.machine``
     settings: Settings
-    results: Sequence[R]
+    results: Sequence[Any]
     interrupted: bool
     date: str
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it was measured on a GPU."""
-        return bool(self.environment["gpus"])
+        """Whether it was measured on a GPU, which PyTorch may not see."""
+        return bool(self.environment["gpus"]) and getattr(self, "device", "cuda") == "cuda"
 
     @property
     def measured(self) -> bool:
