@@ -41,12 +41,15 @@ class Measurement:
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
-    """Median of ``samples`` with the distribution-free interval between two order statistics.
+    """The median of some samples, and an interval of two of them that holds the true median.
+
+    >>> median_interval([3.0, 1.0, 2.0])
+    Measurement(median=2.0, low=1.0, high=3.0, samples=3, confidence=0.75)
 
     Of ``n`` independent samples ``X₁ ≤ … ≤ Xₙ`` the number below the true median is binomial (n, ½), whatever their
     distribution, so ``P(X_k ≤ median ≤ X_{n+1−k}) = 1 − 2 P(Bin(n, ½) < k)``. ``k`` is the largest that keeps at least
     ``confidence``. Fewer than six samples cannot reach 0.95: the interval is then their range, and the returned
-    ``confidence`` says what that is worth (0 for a single sample).
+    ``confidence`` is that of the range (0 for a single sample). ValueError where there is no sample.
     """
     if not samples:
         raise ValueError("samples: expected at least one, got none")

@@ -31,13 +31,13 @@ class Result:
 
     case: Case
     candidate: str
-    path: str = ""  # which GEMM gsbn took
-    method: str = ""  # graph, queue or wall: see gsbn.bench.clock
-    calls: int = 0
-    device: Measurement | None = None  # the GPU's time; on the CPU, the wall clock's
-    host: Measurement | None = None
-    extra_bytes: int | None = None  # peak beyond the operands and the result; None if unknown
-    error: float | None = None  # norm-wise, against float64: gsbn.bench.bounds.Judgement
+    path: str = ""  # the GEMM that gsbn chose
+    method: str = ""  # how it was timed, "graph", "queue" or "wall": see gsbn.bench.clock
+    calls: int = 0  # of a trial
+    device: Measurement | None = None  # time on the GPU; on the CPU, by the wall clock
+    host: Measurement | None = None  # time until the call returns
+    extra_bytes: int | None = None  # the most that was allocated beyond operands and result; None if unknown
+    error: float | None = None  # against float64: norm of the error over norm of the truth
     failure: str = ""  # why there are no times
 
     @property
@@ -63,9 +63,11 @@ class Report(AnyReport[Case, Result]):
     date: str = field(default_factory=now)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary for each result. ``time_us`` is the GPU's time, on the CPU the wall clock's.
-        ``times <peer>`` is the peer's time over this candidate's: where it is above 1, this one is faster. ``bare
-        gemm`` is the fastest of the bare GEMMs."""
+        """One flat dictionary for each result, times in microseconds.
+
+        ``time_us`` is the time on the GPU; on the CPU, by the wall clock. ``times <peer>`` is the peer's time over this
+        candidate's: above 1, this one is faster. ``bare gemm`` is the fastest of the bare GEMMs.
+        """
         rows = []
         for case, results in self.by_case().items():
             others = {name: r.seconds for name, r in results.items() if r.device and not is_gemm(name)}

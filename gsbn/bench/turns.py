@@ -83,7 +83,7 @@ class CaseRun:
                 self._take_turns(progress)
 
     def results(self) -> list[Any]:
-        """What is known at this moment: the failures, and the rounds that all other candidates have completed."""
+        """What is known now: the failures, and of the others the rounds that all of them have completed."""
         rounds, found = min((len(entry.first) for entry in self.live()), default=0), []
         for entry in self.entries:
             times = {way: median_interval(seconds[:rounds]) for way, seconds in entry.times.items() if seconds[:rounds]}
