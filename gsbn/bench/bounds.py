@@ -60,16 +60,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..reference import Gradients
+from .case import Case
 from .libraries import as_dtype
 
 EPS, MOMENTUM = 1e-5, 0.1
 LAMBDA = 6.0
 GRADIENTS = Gradients._fields
+# gsbn is held to its derived bound; peers are held to their own rounding, norm-wise, on standard normal data
+PEER_TOLERANCE = {"float32": 2e-5, "tf32": 1e-2, "bfloat16": 5e-2, "float16": 1e-2, "float64": 1e-12}
 # unit roundoff, and half of the smallest step above zero (float32: the smallest normal, as CuPy's kernels flush)
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 TINY = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
@@ -377,3 +381,55 @@ def expected_gradients(
         del found["scale"]
     # In training the gradient of the bias is exactly zero.
     return {"bias": Expected(xp.zeros_like(s), xp.zeros_like(s))} | found
+
+
+@dataclass(eq=False)
+class Truth:
+    """What the results of one layer are held to. Arrays are of ``xp``; ``dy`` is only needed for gradients."""
+
+    xp: Any
+    case: Case
+    operands: Operands
+    dy: Any = None
+
+    @cached_property
+    def forward(self) -> dict[str, Expected]:
+        """``expected`` of the case."""
+        case = self.case
+        return expected(self.xp, self.operands, case.precision, case.training, activation=case.activation)
+
+    @cached_property
+    def _linear(self) -> dict[str, Expected]:
+        return expected_gradients(self.xp, self.operands, self.dy, self.case.precision, self.case.training)
+
+    def gradients(self, y: Any) -> dict[str, Expected]:
+        """``expected_gradients`` of the case, those that belong to the y that a candidate returned."""
+        case = self.case
+        if case.activation is None:
+            return self._linear
+        return expected_gradients(self.xp, self.operands, self.dy, case.precision, case.training, case.activation, y)
+
+    def judge(self, results: dict[str, Any]) -> dict[str, Judgement]:
+        """Results by name, each beside its truth; gradients beside those of the ``y`` among the results."""
+        truth = self.forward | (self.gradients(results["y"]) if "x" in results else {})
+        return judge(results, truth, self.xp)
+
+
+def judge(results: dict[str, Any], truth: dict[str, Expected], xp: Any) -> dict[str, Judgement]:
+    """Those results that have a truth, beside it."""
+    return {name: truth[name].judge(value, xp) for name, value in results.items() if name in truth}
+
+
+def demand(judged: dict[str, Judgement], kind: str, held: bool) -> float:
+    """The norm-wise error of a candidate's matrices; ValueError where the candidate is wrong.
+
+    One that is ``held`` to the bound must keep it in every element of every result. All must keep the tolerance that
+    peers have: in y, or in the gradients of x and the weight, as autograd's gradient of the scale is noise in float32.
+    """
+    if held and (bad := [name for name, judgement in judged.items() if not judgement.passed]):
+        raise ValueError(f"wrong result: {bad[0]} uses {judged[bad[0]].share:.3g} of its bound")
+    matrices = ("x", "weight") if "x" in judged else ("y", "g")
+    error = max(judged[name].relative_error for name in matrices if name in judged)
+    if not error <= (limit := PEER_TOLERANCE[kind]):
+        raise ValueError(f"wrong result: norm-wise error {error:.2g} over {limit:.2g}")
+    return error

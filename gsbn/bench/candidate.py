@@ -40,15 +40,16 @@ class Candidate:
     """One way to compute a case.
 
     ``call`` runs it once and returns its result. ``outputs`` also runs it once, from fresh running statistics, and
-    returns arrays of NumPy or CuPy: ``(y, running_mean, running_var)`` of a forward, ``(g, None, None)`` of a bare
-    GEMM, of a backward or a step the gradients, None where there is none, and the y that they belong to.
+    returns arrays of NumPy or CuPy by name: ``y`` of a forward, ``g`` of a bare GEMM, of a backward or a step the
+    gradients by the fields of ``gsbn.Gradients`` (None where there is none) and the ``y`` that they belong to; with the
+    running statistics where they are known.
     ``capturable`` says that a CUDA graph of it would run the same kernels; ``wait`` blocks until a result is there.
     """
 
     name: str
     library: str  # cupy, numpy, torch or jax: whose streams and allocator it uses
     call: Callable[[], Any]
-    outputs: Callable[[], tuple[Any, ...]]
+    outputs: Callable[[], dict[str, Any]]
     capturable: bool = True
     path: str = ""  # the GEMM that gsbn takes
     wait: Callable[[Any], None] = lambda result: None

@@ -46,10 +46,25 @@ PRESETS: dict[str, list[tuple[int, int, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One forward of x (batch, in_features) and weight (out_features, in_features), with every vector and statistic.
+    """One call that is measured; its operands are random, and have every vector and statistic.
 
-    With ``direction="backward"`` it is the backward of such a forward, all its gradients; a "step" is both.
-    ``activation`` is what y is put through; ``scale=False`` leaves the scale out, and so its gradient.
+    Attributes
+    ----------
+    batch, in_features, out_features : int
+        B, I and O: x is (B, I), the weight (O, I), and y (B, O).
+    dtype : {"float32", "float16", "bfloat16", "float64"}
+    precision : {"highest", "high"}
+        As of `gsbn.forward`; "high" is TF32 for float32.
+    training : bool
+        Statistics of the batch (True) or the running ones (False).
+    direction : {"forward", "backward", "step"}
+        "backward" is all gradients of such a forward; a "step" is a forward and its backward.
+    activation : {"relu"}, optional
+    scale : bool
+        False leaves the scale out, and so its gradient.
+
+    >>> Case(1024, 8192, 8192, "bfloat16").title
+    '(1024, 8192, 8192) bfloat16 training'
     """
 
     batch: int
@@ -68,7 +83,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """The dtype by the name that a user asks for it, a key of ``DTYPES``."""
+        """The name of dtype and precision together: a key of ``DTYPES``."""
         return "tf32" if self.dtype == "float32" and self.precision == "high" else self.dtype
 
     @property
@@ -78,19 +93,21 @@ class Case:
 
     @property
     def variant(self) -> str:
-        """What sets the layer apart from the plain one, such as ", relu, no scale"."""
+        """How the layer differs from the plain one, such as ", relu, no scale"; empty if it does not."""
         return (f", {self.activation}" if self.activation else "") + ("" if self.scale else ", no scale")
 
     @property
     def flops(self) -> int:
+        """Floating-point operations of the matrix products: two for a multiplication and an addition."""
         return GEMMS_BY_DIRECTION[self.direction] * 2 * self.batch * self.in_features * self.out_features
 
     @property
     def least_bytes(self) -> int:
-        """x, weight, vectors and running statistics read once; y, and in training the statistics, written once.
+        """The fewest bytes that can be read and written.
 
-        A backward reads x, weight, dy and what the forward kept, and writes the gradients. A step has as many bytes:
-        it also writes y, but need not keep anything.
+        A forward reads x, weight, vectors and running statistics once; it writes y, and in training the statistics. A
+        backward reads x, weight, dy and what the forward saved, and writes the gradients. A step has as many bytes as
+        a backward: it also writes y, but need not save anything.
         """
         b, i, o = self.shape
         if self.direction != "forward":
@@ -108,10 +125,26 @@ def cases(
     activation: Activation | None = None,
     scale: bool = True,
 ) -> list[Case]:
-    """Every combination of shapes ``(B, I, O)``, or a preset's name, with dtypes (keys of ``DTYPES``), modes and
-    directions (among "forward", "backward" and "step"); all with this activation, and with a scale or without.
+    """Every combination of these shapes, dtypes, modes and directions.
 
-    ValueError for another preset, dtype or direction, TypeError where it is no string.
+    Parameters
+    ----------
+    shapes : str or iterable of (B, I, O)
+        The name of a preset, a key of `PRESETS`, or sizes.
+    dtypes : iterable of str
+        Keys of `DTYPES`.
+    training : iterable of bool
+    directions : iterable of {"forward", "backward", "step"}
+    activation, scale
+        As of `Case`, for all of them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For another preset, dtype or direction; where one is no string.
+
+    >>> [case.kind for case in cases([(8, 4, 3)], ["tf32", "bfloat16"])]
+    ['tf32', 'bfloat16']
     """
     if isinstance(shapes, str):
         choice("shapes", shapes, tuple(PRESETS))

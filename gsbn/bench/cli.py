@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NamedTuple, NoReturn, get_args
 
 import typer
 from rich.console import Console
@@ -22,12 +22,10 @@ import gsbn
 
 from .. import warm_up
 from .._typing import Activation
-from . import libraries, machine, measure, model_tables, models, rank_tables, ranks, selfcheck, tables
-from . import publish as paper
+from . import layers, layers_page, libraries, machine, models, page, ranks, selfcheck, tables, turns
 from .bounds import FAMILIES
 from .candidate import NAMES, names
 from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
-from .clock import LEAST_ROUNDS
 from .report import Settings
 from .terminal import spell_out
 
@@ -128,7 +126,7 @@ def info(
     content: dict[str, Any] = {"shape": sizes}
     content |= {"paths": {kind: {"gemm": gemm, "why": why} for kind, (gemm, why) in paths.items()}}
     content |= {"missing": [{"what": what, "fix": fix} for what, fix in missing]}
-    _save(as_json, _dump(environment | content))
+    _save(as_json, environment | content)
 
 
 @app.command()
@@ -159,37 +157,26 @@ def check(
     tables.print_checks(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
     for c in failed:
         where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
-        what = c.failure or f"{tables.share(c.share)} of the bound"
+        what = c.failure or f"{page.share(c.share)} of the bound"
         err.print(Text(f"out of bound: {where}: {what}", style="red"))
     held = sum(c.candidate.startswith("gsbn") for c in checks)
     said = f"{held - len(failed)} of {held} within the bound." if checks else "Nothing was checked."
     show.print(Text(said, style="green" if passed else "red"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
     content |= {"activation": _value(activation), "scale": scale}
-    _save(as_json, _dump(content | {"skipped": skipped, "checks": [c.row() for c in checks]}))
+    _save(as_json, content | {"skipped": skipped, "checks": [c.row() for c in checks]})
     raise typer.Exit(0 if passed else 1)
 
 
 @app.command(name="bench")
 def bench_command(
     shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
-    preset: Annotated[
-        _Preset | None,
-        typer.Option(
-            help="Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
-            "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."
-        ),
-    ] = None,
-    of_ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            min=2,
-            max=64,
-            help="So many processes, with a GPU each, share a batch of B rows a rank: beside "
-            "SyncBatchNorm and beside no sharing.",
-        ),
-    ] = None,
+    preset: Annotated[_Preset | None, typer.Option(help=(
+        "Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
+        "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = None,
+    of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
+        "So many processes, with a GPU each, share a batch of B rows a rank: beside "
+        "SyncBatchNorm and beside no sharing."))] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
     mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
     direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
@@ -197,153 +184,123 @@ def bench_command(
     scale: _OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
     skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
-    rounds: Annotated[
-        int, typer.Option(min=1, max=MILLION, help="Trials of each candidate, interleaved.")
-    ] = Settings.rounds,
-    seconds: Annotated[
-        float, typer.Option(callback=_positive, help=f"No new round after this long, but {LEAST_ROUNDS} at least.")
-    ] = Settings.seconds,
-    settle: Annotated[
-        float, typer.Option(callback=_not_negative, help="Seconds at most until the clocks settle.")
-    ] = Settings.settle,
+    rounds: Annotated[int, typer.Option(min=1, max=MILLION, help=(
+        "Trials of each candidate, interleaved."))] = Settings.rounds,
+    seconds: Annotated[float, typer.Option(callback=_positive, help=(
+        f"No new round after this long, but {turns.LEAST_ROUNDS} at least."))] = Settings.seconds,
+    settle: Annotated[float, typer.Option(callback=_not_negative, help=(
+        "Seconds at most until the clocks settle."))] = Settings.settle,
     calls: Annotated[int | None, typer.Option(min=1, max=MILLION, help="Calls a trial; 1 times them cold.")] = None,
     graph: Annotated[bool, typer.Option(help="CUDA graphs where a path allows them.")] = True,
     as_json: AsJson = None,
-    as_csv: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE", callback=_file, help="Save the rows; - is stdout, without tables."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", callback=_picture, help="Save bars and a roofline: PNG, SVG or PDF.")
-    ] = None,
+    as_csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", callback=_file, help=(
+        "Save the rows; - is stdout, without tables."))] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
+        "Save bars and a roofline: PNG, SVG or PDF."))] = None,
     publish: Annotated[Path | None, typer.Option(help="Checkout whose tables to rewrite.", hidden=True)] = None,
     publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
-) -> None:
+) -> None:  # fmt: skip
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
-    gpu = machine.has_gpu()
-    publish_as = publish_as or ("ranks" if of_ranks else "kernelbench")
+    name = publish_as or ("ranks" if of_ranks else "kernelbench")
     if as_json == as_csv == STDOUT:
         raise typer.BadParameter("expected a file, as --json takes stdout", param_hint="'--csv'")
     if (plot or publish) and importlib.util.find_spec("matplotlib") is None:
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
     if publish:
         try:
-            paper.pages(publish, publish_as)
+            page.pages(publish, name)
         except ValueError as error:
             _fail(str(error))
-    settings = Settings(rounds, seconds, settle, calls=calls, graph=graph)
-    alone: dict[str, Any] = {"--activation": activation, "--mode": mode.value != "training", "--no-scale": not scale}
-    alone |= {"--csv": as_csv}  # what a bench of its own does not know
+    kinds, directions = ([each.value for each in given or []] for given in (dtype, direction))
+    alone = {"--activation": activation, "--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
     if of_ranks:
         _refuse(alone | {"--preset": preset}, "ranks take no such option")
-        given = (shape or [], [k.value for k in dtype or []], [d.value for d in direction or []])
-        rank_report = _bench_ranks(of_ranks, *given, only, skip, settings)
-        return _finish(rank_report, rank_tables, as_json, plot, publish, publish_as)
-    if preset is not None and preset.value == "models":
+        bench = _of_ranks(of_ranks, shape or [], kinds, directions)
+    elif preset is not None and preset.value == "models":
         _refuse({"--shape": shape, "--direction": direction} | alone, "the models take no such option")
-        model_report = _bench_models([k.value for k in dtype or []], only, skip, settings)
-        return _finish(model_report, model_tables, as_json, plot, publish, publish_as)
-    shapes = (PRESETS[preset.value] if preset else []) + [_shape(text, on_host=not gpu) for text in shape or []]
-    shapes = shapes or PRESETS["kernelbench" if gpu else "small"]
-    kinds = [k.value for k in dtype or _Kind if dtype or k.value not in (("float64",) if gpu else ("float64", "tf32"))]
-    modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
-    chosen = _chosen(_names("--only", only) or names(gpu), _names("--skip", skip))
-    directions = [d.value for d in direction or []] or ["forward"]
-    todo = cases(shapes, kinds, modes, directions, _value(activation), scale)
-    if not gpu:
-        err.print(Text("No GPU: the NumPy path beside PyTorch on the CPU.", style="yellow"))
+        bench = _of_models(kinds)
+    else:
+        modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
+        bench = _of_layers(_value(preset), shape or [], kinds, modes, directions, _value(activation), scale)
+    wanted, left_out = (_names(option, text, bench.known) for option, text in (("--only", only), ("--skip", skip)))
+    if not (chosen := [each for each in wanted or bench.usual if each not in left_out]):
+        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
+    if bench.notice:
+        err.print(Text(bench.notice, style="yellow"))
     with _bar("case") as step:
-        report = measure.run(list(dict.fromkeys(todo)), chosen, settings, step)
+        report = bench.run(chosen, Settings(rounds, seconds, settle, calls=calls, graph=graph), step)
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json, as_csv)
-    tables.print_report(show, report)
-    _save(as_json, report.to_json())
-    _save(as_csv, report.to_csv())
-    if plot and any(r.device for r in report.results):
-        paper.plot(report, plot)
+    bench.page.print_report(show, report)
+    _save(as_json, report.content())
+    if as_csv:
+        _save(as_csv, report.to_csv())
+    if plot and report.measured:
+        bench.page.plot(report, plot)
     elif plot:
         err.print(Text(f"{plot} is not written: nothing was timed.", style="red"))
+    if failure := getattr(report, "failure", ""):
+        _fail(failure)
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
-    if publish and not gpu:
-        _fail("--publish: expected a GPU: the README's table is of GPU figures")
+    if publish and not (report.on_gpu and report.measured):
+        _fail("--publish: expected a GPU, as the README has a GPU's figures")
     if publish:
-        show.print("Wrote " + ", ".join(map(str, paper.publish(report, publish, publish_as))))
+        show.print("Wrote " + ", ".join(map(str, bench.page.publish(report, publish, name))))
 
 
-def _bench_models(kinds: list[str], only: str, skip: str, settings: Settings) -> models.ModelsReport:
-    """``--preset models``."""
-    gpu = libraries.has_gpus()
-    left_out = _names("--skip", skip, models.NAMES)
-    chosen = _chosen(_names("--only", only, models.NAMES) or (models.NAMES if gpu else models.ON_A_CPU), left_out)
+class _Bench(NamedTuple):
+    """What the options ask for: candidates, what runs them, and who shows the report."""
+
+    page: ModuleType
+    known: Collection[str]  # candidates by name
+    usual: Collection[str]  # without --only
+    notice: str
+    run: Callable[[list[str], Settings, turns.Progress], Any]
+
+
+def _of_layers(
+    preset: str | None, shapes: list[str], kinds: list[str], modes: list[bool], directions: list[str],
+    activation: Activation | None, scale: bool,
+) -> _Bench:  # fmt: skip
+    gpu = machine.has_gpu()
+    sizes = (PRESETS[preset] if preset else []) + [_shape(text, on_host=not gpu) for text in shapes]
+    kinds = kinds or [kind for kind in DTYPES if kind not in (("float64",) if gpu else ("float64", "tf32"))]
+    sizes, directions = sizes or PRESETS["kernelbench" if gpu else "small"], directions or ["forward"]
+    todo = list(dict.fromkeys(cases(sizes, kinds, modes, directions, activation, scale)))
+    notice = "" if gpu else "No GPU: the NumPy path beside PyTorch on the CPU."
+    return _Bench(layers_page, NAMES, names(gpu), notice, lambda *rest: layers.run(todo, *rest))
+
+
+def _of_models(kinds: list[str]) -> _Bench:
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
-        raise typer.BadParameter(
-            f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}", param_hint="'--dtype'"
-        )
-    if not gpu:
-        err.print(Text("No GPU that PyTorch and CuPy see: smaller models, on the CPU.", style="yellow"))
-    with _bar("model") as step:
-        return models.run(models.cases(kinds or models.KINDS, gpu), chosen, settings, step)
+        said = f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}"
+        raise typer.BadParameter(said, param_hint="'--dtype'")
+    gpu = libraries.has_gpus()
+    todo, usual = models.cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
+    notice = "" if gpu else "No GPU that PyTorch and CuPy see: smaller models, on the CPU."
+    return _Bench(models, models.NAMES, usual, notice, lambda *rest: models.run(todo, *rest))
 
 
-def _bench_ranks(
-    of_ranks: int, shapes: list[str], kinds: list[str], directions: list[str], only: str, skip: str, settings: Settings
-) -> ranks.RanksReport:
-    """``--ranks``."""
+def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[str]) -> _Bench:
     if "backward" in directions:
         raise typer.BadParameter("expected forward or step for ranks, got backward", param_hint="'--direction'")
     sizes = [_shape(text, on_host=not machine.has_gpu()) for text in shapes]
     try:
-        gpu = ranks.device_for(of_ranks) == "cuda"
+        gpu = ranks.device_for(count) == "cuda"
     except RuntimeError as error:
         _fail(f"--ranks: {error}")
     known = ranks.ON_GPUS if gpu else ranks.ON_A_CPU
-    chosen = _chosen(_names("--only", only, known) or known, _names("--skip", skip, known))
-    if not gpu:
-        err.print(Text("No GPU that PyTorch and CuPy see: small shapes over gloo, on the CPU.", style="yellow"))
-    with _bar("case") as step:
-        return ranks.run(of_ranks, ranks.cases(sizes, kinds, directions, gpu), chosen, settings, step)
+    notice = "" if gpu else "No GPU that PyTorch and CuPy see: small shapes over gloo, on the CPU."
+    todo = ranks.cases(sizes, kinds, directions, gpu)
+    return _Bench(ranks, known, known, notice, lambda *rest: ranks.run(count, todo, *rest))
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
     """Options that have a value and must have none."""
     for option in (option for option, value in given.items() if value):
         raise typer.BadParameter(why, param_hint=f"'{option}'")
-
-
-def _chosen(wanted: Collection[str], left_out: Collection[str]) -> list[str]:
-    if not (chosen := [name for name in wanted if name not in left_out]):
-        raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
-    return chosen
-
-
-def _finish(
-    report: models.ModelsReport | ranks.RanksReport,
-    pages: ModuleType,
-    as_json: Path | None,
-    plot: Path | None,
-    publish: Path | None,
-    publish_as: str,
-) -> None:
-    """Show, save and publish the report of a bench of its own; an incomplete one is not published."""
-    if report.interrupted:
-        err.print(Text("Interrupted: this is what was done.", style="yellow"))
-    show = _console(as_json)
-    pages.print_report(show, report)
-    _save(as_json, pages.to_json(report))
-    if plot and report.measured:
-        pages.plot(report, plot)
-    elif plot:
-        err.print(Text(f"{plot} is not written: nothing was timed.", style="red"))
-    if isinstance(report, ranks.RanksReport) and report.failure:
-        _fail(report.failure)
-    if report.interrupted:
-        raise typer.Exit(130)
-    if publish and (report.device != "cuda" or not report.measured):
-        _fail("--publish: expected a GPU that PyTorch sees: the README's table is of GPU figures")
-    if publish:
-        show.print("Wrote " + ", ".join(map(str, pages.publish(report, publish, publish_as))))
 
 
 @app.command()
@@ -360,7 +317,7 @@ def warmup(
 
 
 @contextmanager
-def _bar(unit: str) -> Iterator[Callable[[float, float, str], None]]:
+def _bar(unit: str) -> Iterator[turns.Progress]:
     """A progress bar with the time left, on stderr. It vanishes when done, and is not there if stderr is no terminal.
 
     It is drawn at each step and never by a thread of its own, which would disturb what is being timed.
@@ -406,7 +363,7 @@ def _shape(text: str, on_host: bool = False) -> Shape:
     return batch, in_features, out_features
 
 
-def _names(option: str, text: str, known: Collection[str] = tuple(NAMES)) -> list[str]:
+def _names(option: str, text: str, known: Collection[str]) -> list[str]:
     found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in found:
         if name not in known:
@@ -419,11 +376,9 @@ def _console(*files: Path | None) -> Console:
     return Console(quiet=True) if STDOUT in files else out
 
 
-def _dump(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _save(file: Path | None, text: str) -> None:
+def _save(file: Path | None, content: str | dict[str, Any]) -> None:
+    """Write text, or JSON."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     if file == STDOUT:
         sys.stdout.write(text)
     elif file:

@@ -13,8 +13,6 @@ host. JAX runs on streams of its own, so the wall clock times it, from an idle d
 
 from __future__ import annotations
 
-import gc
-import itertools
 import math
 import statistics
 import time
@@ -43,12 +41,15 @@ class Measurement:
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
-    """Median of ``samples`` with the distribution-free interval between two order statistics.
+    """The median of some samples, and an interval of two of them that holds the true median.
+
+    >>> median_interval([3.0, 1.0, 2.0])
+    Measurement(median=2.0, low=1.0, high=3.0, samples=3, confidence=0.75)
 
     Of ``n`` independent samples ``X₁ ≤ … ≤ Xₙ`` the number below the true median is binomial (n, ½), whatever their
     distribution, so ``P(X_k ≤ median ≤ X_{n+1−k}) = 1 − 2 P(Bin(n, ½) < k)``. ``k`` is the largest that keeps at least
     ``confidence``. Fewer than six samples cannot reach 0.95: the interval is then their range, and the returned
-    ``confidence`` says what that is worth (0 for a single sample).
+    ``confidence`` is that of the range (0 for a single sample). ValueError where there is no sample.
     """
     if not samples:
         raise ValueError("samples: expected at least one, got none")
@@ -60,75 +61,44 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measu
     return Measurement(statistics.median(ordered), ordered[k - 1], ordered[n - k], n, 1 - 2 * below / 2**n)
 
 
-def balanced_order(n: int, turn: int) -> list[int]:
-    """The order of ``n`` candidates in round ``turn``: a row of a Williams design.
-
-    Over ``n`` rounds (``2 n`` for an odd ``n``) every candidate takes every place, and follows every other one, equally
-    often. This matters because a trial starts with the temperature, power and clocks that the one before it has left.
-    """
-    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, -1, 1, -2, 2, … modulo n
-    order = [(i + turn) % n for i in zigzag]
-    return order[::-1] if n % 2 and turn // n % 2 else order
-
-
-def settle(
-    work: Callable[[], float],
-    longest: float,
-    window: float = 0.25,
-    tolerance: float = 0.005,
-    now: Callable[[], float] = time.perf_counter,
-) -> bool:
-    """Repeat ``work`` until its speed holds still, for ``longest`` seconds at most; whether it did.
-
-    ``work`` returns what it measured. The medians of three successive windows must lie within ``tolerance`` of one
-    another; a window lasts ``window`` seconds and three calls at least. A steady drift by more than half of the
-    tolerance in each window is therefore seen.
-    """
-    begun = now()
-    medians: list[float] = []
-    while now() - begun < longest:
-        samples: list[float] = []
-        opened = now()
-        while (len(samples) < 3 or now() - opened < window) and now() - begun < longest:
-            samples.append(work())
-        medians.append(statistics.median(samples))
-        last = medians[-3:]
-        if len(last) == len(samples[:3]) == 3 and max(last) - min(last) <= tolerance * min(last):
-            return True
-    return False
+def wall_clock(call: Callable[[], Any], calls: int, wait: Callable[[], Any]) -> float:
+    """Seconds a call by the wall clock, of so many one after another, from an idle device to an idle device."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    wait()
+    return (time.perf_counter() - start) / calls
 
 
-LEAST_ROUNDS = 7  # of which a median can have an interval
+def between_events(torch: Any, call: Callable[[], Any], calls: int) -> float:
+    """Seconds a call between two CUDA events on PyTorch's current stream."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3 / calls
 
 
-def take_turns(
-    settings: Any,
-    turn: Callable[[int], float],
-    forget: Callable[[], None],
-    progress: Callable[[float, str], None],
-    now: Callable[[], float] = time.perf_counter,
-) -> None:
-    """Run ``turn(0)``, ``turn(1)``, ..., a round of trials each: until the clocks settle, then those that count.
+def warm_up(torch: Any, call: Callable[[], Any], stream: Any) -> None:
+    """Three calls on a stream beside PyTorch's current one, as they have to come before a capture."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
 
-    ``forget`` is called between the two. Of ``settings`` it takes ``rounds``, ``seconds`` and ``settle``. A turn
-    returns its time.
-    """
-    gc_was_on = gc.isenabled()
-    gc.disable()  # else the candidate that runs during a collection would pay for it
-    try:
-        progress(0.5, "until the clocks settle")
-        turns = itertools.count()
-        settle(lambda: turn(next(turns)), longest=settings.settle, now=now)
-        forget()
-        started = now()
-        for number in range(settings.rounds):
-            if number >= LEAST_ROUNDS and now() - started > settings.seconds:
-                break
-            progress(0.5 + number / settings.rounds / 2, f"round {number + 1}")
-            turn(number)
-    finally:
-        if gc_was_on:
-            gc.enable()
+
+def torch_graph(torch: Any, call: Callable[[], Any], calls: int = 1, stream: Any = None) -> Callable[[], None]:
+    """A replay of a CUDA graph of so many calls; raises what keeps them from being captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 class Clock:
@@ -261,10 +231,7 @@ class GpuClock(Clock):
         try:
             if candidate.library == "torch":
                 torch = torch_with_gpu()
-                torch_graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(torch_graph, stream=torch.cuda.current_stream()):
-                    enqueue()
-                replay: Callable[[], None] = torch_graph.replay
+                replay = torch_graph(torch, enqueue, stream=torch.cuda.current_stream())
             else:
                 graph = self._capture_cupy(enqueue)
 

@@ -85,6 +85,11 @@ def as_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def on_host(a: Any) -> Any:
+    """An array of NumPy or CuPy as NumPy's."""
+    return a.get() if hasattr(a, "get") else a
+
+
 class Native:
     """NumPy or CuPy arrays as they are."""
 

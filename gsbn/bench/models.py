@@ -3,7 +3,7 @@
 What is timed is a training step: forward, backward from a given gradient of y, and SGD with momentum. *As called* is
 the wall clock over many steps, host included, from an idle device to an idle device. *In a graph* is the time of a
 replay of the step in a CUDA graph, where the host has no part. All candidates of a case live in one process and take
-turns, as in ``gsbn.bench.measure``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
+turns, as in ``gsbn.bench.layers``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
 
 The first step's y and gradients stand beside those of the same model in float64, norm-wise. ``excess`` is the error of
 gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter of the dtype's eps.
@@ -11,26 +11,36 @@ gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from . import libraries
+from . import libraries, page
 from .bounds import ROUNDOFF
 from .candidate import NAMES as LAYERS
-from .clock import Measurement, balanced_order, median_interval, take_turns
+from .candidate import Unavailable
+from .clock import Measurement, between_events
 from .machine import environment
-from .report import Settings, now
-from .trainee import Trainee, line_of, truth_of
+from .page import SERIES, Column, markdown_table, of, share, shown
+from .report import NOTHING, AnyReport, Settings, now
+from .trainee import Trainee, truth_of
+from .turns import CaseRun, Entry, Progress, run_all
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAMES = {name: LAYERS[name] for name in ("pytorch", "compile", "gsbn")} | {"gsbn-compile": "gsbn, compiled"}
 PEERS = ("pytorch", "compile")
 ON_A_CPU = ("pytorch", "gsbn")
 KINDS = ("bfloat16", "float32")
 TRIAL = 0.1  # seconds that a trial takes, of several steps
+COLOURS = {"pytorch": SERIES["pytorch"][1], "compile": SERIES["compile"][1], "gsbn": SERIES["gsbn"][1],
+           "gsbn-compile": "#8c2f3d"}  # fmt: skip
+WAYS = {"called": "as called", "graph": "in a CUDA graph"}  # fields of ModelResult
+BOTH = ("pytorch", "gsbn")
 Widths = tuple[int, ...]
 MODELS: list[tuple[Widths, int]] = [
     ((2048, 8192, 8192, 8192), 2048),
@@ -84,11 +94,16 @@ class ModelResult:
     failure: str = ""
     host: dict[str, float] = field(default_factory=dict)  # what the parts of `phases` cost the host
 
+    @property
+    def timed(self) -> bool:
+        return self.called is not None
+
 
 @dataclass(frozen=True)
-class ModelsReport:
+class ModelsReport(AnyReport[ModelCase, ModelResult]):
     """Everything one run measured, with what it was measured on."""
 
+    PRESET = "models"
     environment: dict[str, Any]
     settings: Settings
     device: str  # cuda or cpu
@@ -96,139 +111,196 @@ class ModelsReport:
     interrupted: bool = False
     date: str = field(default_factory=now)
 
-    @property
-    def measured(self) -> bool:
-        return any(result.called for result in self.results)
-
-    def by_case(self) -> dict[ModelCase, dict[str, ModelResult]]:
-        """Results by case, then by candidate, in the order they were run."""
-        table: dict[ModelCase, dict[str, ModelResult]] = {}
-        for result in self.results:
-            table.setdefault(result.case, {})[result.candidate] = result
-        return table
-
-    def content(self) -> dict[str, Any]:
-        """All of it as JSON's types."""
-        return asdict(self)
-
 
 def run(
     cases: Sequence[ModelCase],
     candidates: Sequence[str],
     settings: Settings,
-    progress: Callable[[float, float, str], None] = lambda done, total, doing: None,
+    progress: Progress = lambda done, total, doing: None,
 ) -> ModelsReport:
     """Measure these candidates on every case; one that fails has a ``failure``, and does not stop the others."""
-    torch, on_gpu = libraries.load(["pytorch"])["torch"], libraries.has_gpus()
-    results: list[ModelResult] = []
-    interrupted = False
-    try:
-        for index, case in enumerate(cases):
-            found = [ModelResult(case, name) for name in candidates]
-            results += found
-            if torch is None:
-                for result in found:
-                    result.failure = "torch is not installed"
-                continue
-
-            def step(done: float, text: str, index: int = index, case: ModelCase = case) -> None:
-                progress(index + done, len(cases), f"{case.title}: {text}")
-
-            try:
-                with libraries.float32_precision("highest"):
-                    _Turn(torch, case, found, settings, on_gpu).run(step)
-            except Exception as error:  # such as no memory for the truth: the other cases go on
-                for result in found:
-                    result.failure = result.failure or line_of(error)
-    except KeyboardInterrupt:
-        interrupted = True
-        results = [result for result in results if result.called or result.failure]
-    return ModelsReport(environment(), settings, "cuda" if on_gpu else "cpu", results, interrupted)
+    device = "cuda" if libraries.has_gpus() else "cpu"
+    results, interrupted = run_all(cases, lambda case: _ModelRun(case, candidates, device, settings), progress)
+    return ModelsReport(environment(), settings, device, results, interrupted)
 
 
-class _Turn:
-    """All candidates on one case."""
+class _ModelRun(CaseRun):
+    result = ModelResult
 
-    def __init__(self, torch: Any, case: ModelCase, results: list[ModelResult], settings: Settings, on_gpu: bool):
-        self.torch, self.case, self.results, self.settings, self.on_gpu = torch, case, results, settings, on_gpu
-        self.trainees: list[tuple[ModelResult, Trainee]] = []
+    def __init__(self, case: ModelCase, names: Sequence[str], device: str, settings: Settings) -> None:
+        super().__init__([Entry(name, case) for name in names], NAMES, "highest", settings)
+        self.case, self.device = case, device
 
-    def run(self, progress: Callable[[float, str], None]) -> None:
-        torch, device = self.torch, "cuda" if self.on_gpu else "cpu"
-        libraries.forget_compiled()
-        gc.collect()
-        if self.on_gpu:
+    @functools.cached_property
+    def plain(self) -> tuple[Any, Any, Any, list[Any]]:
+        """The model as it is, x, dy, and what the first step gives in float64."""
+        torch, widths, rows = libraries.load(["pytorch"])["torch"], self.case.widths, self.case.rows
+        if torch is None:
+            raise Unavailable("torch is not installed")
+        if self.device == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(self.settings.seed)
         layers: list[Any] = []
-        for inputs, features in itertools.pairwise(self.case.widths):
+        for inputs, features in itertools.pairwise(widths):
             layers += [torch.nn.Linear(inputs, features, bias=False), torch.nn.BatchNorm1d(features), torch.nn.ReLU()]
-        plain = torch.nn.Sequential(*layers).to(device)
-        x = torch.randn(self.case.rows, self.case.widths[0]).to(device)
+        plain = torch.nn.Sequential(*layers).to(self.device)
+        x = torch.randn(rows, widths[0]).to(self.device)
         # A bfloat16's numbers, so that all candidates get the same; as small as the gradient of a mean over the rows.
-        dy = (torch.randn(self.case.rows, self.case.widths[-1]) / self.case.rows).bfloat16().float().to(device)
-        truth = truth_of(plain, x, dy)
-        for index, result in enumerate(self.results):
-            progress(index / len(self.results) / 2, f"preparing {NAMES[result.candidate]}")
-            with _reported(result):
-                trainee = Trainee(torch, result.candidate, self.case.kind, plain, x, dy)
-                result.errors = trainee.first_step(truth)
-                for _ in range(3):
-                    trainee.once = trainee.wall()
-                trainee.calls = self.settings.calls or max(3, min(200, round(TRIAL / trainee.once)))
-                if self.on_gpu:
-                    result.peak_bytes = trainee.memory()
-                    result.phases, result.host = trainee.phases()
-                    if self.settings.graph:
-                        result.graph_failure = trainee.capture()
-                self.trainees.append((result, trainee))
-        del truth
-        _judge(self.case, {result.candidate: result for result in self.results})
-        self._take_turns(progress)
+        dy = (torch.randn(rows, widths[-1]) / rows).bfloat16().float().to(self.device)
+        return plain, x, dy, truth_of(plain, x, dy)
 
-    def _take_turns(self, progress: Callable[[float, str], None]) -> None:
-        try:
-            take_turns(self.settings, self._round, self._forget, progress)
-        finally:
-            for result, trainee in self._live():
-                result.called = median_interval(trainee.called) if trainee.called else None
-                result.graph = median_interval(trainee.replayed) if trainee.replayed else None
+    def check(self, entry: Entry) -> None:
+        plain, x, dy, truth = self.plain
+        entry.candidate = Trainee(entry.name, self.case.kind, plain, x, dy)
+        entry.facts["errors"] = entry.candidate.first_step(truth)
 
-    def _forget(self) -> None:
-        for _, trainee in self.trainees:
-            trainee.called.clear()
-            trainee.replayed.clear()
+    def checked(self) -> None:
+        """Tell gsbn's error of y over what the accuracy rule allows beside PyTorch eager's.
 
-    def _live(self) -> list[tuple[ModelResult, Trainee]]:
-        return [(result, trainee) for result, trainee in self.trainees if not result.failure]
+        Not of the gradients: they jump where an element of y is next to relu's zero, and one such element, of which
+        chance decides, is more than all roundings. The tests hold each call's gradients to the y that it gave.
+        """
+        self.__dict__.pop("plain", None)
+        errors = {entry.name: entry.facts["errors"]["y"] for entry in self.live()}
+        for entry in self.live():
+            if entry.name.startswith("gsbn") and "pytorch" in errors:
+                allowed = 1.05 * errors["pytorch"] + 2 * ROUNDOFF[self.case.kind] / 4
+                entry.facts["excess"] = errors[entry.name] / allowed
 
-    def _round(self, turn: int) -> float:
-        live = self._live()
-        for index in balanced_order(len(live), turn):
-            result, trainee = live[index]
-            with _reported(result):
-                trainee.called.append(trainee.wall())
-                if trainee.replay is not None:
-                    trainee.replayed.append(trainee.replays())
-        return sum(trainee.called[-1] / trainee.once for _, trainee in self._live())
+    def prepare(self, entry: Entry) -> None:
+        trainee, facts = entry.candidate, entry.facts
+        for _ in range(3):
+            entry.once = trainee.wall(1)
+        calls = self.settings.calls or max(3, min(200, round(TRIAL / entry.once)))
+        entry.trials["called"] = lambda: trainee.wall(calls)
+        if self.device == "cuda":
+            facts["peak_bytes"] = trainee.memory()
+            facts["phases"], facts["host"] = trainee.phases(entry.once)
+            if self.settings.graph:
+                replay, facts["graph_failure"] = trainee.capture()
+                if replay:
+                    entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)
 
 
-@contextlib.contextmanager
-def _reported(result: ModelResult) -> Iterator[None]:
-    """A candidate may fail in any way; it must not take the others with it."""
-    try:
-        yield
-    except Exception as error:
-        result.failure = line_of(error)
+# ---- what is shown and published -----------------------------------------------------------------------------------
 
 
-def _judge(case: ModelCase, results: dict[str, ModelResult]) -> None:
-    """gsbn's error of y over what the accuracy rule allows beside PyTorch eager's.
+def print_report(console: Console, report: ModelsReport) -> None:
+    """A table for each way to run a step; those of memory, parts, host cost and errors; and what failed."""
 
-    Not of the gradients: they jump where an element of y is next to relu's zero, and one such element, of which chance
-    decides, is more than all roundings. The tests hold each call's gradients to the y that it gave.
-    """
-    eager = results["pytorch"].errors if "pytorch" in results else {}
-    for name, result in results.items():
-        if name.startswith("gsbn") and eager and result.errors:
-            result.excess = result.errors["y"] / (1.05 * eager["y"] + 2 * ROUNDOFF[case.kind] / 4)
+    def phase(part: str) -> Callable[[ModelResult], str]:
+        return lambda result: shown(result.phases[part] * 1e3 if result.phases else None)
+
+    def error(what: str) -> Callable[[ModelResult], str]:
+        return lambda result: shown(result.errors.get(what), ".1e")
+
+    case = Column("", lambda case, results: case.title)
+    clocks = {"called": "wall clock", "graph": "device time"}
+    tables = {
+        f"ms a training step, {WAYS[way]} ({clocks[way]})": [*_each("{}", _ms(way)), _gain("best peer / gsbn", way)]
+        for way in WAYS
+    }
+    tables["Peak MiB of a step, beyond parameters, momenta and input"] = _each("{}", _mib)
+    tables["ms on the device, by part of the step as called"] = [
+        Column(f"{NAMES[name]}, {short}", of(name, phase(part)))
+        for name in BOTH
+        for part, short in (("forward", "fw"), ("backward", "bw"), ("optimiser", "SGD"))
+    ]
+    tables["us that a forward and a backward of a layer cost the host"] = _each("{}", _host_us)
+    tables["Errors of the first step against float64, norm-wise"] = [
+        *_each("y, {}", error("y"), BOTH),
+        *_each("gradients, {}", error("gradients"), BOTH),
+        Column("of what is allowed", of("gsbn", _excess)),
+    ]
+    for title, columns in tables.items():
+        page.print_rows(console, title, [case, *columns], report.by_case().items())
+    page.print_failures(console, report, page.failures(report, NAMES))
+
+
+def markdown(report: ModelsReport, *, brief: bool = False) -> str:
+    """The table of a page, with a line on where it was measured; ``brief`` leaves out what few readers want."""
+    columns = [
+        Column("model, widths", lambda case, results: case.layers, left=True),
+        Column("rows", lambda case, results: str(case.rows)),
+        Column("dtype", lambda case, results: case.kind, left=True),
+    ]
+    for way, title in WAYS.items():
+        for name, text in (NAMES | {"gsbn": "**gsbn**"}).items():
+            brief_too, ours = name != "gsbn-compile", name == "gsbn"
+            columns.append(Column(f"{text}, {title}", of(name, _ms(way)), brief=brief_too, strong=ours))
+        columns.append(_gain(f"best peer / gsbn, {title}", way))
+    columns += [column._replace(brief=False) for column in _each("host µs a layer, {}", _host_us, BOTH)]
+    columns += _each("peak MiB, {}", _mib, BOTH)
+    columns.append(Column("error of what is allowed", of("gsbn", _excess), brief=False))  # the README tells of no rule
+    where = page.measured_on(report) if brief else _caption(report)
+    return f"{markdown_table(columns, report.by_case().items(), brief)}\n\n{where}"
+
+
+def _caption(report: ModelsReport) -> str:
+    graph = "a replay of a CUDA graph by CUDA events, and as called by the wall clock, host included"
+    return (
+        f"Medians in ms of a training step (forward, backward, SGD with momentum), one run, candidates in turns; "
+        f"{graph if report.on_gpu else 'by the wall clock, on the CPU'}. bfloat16 is torch.autocast over "
+        f"float32 parameters. {page.measured_on(report)} {page.sources_of(report)}"
+    )
+
+
+def publish(report: ModelsReport, root: Path, name: str) -> list[Path]:
+    """Write the tables between the markers of this name, and figures and picture; gives the files."""
+    return page.write(report, root, name, plot, markdown, "A training step beside the peers")
+
+
+def plot(report: ModelsReport, file: str | Path) -> None:
+    """Bars of the speed relative to PyTorch eager, a panel for each way to run a step; PNG, SVG or PDF."""
+    panels = {}
+    for way, title in WAYS.items():
+        if any(getattr(result, way) for result in report.results):
+            panels[title] = [
+                (f"{case.layers}\n{case.rows} rows, {case.kind}",
+                 {name: m.median for name, result in results.items() if (m := getattr(result, way))})
+                for case, results in report.by_case().items()
+            ]  # fmt: skip
+    title = page.title_of(report, "training steps of whole models")
+    page.plot_speeds(file, title, panels, {name: (NAMES[name], COLOURS[name]) for name in NAMES}, "pytorch")
+
+
+def _each(heading: str, cell: Callable[[ModelResult], str], names: Iterable[str] = tuple(NAMES)) -> list[Column]:
+    """A column of every candidate, whose name goes into the heading."""
+    return [Column(heading.format(NAMES[name]), of(name, cell)) for name in names]
+
+
+def _gain(heading: str, way: str) -> Column:
+    """The time of the best peer over gsbn's: above 1, gsbn is faster."""
+
+    def cell(case: ModelCase, results: dict[str, ModelResult]) -> str:
+        times = {name: m.median for name, result in results.items() if (m := getattr(result, way))}
+        peers = [times[name] for name in PEERS if name in times]
+        return f"{min(peers) / times['gsbn']:.2f}" if peers and "gsbn" in times else NOTHING
+
+    return Column(heading, cell)
+
+
+def _ms(way: str) -> Callable[[ModelResult], str]:
+    return lambda result: shown(m.median * 1e3 if (m := getattr(result, way)) else None)
+
+
+def _phase(part: str) -> Callable[[ModelResult], str]:
+    return lambda result: shown(result.phases[part] * 1e3 if result.phases else None)
+
+
+def _error(what: str) -> Callable[[ModelResult], str]:
+    return lambda result: shown(result.errors.get(what), ".1e")
+
+
+def _mib(result: ModelResult) -> str:
+    return shown(None if result.peak_bytes is None else result.peak_bytes / 2**20, ".0f")
+
+
+def _host_us(result: ModelResult) -> str:
+    """Of a forward and a backward."""
+    layers = len(result.case.widths) - 1
+    return shown(1e6 * (result.host["forward"] + result.host["backward"]) / layers if result.host else None, ".0f")
+
+
+def _excess(result: ModelResult) -> str:
+    return NOTHING if result.excess is None else share(result.excess)

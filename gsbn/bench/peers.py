@@ -7,6 +7,7 @@ as a user's call does. A forward runs without autograd. Names, as ``gsbn bench -
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gsbn
@@ -14,7 +15,7 @@ import gsbn
 from .. import _plan
 from .._host.call import bare_gemm
 from . import libraries
-from .bounds import EPS, MOMENTUM, Operands, draw_dy
+from .bounds import EPS, GRADIENTS, MOMENTUM, Operands, draw_dy
 from .candidate import WITHOUT_BACKWARD, Candidate, Unavailable
 from .case import Case
 from .libraries import Native, Torch
@@ -24,9 +25,9 @@ from .machine import matmul_of, path
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
     if name in ("pytorch", "compile", "autotune"):
-        return _module(name, case, operands, xp)
+        return module(name, case, operands, xp)
     if name.startswith("gsbn") and name != "gsbn-gemm":
-        return _gsbn(name, case, operands, xp)
+        return own(name, case, operands, xp)
     if case.direction != "forward":
         raise Unavailable("it has no backward here")
     if name.startswith("gemm"):
@@ -34,10 +35,20 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     return {"gsbn-gemm": _own_gemm, "addmm": _addmm, "jax": _jax}[name](case, operands, xp)
 
 
-def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """gsbn on arrays or tensors; in a backward or a step the outputs are the gradients, and y."""
-    is_forward = case.direction == "forward"
-    if not is_forward and name in WITHOUT_BACKWARD:
+def own(
+    name: str,
+    case: Case,
+    operands: Operands,
+    xp: Any,
+    dy: Any = None,
+    group: gsbn.Group | None = None,
+    then: Callable[[], Any] | None = None,
+) -> Candidate:
+    """gsbn on arrays, or on tensors where the name is ``gsbn-torch``; with the ranks of a ``group``.
+
+    ``dy`` is drawn if absent. ``then`` is called after every forward and after every backward.
+    """
+    if case.direction != "forward" and name in WITHOUT_BACKWARD:
         raise Unavailable("it has no backward here")
     library = Torch(xp) if name == "gsbn-torch" else Native(xp)
     gemm = name.partition("-")[2] if name in ("gsbn-cublas", "gsbn-tiled", "gsbn-sm90") else "auto"
@@ -47,46 +58,44 @@ def _gsbn(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         weight = gsbn.prepare(weight, case.precision)
         if weight.limbs is None:
             raise Unavailable("there is nothing to prepare but for limbs")
-    affine = {key: library.take(a) for key, a in operands.affine.items()}
-    options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm}
-    options["activation"] = case.activation
-    state: dict[str, Any] = {}
+    is_forward = case.direction == "forward"
+    options: dict[str, Any] = {"training": case.training, "precision": case.precision, "gemm": gemm, "group": group}
+    options |= {"activation": case.activation, "return_saved": not is_forward}
+    options |= {key: library.take(a) for key, a in operands.affine.items()}
+    try:
+        chosen = path(case, gemm, xp)[0] if is_forward else "numpy" if xp.__name__ == "numpy" else gemm
+    except ValueError as error:  # this GEMM cannot serve the case here
+        raise Unavailable(str(error)) from None
+    dy = None if is_forward else library.take(draw_dy(xp, operands) if dy is None else dy)
 
     def reset() -> None:
-        state.update({key: library.take(a) for key, a in operands.fresh_statistics(xp).items()})
+        options.update({key: library.take(a) for key, a in operands.fresh_statistics(xp).items()})
+
+    def forward() -> Any:
+        """y; where there is a backward, y and what that needs."""
+        found = gsbn.forward(x, weight, scale, **options)
+        if then:
+            then()
+        return found
 
     reset()
-    if is_forward:
-        try:
-            chosen = path(case, gemm, xp)[0]
-        except ValueError as error:  # this GEMM cannot serve the case here
-            raise Unavailable(str(error)) from None
+    kept = forward() if case.direction == "backward" else None
 
-        def forward() -> Any:
-            return gsbn.forward(x, weight, scale, **affine, **state, **options)
+    def backward(of: Any = None) -> Any:
+        gradients = gsbn.backward(dy, (of or kept or forward())[1])
+        if then:
+            then()
+        return gradients
 
-        def outputs() -> tuple[Any, Any, Any]:
+    def outputs() -> dict[str, Any]:
+        if kept is None:
             reset()
-            return library.give(forward()), library.give(state["running_mean"]), library.give(state["running_var"])
+        found = kept or forward()
+        results = {"y": found} if is_forward else {**backward(found)._asdict(), "y": found[0]}
+        results |= {key: options[key] for key in ("running_mean", "running_var")}
+        return {key: None if a is None else library.give(a) for key, a in results.items()}
 
-        return Candidate(name, library.name, forward, outputs, path=chosen)
-
-    def forward_that_saves() -> tuple[Any, Any]:
-        y, saved = gsbn.forward(x, weight, scale, **affine, **state, **options, return_saved=True)
-        return y, saved
-
-    dy = library.take(draw_dy(xp, operands))
-    kept = forward_that_saves() if case.direction == "backward" else None
-
-    def backward() -> Any:
-        return gsbn.backward(dy, (kept or forward_that_saves())[1])
-
-    def gradients() -> tuple[Any, ...]:
-        y, saved = kept or forward_that_saves()
-        return tuple(None if a is None else library.give(a) for a in (*gsbn.backward(dy, saved), y))
-
-    chosen = "numpy" if xp.__name__ == "numpy" else gemm
-    return Candidate(name, library.name, backward, gradients, path=chosen)
+    return Candidate(name, library.name, forward if is_forward else backward, outputs, path=chosen)
 
 
 def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -111,7 +120,7 @@ def _gemm(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
             prefer(before)
 
     run = call_lt if name == "gemm-lt" else call
-    return Candidate(name, library.name, run, lambda: (library.give(run()), None, None), capturable=not native)
+    return Candidate(name, library.name, run, lambda: {"g": library.give(run())}, capturable=not native)
 
 
 def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -131,7 +140,7 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
         multiply((x.data.ptr, weight.data.ptr, g.data.ptr), xp.cuda.get_current_stream().ptr)
         return g
 
-    return Candidate("gsbn-gemm", xp.__name__, call, lambda: (call(), None, None), path="sm90")
+    return Candidate("gsbn-gemm", xp.__name__, call, lambda: {"g": call()}, path="sm90")
 
 
 def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -147,23 +156,24 @@ def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
         y = library.torch.addmm(bias, x, weight_t)
         return y.relu_() if case.activation == "relu" else y
 
-    return Candidate("addmm", "torch", call, lambda: (library.give(call()), None, None))
+    return Candidate("addmm", "torch", call, lambda: {"y": library.give(call())})
 
 
-def _scale_batch_norm(library: Torch, case: Case, operands: Operands) -> Any:
+def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str) -> Any:
     """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands; or without the scale,
-    and with the activation after it."""
+    and with the activation after it. Where the vectors are of another dtype than x, the scale is rounded to x's."""
     torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.gemm = torch.nn.Linear(case.in_features, case.out_features, device="meta")
-            self.scale = None if operands.scale is None else parameter(operands.scale)
-            dtype = library.take(operands.affine["gamma"]).dtype
-            self.bn = torch.nn.BatchNorm1d(case.out_features, device=library.device, dtype=dtype)
-            self.gemm.weight, self.gemm.bias = parameter(operands.weight), parameter(operands.affine["bias"])
-            self.bn.weight, self.bn.bias = parameter(operands.affine["gamma"]), parameter(operands.affine["beta"])
+            bias, gamma, beta = (operands.affine.get(key) for key in ("bias", "gamma", "beta"))
+            self.gemm = torch.nn.Linear(case.in_features, case.out_features, bias is not None, device="meta")
+            self.scale = None if operands.scale is None else parameter(operands.scale.astype(operands.x.dtype))
+            self.gemm.weight, self.gemm.bias = parameter(operands.weight), None if bias is None else parameter(bias)
+            dtype = library.take(gamma).dtype
+            self.bn = getattr(torch.nn, norm)(case.out_features, device=library.device, dtype=dtype)
+            self.bn.weight, self.bn.bias = parameter(gamma), parameter(beta)
 
         def forward(self, x: Any) -> Any:
             z = self.gemm(x)
@@ -176,32 +186,36 @@ def _scale_batch_norm(library: Torch, case: Case, operands: Operands) -> Any:
     return GemmScaleBatchNorm().train(case.training)
 
 
-def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """KernelBench's module, eager or compiled; its gradients by autograd."""
-    if name != "pytorch" and case.direction == "backward":
+def module(name: str, case: Case, operands: Operands, xp: Any, dy: Any = None, norm: str = "BatchNorm1d") -> Candidate:
+    """KernelBench's module with this class of ``torch.nn``, eager or compiled; its gradients by autograd.
+
+    ``dy`` is drawn if absent.
+    """
+    if name in ("compile", "autotune") and case.direction == "backward":
         raise Unavailable("a compiled backward is timed in its step")
     library = Torch(xp)
-    torch, module, x = library.torch, _scale_batch_norm(library, case, operands), library.take(operands.x)
-    mode = {"compile": "default", "autotune": "max-autotune-no-cudagraphs"}
-    run = module if name == "pytorch" else torch.compile(module, dynamic=False, mode=mode[name])
+    torch, layer, x = library.torch, _scale_batch_norm(library, case, operands, norm), library.take(operands.x)
+    mode = {"compile": "default", "autotune": "max-autotune-no-cudagraphs"}.get(name)
+    run = torch.compile(layer, dynamic=False, mode=mode) if mode else layer
 
     def reset() -> None:
         for key, a in operands.fresh_statistics(xp).items():
-            buffer = getattr(module.bn, key)
+            buffer = getattr(layer.bn, key)
             buffer.copy_(library.take(a).reshape(buffer.shape))
 
-    def outputs() -> tuple[Any, Any, Any]:
+    def outputs() -> dict[str, Any]:
         reset()
-        return library.give(run(x)), library.give(module.bn.running_mean), library.give(module.bn.running_var)
+        results = {"y": run(x), "running_mean": layer.bn.running_mean, "running_var": layer.bn.running_var}
+        return {key: library.give(a) for key, a in results.items()}
 
     if case.direction == "forward":
         return Candidate(name, "torch", lambda: run(x), outputs)
     reset()
-    places = [x, module.gemm.weight, module.gemm.bias, module.scale, module.bn.weight, module.bn.bias]
-    leaves = [leaf for leaf in places if leaf is not None]
-    for leaf in leaves:
+    places = [x, layer.gemm.weight, layer.gemm.bias, layer.scale, layer.bn.weight, layer.bn.bias]
+    leaves = {name: leaf for name, leaf in zip(GRADIENTS, places, strict=True) if leaf is not None}
+    for leaf in leaves.values():
         leaf.requires_grad_()
-    dy = library.take(draw_dy(xp, operands))
+    dy = library.take(draw_dy(xp, operands) if dy is None else dy)
     kept: list[Any] = []
     if case.direction == "backward":
         with torch.enable_grad():
@@ -210,13 +224,12 @@ def _module(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     def gradients_and_y() -> tuple[Any, Any]:
         with torch.enable_grad():
             y = kept[0] if kept else run(x)
-            return torch.autograd.grad(y, leaves, dy, retain_graph=bool(kept)), y
+            return torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=bool(kept)), y
 
-    def outputs_of_backward() -> tuple[Any, ...]:
-        found, y = gradients_and_y()
-        given = iter(found)
-        gradients = [None if leaf is None else library.give(next(given)) for leaf in places]
-        return (*gradients, library.give(y.detach()))
+    def outputs_of_backward() -> dict[str, Any]:
+        gradients, y = gradients_and_y()
+        results = {**dict(zip(leaves, gradients, strict=True)), "y": y.detach()}
+        return {key: library.give(a) for key, a in results.items()}
 
     return Candidate(name, "torch", lambda: gradients_and_y()[0], outputs_of_backward)
 
@@ -264,8 +277,8 @@ def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
     arguments = [None if a is None else to_jax(a) for a in arrays]
     jax.block_until_ready(arguments)
 
-    def outputs() -> tuple[Any, Any, Any]:
-        y, mean, var = jax.block_until_ready(forward(*arguments))
-        return from_jax(y), from_jax(mean), from_jax(var)
+    def outputs() -> dict[str, Any]:
+        results = jax.block_until_ready(forward(*arguments))
+        return {key: from_jax(a) for key, a in zip(("y", "running_mean", "running_var"), results, strict=True)}
 
     return Candidate("jax", "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)

@@ -2,7 +2,7 @@
 
 The layer is Linear without bias, scale and BatchNorm1d in training: its forward, and the forward with its backward, on
 as many rows on every rank. Each rank is a process that ``run`` starts, with a GPU of its own over NCCL, or all on the
-CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.measure``.
+CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.layers``.
 
 A trial begins when all ranks have come to a barrier. *As called* is the time between two CUDA events around calls that
 the host makes one after another, *in a graph* that of a replay of a CUDA graph of ten calls. One call, or replay,
@@ -24,20 +24,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gsbn
 
-from . import libraries
+from . import libraries, page
 from .case import Case
 from .case import cases as cases_of
 from .clock import Measurement
 from .machine import environment
-from .report import Settings, now
+from .page import SERIES, SHORT, Column, markdown_table, of, shown
+from .report import NOTHING, AnyReport, Settings, now
+from .turns import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAMES = {
     "gemm": "bare GEMM",
@@ -55,6 +60,15 @@ GROUPS = ("gsbn-peer", "gsbn-nccl", "gsbn-gloo")  # the first that is there is w
 DIRECTIONS = ("forward", "step")
 SHAPES = [(1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (1024, 2048, 8192)]
 REDUCED = [(64, 96, 48), (256, 32, 64)]
+WAYS = ("called", "graph")  # fields of RanksResult
+COLOURS = {"gemm": SERIES["gemm-"][1], "pytorch": SERIES["pytorch"][1], "pytorch-sync": SERIES["compile"][1],
+           "gsbn": "#e8a2aa", "gsbn-reduce": "#b3767f", "gsbn-peer": SERIES["gsbn"][1], "gsbn-nccl": "#8c2f3d",
+           "gsbn-gloo": "#8c2f3d"}  # fmt: skip
+TITLES = {"forward": "Forward in training", "step": "Training step (forward and backward)"}
+BRIEF: dict[str, tuple[str, ...]] = {  # what the README shows of them
+    "called": ("pytorch-sync", "gsbn-peer"),
+    "graph": ("gsbn", "gsbn-reduce", "gsbn-peer"),
+}
 PATIENCE = 300.0  # seconds without a word from rank 0: kernels may have to be compiled
 WORKER = [sys.executable, "-m", "gsbn.bench.rank"]
 
@@ -84,15 +98,20 @@ class RanksResult:
     graph_failure: str = ""
     failure: str = ""
 
+    @property
+    def timed(self) -> bool:
+        return bool(self.called)
+
     def seconds(self, way: str) -> float | None:
         """A call's time, ``called`` or in a ``graph``: that of the slowest rank."""
         return max((rank.median for rank in getattr(self, way)), default=None)
 
 
 @dataclass(frozen=True)
-class RanksReport:
+class RanksReport(AnyReport[Case, RanksResult]):
     """Everything one run measured, with what it was measured on. ``failure`` says why it ended early."""
 
+    PRESET = "ranks"
     environment: dict[str, Any]
     settings: Settings
     device: str  # cuda or cpu
@@ -102,17 +121,17 @@ class RanksReport:
     failure: str = ""
     date: str = field(default_factory=now)
 
-    @property
-    def measured(self) -> bool:
-        return any(result.called for result in self.results)
+    def of(self, direction: str) -> dict[Case, dict[str, RanksResult]]:
+        """``by_case``, less the other direction."""
+        return {case: results for case, results in self.by_case().items() if case.direction == direction}
 
-    def by_case(self, direction: str) -> dict[Case, dict[str, RanksResult]]:
-        """Results of a direction by case, then by candidate, in the order they were run."""
-        table: dict[Case, dict[str, RanksResult]] = {}
-        for result in self.results:
-            if result.case.direction == direction:
-                table.setdefault(result.case, {})[result.candidate] = result
-        return table
+    def content(self) -> dict[str, Any]:
+        """Everything, and the times of the tables in microseconds."""
+        content = super().content()
+        for row, result in zip(content["results"], self.results, strict=True):
+            times = {way: result.seconds(way) for way in WAYS}
+            row.update({f"{way}_us": None if time is None else time * 1e6 for way, time in times.items()})
+        return content
 
 
 def cases(
@@ -146,7 +165,7 @@ def run(
     cases: Sequence[Case],
     candidates: Sequence[str],
     settings: Settings,
-    progress: Callable[[float, float, str], None] = lambda done, total, doing: None,
+    progress: Progress = lambda done, total, doing: None,
 ) -> RanksReport:
     """Measure these candidates on every case, on ranks that are started for it and have ended when this returns.
 
@@ -234,3 +253,98 @@ def _listen(store: Any, processes: list[subprocess.Popen[bytes]], folder: Path) 
 def _tail(file: Path, lines: int = 20) -> str:
     text = file.read_text(encoding="utf-8", errors="replace").strip()
     return "\n".join(text.splitlines()[-lines:]) or "nothing"
+
+
+# ---- what is shown and published -----------------------------------------------------------------------------------
+
+
+def print_report(console: Console, report: RanksReport) -> None:
+    """A table for each direction, and why something is missing."""
+    case = Column("", lambda case, results: f"{_shape(case)} {SHORT[case.kind]}")
+    for direction in DIRECTIONS:
+        title = f"{TITLES[direction]}, µs on {report.ranks} ranks; B is of each"
+        page.print_rows(console, title, [case, *_columns()], report.of(direction).items())
+    page.print_failures(console, report, page.failures(report, NAMES))
+
+
+def group_of(results: dict[str, RanksResult]) -> RanksResult | None:
+    """The group that a user gets: over peer memory, where that was timed."""
+    return next((results[name] for name in GROUPS if name in results and results[name].timed), None)
+
+
+def gain(case: Case, results: dict[str, RanksResult]) -> str:
+    """SyncBatchNorm's time over that of gsbn with a group, both as called: above 1, gsbn is faster."""
+    ours, theirs = group_of(results), results.get("pytorch-sync")
+    if ours is None or theirs is None or not theirs.timed:
+        return NOTHING
+    return f"{(theirs.seconds('called') or 0) / (ours.seconds('called') or 1):.2f}"
+
+
+def cost(case: Case, results: dict[str, RanksResult]) -> str:
+    """Microseconds that a group adds to gsbn without one, in a graph."""
+    ours, local = group_of(results), results.get("gsbn")
+    with_group, without = (result.seconds("graph") if result else None for result in (ours, local))
+    return NOTHING if with_group is None or without is None else f"{(with_group - without) * 1e6:.1f}"
+
+
+def _columns() -> list[Column]:
+    """Times of every candidate as called, then in a graph, and after each what a group is worth."""
+
+    def times(way: str, suffix: str) -> list[Column]:
+        def us(result: RanksResult) -> str:
+            return shown(seconds * 1e6 if (seconds := result.seconds(way)) else None)
+
+        columns = []
+        for name, title in NAMES.items():
+            heading, ours = title + suffix, name == GROUPS[0]
+            shown_so = f"**{heading}**" if ours else heading
+            columns.append(Column(shown_so, of(name, us), brief=name in BRIEF[way], strong=ours))
+        return columns
+
+    columns = [*times("called", ""), Column("SyncBatchNorm / gsbn group", gain)]
+    return [*columns, *times("graph", ", in a graph"), Column("gsbn group − local, in a graph", cost)]
+
+
+def markdown(report: RanksReport, *, brief: bool = False) -> str:
+    """The tables of a page, with a line on where they were measured; ``brief`` leaves out what few readers want."""
+    columns = [
+        Column("B, I, O", lambda case, results: _shape(case), left=True),
+        Column("dtype", lambda case, results: SHORT[case.kind], left=True),
+        *_columns(),
+    ]
+    parts = []
+    for direction in DIRECTIONS:
+        if rows := report.of(direction):
+            parts += [f"{TITLES[direction]}, µs:", markdown_table(columns, rows.items(), brief)]
+    where = f"{report.ranks} ranks{', a GPU each' if report.on_gpu else ''}; {page.measured_on(report)}"
+    if not brief:
+        what = "Of each rank the median, of these the largest; one run, candidates in turns."
+        where = f"{what} {where} {page.sources_of(report)}"
+    return "\n\n".join([*parts, where])
+
+
+def publish(report: RanksReport, root: Path, name: str) -> list[Path]:
+    """Write the tables between the markers of this name, and figures and picture; gives the files."""
+    picture = "Statistics over several ranks, beside SyncBatchNorm"
+    return page.write(report, root, name, plot, markdown, picture, "Of each rank, with intervals")
+
+
+def plot(report: RanksReport, file: str | Path) -> None:
+    """Bars of the speed relative to SyncBatchNorm's, as called, a panel for each direction; PNG, SVG or PDF."""
+    timed = {result.candidate for result in report.results if result.timed}
+    series = {name: (NAMES[name], COLOURS[name]) for name in NAMES if name in timed}
+    unit = next(name for name in ("pytorch-sync", "pytorch", *series) if name in series)
+    panels = {}
+    for direction in DIRECTIONS:
+        groups = [
+            (f"{_shape(case)}\n{SHORT[case.kind]}",
+             {name: time for name, result in results.items() if (time := result.seconds("called"))})
+            for case, results in report.of(direction).items()
+        ]  # fmt: skip
+        if any(times for _, times in groups):
+            panels[f"{TITLES[direction]}, as called"] = groups
+    page.plot_speeds(file, page.title_of(report, f"{report.ranks} ranks that share a batch"), panels, series, unit)
+
+
+def _shape(case: Case) -> str:
+    return ", ".join(map(str, case.shape))

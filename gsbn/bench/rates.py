@@ -1,4 +1,4 @@
-"""The ceilings: how fast this machine copies and multiplies, measured beside the candidates."""
+"""How fast this machine copies and multiplies: no candidate can be faster. Measured in the same run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from .libraries import float32_precision
 
 @dataclass(frozen=True)
 class Rates:
-    """The ceilings measured in this process: bytes/s (read + written) of a large copy, FLOP/s of a large GEMM by kind.
+    """The fastest that this machine was measured to be.
 
-    The copy goes through memory, so a call whose operands stay in L2 from the call before may take less than the floor.
-    For float32 at ``highest`` the matrix rate is the larger of the float32 GEMM's and a third of float16's: no way is
-    known to reach float32's accuracy with fewer than three half-precision products.
+    Attributes
+    ----------
+    copy : float
+        Bytes per second of a large copy, those read and those written. It goes through memory: a call whose operands
+        are in the L2 cache from the call before may be faster.
+    matrix : dict of str to float
+        FLOP per second of a large GEMM, by a key of `DTYPES`. For float32 it is the larger of the float32 GEMM's and a
+        third of float16's: no way is known to reach float32's accuracy with fewer than three 16-bit products.
+
+    >>> Rates(copy=4e12, matrix={"bfloat16": 8e14}).floor(Case(1024, 8192, 8192, "bfloat16"))
     """
 
     copy: float
@@ -43,7 +50,7 @@ def measure_rates(clock: Clock, kinds: set[str]) -> Rates:
             xp.copyto(target, source)
 
     # A graph would give the copy to a copy engine, which reaches two thirds of the rate.
-    copy = Candidate("copy", xp.__name__, duplicate, lambda: (target, None, None), capturable=False)
+    copy = Candidate("copy", xp.__name__, duplicate, lambda: {"g": target}, capturable=False)
     copy_rate = 2 * source.nbytes / _seconds_per_call(clock, copy)
     matrix: dict[str, float] = {}
     for kind in sorted(kinds | ({"float16"} if gpu and "float32" in kinds else set())):

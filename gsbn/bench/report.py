@@ -1,31 +1,39 @@
-"""What a run measured: results, and the tables of numbers that follow from them."""
+"""What every bench is told, and what every report of one has: settings, results by case, and where it was measured."""
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import io
 import json
-import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
-from .candidate import is_gemm
-from .case import Case
-from .clock import Measurement
-from .rates import Rates
-
-SCHEMA = 2
+NOTHING = "–"  # a table's cell without a value
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure a case: ``rounds`` of interleaved trials; after ``seconds`` no new one, but at least 7.
+    """How long to measure a case.
 
-    Before them, rounds are run that do not count, until the card's clocks have settled or ``settle`` seconds are over.
-    A trial is ``calls`` calls back to back, or as many as fill ``trial_ms``. ``graph=False`` captures nothing.
+    Attributes
+    ----------
+    rounds : int
+        Rounds in which every candidate has one trial.
+    seconds : float
+        No new round begins after so many seconds, but 7 are run at least.
+    settle : float
+        Rounds that do not count come first, until the GPU's clocks have settled or so many seconds are over.
+    trial_ms : float
+        A trial is as many calls, one after another, as fill so many milliseconds.
+    calls : int, optional
+        So many calls a trial instead; 1 times every call with a cold L2 cache.
+    graph : bool
+        Whether calls are captured in CUDA graphs where that is possible.
+    seed : int
+        Of the random operands.
+
+    >>> Settings(rounds=20, seconds=1.0)
     """
 
     rounds: int = 120
@@ -37,25 +45,8 @@ class Settings:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Result:
-    """One candidate on one case; times in seconds. ``failure`` says why there are none."""
-
-    case: Case
-    candidate: str
-    path: str = ""  # which GEMM gsbn took
-    method: str = ""  # graph, queue or wall: see gsbn.bench.clock
-    calls: int = 0
-    device: Measurement | None = None  # the GPU's time; on the CPU, the wall clock's
-    host: Measurement | None = None
-    extra_bytes: int | None = None  # peak beyond the operands and the result; None if unknown
-    error: float | None = None  # norm-wise, against float64: gsbn.bench.bounds.Judgement
-    failure: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """The median of the time; infinite if there is none."""
-        return self.device.median if self.device else math.inf
+C = TypeVar("C")
+R = TypeVar("R")
 
 
 def now() -> str:
@@ -63,79 +54,44 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything one run measured, with what it was measured on."""
+class AnyReport(Generic[C, R]):
+    """What the report of any bench has: results R of cases C. A bench's own is a dataclass of at least these fields.
 
-    environment: dict[str, Any]
+    A result has a ``case``, a ``candidate``, a ``failure`` and whether it was ``timed``.
+    """
+
+    PRESET: ClassVar[str]  # its name in what is saved
+    environment: dict[str, Any]  # of ``gsbn.bench.machine``
     settings: Settings
-    rates: Rates
-    results: tuple[Result, ...]
-    interrupted: bool = False
-    date: str = field(default_factory=now)
+    results: Sequence[Any]
+    interrupted: bool
+    date: str
 
-    def by_case(self) -> dict[Case, dict[str, Result]]:
-        """Results by case, then by candidate, in the order they were run."""
-        table: dict[Case, dict[str, Result]] = {}
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it was measured on a GPU, which PyTorch may not see."""
+        return bool(self.environment["gpus"]) and getattr(self, "device", "cuda") == "cuda"
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was timed."""
+        return any(result.timed for result in self.results)
+
+    def by_case(self) -> dict[C, dict[str, R]]:
+        """Results by case, then by candidate, in the order in which they were run."""
+        table: dict[C, dict[str, R]] = {}
         for result in self.results:
             table.setdefault(result.case, {})[result.candidate] = result
         return table
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat dictionary for each result. ``time_us`` is the GPU's time, on the CPU the wall clock's.
-        ``times <peer>`` is the peer's time over this candidate's: where it is above 1, this one is faster. ``bare
-        gemm`` is the fastest of the bare GEMMs."""
-        rows = []
-        for case, results in self.by_case().items():
-            others = {name: r.seconds for name, r in results.items() if r.device and not is_gemm(name)}
-            if gemm := fastest(results, "gemm-"):
-                others["bare gemm"] = gemm.seconds
-            floor = self.rates.floor(case)
-            for r in results.values():
-                row = dataclasses.asdict(case) | {"candidate": r.candidate, "path": r.path, "method": r.method}
-                row |= {"calls": r.calls, "failure": r.failure, "error": r.error, "extra_bytes": r.extra_bytes}
-                row |= _columns("time", r.device) | _columns("host", r.host)
-                seconds = r.seconds if r.device else None
-                row["tflops"] = case.flops / seconds / 1e12 if seconds else None
-                row["gbytes_per_s"] = case.least_bytes / seconds / 1e9 if seconds else None
-                row["floor_us"] = floor * 1e6
-                row["floor_share"] = floor / seconds if seconds else None
-                row |= {f"times {name}": t / seconds if seconds else None for name, t in others.items()}
-                rows.append(row)
-        return rows
+    def content(self) -> dict[str, Any]:
+        """All of it as JSON's types."""
+        return {"schema": 1, "preset": self.PRESET, **asdict(self)}  # type: ignore[call-overload]
 
     def to_json(self) -> str:
-        """Environment, settings, rates and ``rows()``."""
-        content = {name: getattr(self, name) for name in ("date", "interrupted", "environment")}
-        content |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "rates")}
-        content = {"schema": SCHEMA} | content | {"results": self.rows()}
-        return json.dumps(content, indent=1) + "\n"
-
-    def to_csv(self) -> str:
-        """``rows()`` under one header line, which has the columns of all rows."""
-        rows, stream = self.rows(), io.StringIO()
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return stream.getvalue()
+        """``content()`` as text."""
+        return json.dumps(self.content(), indent=1) + "\n"
 
     def save_json(self, file: str | Path) -> None:
         """Write ``to_json()`` into a file."""
         Path(file).write_text(self.to_json(), encoding="utf-8")
-
-    def save_csv(self, file: str | Path) -> None:
-        """Write ``to_csv()`` into a file."""
-        Path(file).write_text(self.to_csv(), encoding="utf-8")
-
-
-def fastest(results: dict[str, Result], *prefixes: str) -> Result | None:
-    """The fastest timed candidate whose name starts with one of these."""
-    timed = [r for r in results.values() if r.device and r.candidate.startswith(prefixes)]
-    return min(timed, key=lambda r: r.seconds, default=None)
-
-
-def _columns(name: str, m: Measurement | None) -> dict[str, float | None]:
-    """A measurement in microseconds, a column for each of its figures."""
-    values = (m.median * 1e6, m.low * 1e6, m.high * 1e6) if m else (None, None, None)
-    return dict(zip((f"{name}_us", f"{name}_low_us", f"{name}_high_us"), values, strict=True))

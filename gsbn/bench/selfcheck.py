@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from .._typing import Activation
 from . import libraries, peers
-from .bounds import FAMILIES, GRADIENTS, Expected, Judgement, draw_dy, expected, expected_gradients, make_operands
+from .bounds import FAMILIES, GRADIENTS, Judgement, Truth, draw_dy, expected, make_operands
 from .candidate import WITHOUT_BACKWARD, Unavailable
 from .case import DTYPES, Case
 from .machine import has_gpu
+from .turns import Progress, line_of
 
 SHAPE = (257, 384, 131)  # ragged in every direction; at most 576 inputs, see DERIVATION
 DERIVATION = (
@@ -83,7 +83,7 @@ def check(
     families: Iterable[str] = tuple(FAMILIES),
     shape: tuple[int, int, int] = SHAPE,
     seed: int = 0,
-    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+    progress: Progress = lambda done, total, text: None,
     activation: Activation | None = None,
     scale: bool = True,
 ) -> list[Check]:
@@ -106,47 +106,36 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     xp: Any = np
     if gpu:
         import cupy as xp  # type: ignore[no-redef]
-    truth_of = make_operands(np, *case.shape, case.dtype, family, seed, case.scale)
-    truth = expected(np, truth_of, case.precision, case.training, activation=case.activation)
-    operands = truth_of.map(xp.asarray)
-    dy = _host(draw_dy(xp, operands))
-
-    @cache
-    def truth_without() -> dict[str, Expected]:
-        return expected_gradients(np, truth_of, dy, case.precision, case.training)
-
-    def true_gradients(y: Any) -> dict[str, Expected]:
-        """Those that belong to the y that a candidate returned."""
-        if case.activation is None:
-            return truth_without()
-        return expected_gradients(np, truth_of, dy, case.precision, case.training, case.activation, y)
-
+    on_host = make_operands(np, *case.shape, case.dtype, family, seed, case.scale)
+    operands = on_host.map(xp.asarray)
+    truth = Truth(np, case, on_host, libraries.on_host(draw_dy(xp, operands)))
     backward = dataclasses.replace(case, direction="backward")
     checks = []
+
+    def judge(name: str, of: Case) -> dict[str, Judgement]:
+        return truth.judge(
+            {key: libraries.on_host(a) for key, a in peers.make(name, of, operands, xp).outputs().items()}
+        )
+
     with libraries.float32_precision(case.precision), libraries.no_grad():
         for name in names:
             try:
-                outputs = peers.make(name, case, operands, xp).outputs()
-                keys = ("y", "running_mean", "running_var")
-                got = {key: _host(a) for key, a in zip(keys, outputs, strict=True)}
-                y, mean, var = (truth[key].judge(got[key], np) if key in truth else None for key in keys)
-                judged = {}
+                found = judge(name, case)
+                y, mean, var = (found.get(key) for key in ("y", "running_mean", "running_var"))
+                gradients: dict[str, Judgement] = {}
                 if name not in WITHOUT_BACKWARD:
-                    *gradients, its_y = map(_host, peers.make(name, backward, operands, xp).outputs())
-                    of_its_y = true_gradients(its_y)
-                    found = dict(zip(GRADIENTS, gradients, strict=True))
-                    judged = {key: true.judge(found[key], np) for key, true in of_its_y.items()}
-                    y = max(y, truth["y"].judge(its_y, np), key=lambda judgement: judgement.share)
-                checks.append(Check(case.kind, family, case.training, name, y, mean, var, judged))
+                    found = judge(name, backward)
+                    gradients = {key: found[key] for key in GRADIENTS if key in found}
+                    y = max(filter(None, (y, found["y"])), key=lambda judgement: judgement.share)
+                checks.append(Check(case.kind, family, case.training, name, y, mean, var, gradients))
             except Unavailable:
                 continue
             except Exception as error:  # one candidate's failure is a row of the table
-                failure = (str(error) or type(error).__name__).splitlines()[0]
-                checks.append(Check(case.kind, family, case.training, name, failure=failure))
+                checks.append(Check(case.kind, family, case.training, name, failure=line_of(error)))
         if case.kind == "float32":
-            g = _host(peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()[0])
-            y = expected(np, truth_of, case.precision, case.training, g, case.activation)["y"].value
-            checks.append(Check(case.kind, family, case.training, "sgemm", truth["y"].judge(y, np)))
+            g = libraries.on_host(peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()["g"])
+            y_of_g = expected(np, on_host, case.precision, case.training, g, case.activation)["y"].value
+            checks.append(Check(case.kind, family, case.training, "sgemm", truth.forward["y"].judge(y_of_g, np)))
     return checks
 
 
@@ -154,7 +143,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _host(a: Any) -> Any:
-    return a.get() if hasattr(a, "get") else a

@@ -13,7 +13,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-NOTHING = "–"  # a cell without a value
+from .report import NOTHING
+
 SPELLED = {  # what this package prints, for encodings that lack it; in tables one character stands for one
     "×": "x", "–": "-", "−": "-", "·": "*", "±": "+-", "→": "->", "≤": "<=", "√": "sqrt ", "µ": "u", "μ": "u", "Δ": "d",
     "Σ": "sum ", "γ": "gamma", "β": "beta", "…": "...", "’": "'", "•": "*", "│": "|", "─": "-", "━": "-",

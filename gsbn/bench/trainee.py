@@ -10,14 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import libraries
+from .clock import torch_graph, wall_clock, warm_up
+from .turns import line_of
+
 RATE, MOMENTUM = 1e-4, 0.9  # of SGD: so slow that a thousand steps leave the numbers what they are
 
 
 class Trainee:
     """A copy of the plain model, converted or compiled as its name says. Its first step is not timed, but judged."""
 
-    def __init__(self, torch: Any, name: str, kind: str, plain: Any, x: Any, dy: Any) -> None:
-        self.torch: Any = torch
+    def __init__(self, name: str, kind: str, plain: Any, x: Any, dy: Any) -> None:
+        self.torch: Any = libraries.load(["pytorch"])["torch"]
+        torch = self.torch
         self.kind: str = kind
         self.x: Any = x
         self.dy: Any = dy
@@ -32,11 +37,6 @@ class Trainee:
         compiled = name in ("compile", "gsbn-compile")
         self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.optimiser: Any = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)
-        self.calls: int = 1
-        self.once: float = 1.0
-        self.replay: Callable[[], None] | None = None
-        self.called: list[float] = []
-        self.replayed: list[float] = []
 
     def steps(self) -> Iterator[str]:
         """One step, which stops where a part of it ends."""
@@ -70,25 +70,9 @@ class Trainee:
     def outcome(self) -> list[Any]:
         return [self.y.detach(), *(parameter.grad for parameter in self.model.parameters())]
 
-    def wall(self) -> float:
-        """Seconds a step, of several that are called one after another."""
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(self.calls):
-            self.step()
-        self.synchronize()
-        return (time.perf_counter() - start) / self.calls
-
-    def replays(self) -> float:
-        """Seconds a replay, of as many."""
-        assert self.replay is not None
-        start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(self.calls):
-            self.replay()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e-3 / self.calls
+    def wall(self, calls: int) -> float:
+        """Seconds a step, of so many that are called one after another."""
+        return wall_clock(self.step, calls, self.synchronize)
 
     def synchronize(self) -> None:
         if self.x.device.type == "cuda":
@@ -105,13 +89,16 @@ class Trainee:
         self.step()
         return int(cuda.max_memory_allocated() - before)
 
-    def phases(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The device's time by part of the step, and the host's: a busy device at its start lets the host run ahead."""
+    def phases(self, once: float) -> tuple[dict[str, float], dict[str, float]]:
+        """The device's time by part of the step, and the host's: a busy device at its start lets the host run ahead.
+
+        ``once`` is the time of a step as called.
+        """
         device: list[list[float]] = []
         host: list[list[float]] = []
         for _ in range(5):
             self.synchronize()
-            self.torch.cuda._sleep(int(4e9 * self.once))  # about twice a step as called
+            self.torch.cuda._sleep(int(4e9 * once))  # about twice a step as called
             events, times = [self.torch.cuda.Event(enable_timing=True)], [time.perf_counter()]
             events[0].record()
             for _ in self.steps():
@@ -123,28 +110,19 @@ class Trainee:
             host.append([b - a for a, b in itertools.pairwise(times)])
         return _medians(device), _medians(host)
 
-    def capture(self) -> str:
-        """Make the step a graph; the reason where it cannot be one."""
-        cuda = self.torch.cuda
+    def capture(self) -> tuple[Callable[[], None] | None, str]:
+        """A replay of a step as a graph, or the reason why it cannot be one."""
         try:
-            side = cuda.Stream()
-            side.wait_stream(cuda.current_stream())
-            with cuda.stream(side):
-                for _ in range(3):
-                    self.step()
-            cuda.current_stream().wait_stream(side)
+            warm_up(self.torch, self.step, self.torch.cuda.Stream())
             self.optimiser.zero_grad(set_to_none=True)
-            graph = cuda.CUDAGraph()
-            with cuda.graph(graph):
-                self.step()
-            graph.replay()
-            cuda.synchronize()
-            self.replay = graph.replay
-            return ""
+            replay = torch_graph(self.torch, self.step)
+            replay()
+            self.synchronize()
         except Exception as error:
             with contextlib.suppress(Exception):
-                cuda.synchronize()
-            return line_of(error)
+                self.synchronize()
+            return None, line_of(error)
+        return replay, ""
 
 
 def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
@@ -153,11 +131,6 @@ def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
     y = wide(x.double())
     y.backward(dy.double())
     return [y.detach(), *(parameter.grad for parameter in wide.parameters())]
-
-
-def line_of(error: BaseException) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _medians(samples: list[list[float]]) -> dict[str, float]:

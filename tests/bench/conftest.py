@@ -2,7 +2,7 @@
 
 import pytest
 
-from gsbn import _device
+from gsbn._cuda import device as _device
 
 
 @pytest.fixture

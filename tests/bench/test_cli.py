@@ -232,7 +232,7 @@ def test_shapes_of_a_preset_and_shapes_of_their_own(monkeypatch: pytest.MonkeyPa
         seen.append([case.shape for case in todo])
         return bench.Report(machine.environment(), bench.Settings(), bench.Rates(1, {}), ())
 
-    monkeypatch.setattr(cli.measure, "run", measured)
+    monkeypatch.setattr(cli.layers, "run", measured)
     small, kind = bench.PRESETS["small"], ["--dtype", "float32", "--dtype", "float32"]
     run("bench", *kind, "--preset", "small", "--shape", "24,20,12", "--shape", ",".join(map(str, small[0])))
     run("bench", *kind, "--shape", "24x20x12")

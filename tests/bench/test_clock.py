@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from gsbn import bench
-from gsbn.bench import measure
+from gsbn.bench import layers
 from gsbn.bench.candidate import Candidate
-from gsbn.bench.clock import Clock, GpuClock, balanced_order, median_interval, settle
+from gsbn.bench.clock import Clock, GpuClock, median_interval
+from gsbn.bench.turns import balanced_order, settle
 
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = bench.Case(24, 20, 12)
@@ -115,7 +116,7 @@ class ScriptedClock(Clock):
 def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     clock = ScriptedClock()
-    monkeypatch.setattr(measure, "Clock", lambda: clock)
+    monkeypatch.setattr(layers, "Clock", lambda: clock)
     settings = dataclasses.replace(QUICK, rounds=40, seconds=60, settle=0.05)
     report = bench.run([TINY], ["gsbn", "pytorch", "gemm-numpy"], settings)
     assert {r.device.samples for r in report.results if r.device} == {40}, "settling does not count"
@@ -159,7 +160,7 @@ def test_a_queue_that_ran_dry_does_not_count() -> None:
     clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
     data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
     clock._scratch = SimpleNamespace(data=data, nbytes=1)
-    candidate = Candidate("gsbn", "cupy", lambda: None, lambda: (None, None, None))
+    candidate = Candidate("gsbn", "cupy", lambda: None, dict)
     trial, method = clock.trial(candidate, calls=3)
     assert method == "queue"
     assert trial() == pytest.approx(2e-3)

@@ -17,7 +17,7 @@ import pytest
 import gsbn
 from gsbn import bench
 from gsbn.bench import libraries, machine
-from gsbn.bench.report import SCHEMA
+from gsbn.bench.layers import SCHEMA
 
 QUICK = bench.Settings(rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = bench.Case(24, 20, 12)

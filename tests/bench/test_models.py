@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gsbn.bench import machine, model_tables, models, trainee
+from gsbn.bench import machine, models, trainee
 from gsbn.bench.clock import median_interval
 from gsbn.bench.report import Settings
 
@@ -47,10 +47,10 @@ def test_a_run_on_the_cpu(kind: str) -> None:
         assert result.failure == "" and result.called is not None and result.called.samples == 7
         assert (result.graph, result.peak_bytes, result.phases) == (None, None, {}), "a CPU has no device time"
         assert max(result.errors.values()) < (1e-5 if kind == "float32" else 0.3)
-    page = model_tables.markdown(report)
+    page = models.markdown(report)
     assert "by the wall clock, on the CPU" in page
     assert "graph" not in page and "MiB" not in page
-    saved = json.loads(model_tables.to_json(report), parse_constant=lambda name: pytest.fail(name))
+    saved = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(name))
     assert saved["preset"] == "models" and len(saved["results"]) == 2
 
 
@@ -112,7 +112,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     pages = tmp_path / "README.md", tmp_path / "docs" / "results.md"
     for page in pages:
         page.write_text("before\n<!-- results:models -->\nold\n<!-- /results:models -->\nafter\n")
-    model_tables.publish(report_of_a_gpu(), tmp_path, "models")
+    models.publish(report_of_a_gpu(), tmp_path, "models")
     for page, columns, ours in ((pages[0], 13, 6), (pages[1], 18, 7)):
         text = page.read_text()
         assert text.startswith("before\n<!-- results:models -->\n| model, widths") and text.endswith("after\n")
@@ -132,7 +132,7 @@ def test_what_a_terminal_shows() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    model_tables.print_report(console, report_of_a_gpu())
+    models.print_report(console, report_of_a_gpu())
     text = console.export_text()
     parts = (
         "as called (wall clock)",

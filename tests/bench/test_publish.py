@@ -12,8 +12,10 @@ import pytest
 
 import gsbn
 from gsbn import bench
-from gsbn.bench import machine, publish
+from gsbn.bench import layers_page as publish
+from gsbn.bench import machine
 from gsbn.bench.clock import median_interval
+from gsbn.bench.page import SERIES, changed_since
 from tests.support import ROOT
 
 
@@ -57,7 +59,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
         assert all(1.45 < float(row[ours]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
         assert "NVIDIA H200, driver 580.1" in text
     assert "rows.png" not in brief and "(results/rows.png)" in full
-    assert publish.changed_since(tmp_path / "docs/results/rows.json") == []
+    assert changed_since(tmp_path / "docs/results/rows.json") == []
     for name in ("rows.json", "rows.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
@@ -109,7 +111,7 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
         return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
 
     for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
-        assert count(bars, publish.SERIES[name][1]) > 500, name
+        assert count(bars, SERIES[name][1]) > 500, name
     for kind in ("float32", "tf32", "float16"):
         assert count(roof, publish.KIND_COLOURS[kind]) > 50, kind
     assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
@@ -139,5 +141,5 @@ def test_the_published_results_describe_these_sources() -> None:
     saved = ROOT / "docs" / "results" / "kernelbench.json"
     if not saved.exists():
         pytest.skip("nothing published yet")
-    if changed := publish.changed_since(saved):
+    if changed := changed_since(saved):
         warnings.warn(f"the README's results are older than {' and '.join(changed)}: run `make bench`", stacklevel=1)

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gsbn._cuda import device as _device
-from gsbn.bench import cli, libraries, machine, rank_tables, ranks
+from gsbn.bench import cli, libraries, machine, ranks
 from gsbn.bench.clock import median_interval
 from gsbn.bench.report import Settings
 
@@ -92,15 +92,15 @@ def test_what_is_wrong_or_fails_on_one_rank_is_not_timed(monkeypatch: pytest.Mon
     def fails(*arguments):
         raise RuntimeError("no such thing\\nand more")
     judged_by = real.Layer.judge
-    def judge(self, call, state):
-        judged = judged_by(self, call, state)
-        state["running_mean"][0] += "dx" in judged
+    def judge(self, results):
+        judged = judged_by(self, results)
+        results["running_mean"] = results["running_mean"] + ("x" in judged)
         return judged
-    real.gsbn.forward, real.Layer._module, real.Layer.judge = forward, fails, judge
+    real.gsbn.forward, real.peers.module, real.Layer.judge = forward, fails, judge
 real.main(sys.argv[1])""")  # fmt: skip
     report = ranks.run(2, TINY, ["pytorch", "gsbn", "gsbn-gloo"], QUICK)
     assert report.failure == ""
-    forward, step = (report.by_case(direction)[case] for direction, case in zip(ranks.DIRECTIONS, TINY, strict=True))
+    forward, step = (report.of(direction)[case] for direction, case in zip(ranks.DIRECTIONS, TINY, strict=True))
     assert forward["pytorch"].failure == step["pytorch"].failure == "no such thing"
     assert "wrong result: y uses" in forward["gsbn-gloo"].failure and not forward["gsbn-gloo"].called
     assert step["gsbn-gloo"].failure == "wrong result: the ranks have different running statistics"
@@ -109,13 +109,13 @@ real.main(sys.argv[1])""")  # fmt: skip
 
 def test_a_rank_that_dies_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one waits for it, and is ended; what was done before is shown."""
-    worker(monkeypatch, """honest = real.Turn._forget
+    worker(monkeypatch, """honest = real.RankRun.forget
 def forget(self):
-    if rank == 1 and self.layer.case.batch == 20:
+    if rank == 1 and self.plain.batch == 20:
         print("out of luck", flush=True)
         os._exit(3)
     honest(self)
-real.Turn._forget = forget
+real.RankRun.forget = forget
 real.main(sys.argv[1])""")  # fmt: skip
     quick = ["--rounds", "1", "--settle", "0", "--calls", "1", "--dtype", "float32", "--only", "gemm,gsbn"]
     result = command("--ranks", "2", "--shape", "16,12,8", "--shape", "20,12,8", *quick, status=1)
@@ -202,7 +202,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     for page in pages:
         page.write_text("before\n<!-- results:ranks -->\nold\n<!-- /results:ranks -->\nafter\n")
     report = report_of_two_gpus()
-    rank_tables.publish(report, tmp_path, "ranks")
+    ranks.publish(report, tmp_path, "ranks")
     for page, columns, gain in ((pages[0], 9, 4), (pages[1], 16, 9)):
         text = page.read_text()
         assert text.startswith("before\n<!-- results:ranks -->\nForward in training, µs:\n\n| B, I, O | dtype |")
@@ -224,7 +224,7 @@ def test_what_is_published(tmp_path: Path) -> None:
 
 def test_what_a_terminal_shows() -> None:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    rank_tables.print_report(console, report_of_two_gpus())
+    ranks.print_report(console, report_of_two_gpus())
     text = " ".join(console.export_text().split())
     for part in ("Forward in training, µs on 2 ranks", "SyncBatchNorm / gsbn group", "1024, 8192, 8192 bfloat16"):
         assert part in text

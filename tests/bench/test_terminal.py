@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from gsbn import bench
-from gsbn.bench import bounds, machine, selfcheck, tables, terminal
+from gsbn.bench import bounds, layers_page, machine, selfcheck, tables, terminal
 from gsbn.bench.clock import Measurement
 from tests.support import ROOT
 
@@ -79,16 +79,16 @@ def test_check_shows_the_same_numbers_at_any_width(width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 99])
 def test_bench_shows_the_same_numbers_at_any_width(width: int) -> None:
-    text, wide = (printed(w, tables.print_report, report()) for w in (width, 99))
+    text, wide = (printed(w, layers_page.print_report, report()) for w in (width, 99))
     assert numbers(text.split("JAX")[0]) == numbers(wide.split("JAX")[0])
     assert "4800–20800" in text and "device µs" in text
 
 
 def test_a_wide_terminal_shows_more() -> None:
-    assert "GB/s" not in printed(99, tables.print_report, report()).split("JAX")[0]
-    text = printed(120, tables.print_report, report())
+    assert "GB/s" not in printed(99, layers_page.print_report, report()).split("JAX")[0]
+    text = printed(120, layers_page.print_report, report())
     assert "GB/s" in text.split("JAX")[0] and "sm90" in text
-    assert numbers(text.split("JAX")[0]) > numbers(printed(99, tables.print_report, report()).split("JAX")[0])
+    assert numbers(text.split("JAX")[0]) > numbers(printed(99, layers_page.print_report, report()).split("JAX")[0])
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -126,7 +126,7 @@ def test_a_table_without_a_value_is_not_printed() -> None:
 def test_an_interval_is_told_so_that_it_can_be_believed(
     low: float, median: float, high: float, confidence: float, shown: str
 ) -> None:
-    assert tables.interval(Measurement(median * 1e-3, low * 1e-3, high * 1e-3, 20, confidence)) == shown
+    assert layers_page.interval(Measurement(median * 1e-3, low * 1e-3, high * 1e-3, 20, confidence)) == shown
 
 
 @pytest.mark.parametrize(

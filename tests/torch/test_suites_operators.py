@@ -17,7 +17,7 @@ from torch.testing._internal import optests
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_utils import gradcheck, gradgradcheck
 
-from gsbn._arrays.check import VECTOR_PARAMETERS
+from gsbn._plan.problem import VECTOR_PARAMETERS
 from gsbn.torch import _operators as operators
 
 FOUND = {op.name: op for op in op_db if not op.variant_test_name}  # the variants turn off cuDNN, and have equal samples

@@ -1,0 +1,203 @@
+"""One case: every candidate is checked, those that pass are prepared, and then they are timed in turns.
+
+A bench derives from ``CaseRun`` and adds only what differs: how a candidate is checked, and how it is prepared and
+timed. A candidate that fails is not called any more; the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import libraries
+from .clock import median_interval
+from .report import Settings
+
+LEAST_ROUNDS = 7  # the fewest samples whose median has an interval
+Progress = Callable[[float, int, str], None]  # how many cases are done, of how many, and what is being done
+
+
+@dataclass(eq=False)
+class Entry:
+    """A candidate on one case, and what is known of it so far."""
+
+    name: str
+    case: Any
+    failure: str = ""  # after one it is not called any more
+    candidate: Any = None
+    once: float = 1.0  # seconds of one call, before the turns
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of its result
+    trials: dict[str, Callable[[], float | None]] = field(
+        default_factory=dict
+    )  # give the field's seconds a call, if any
+    times: dict[str, list[float]] = field(default_factory=dict)  # what the trials gave
+
+    @property
+    def first(self) -> list[float]:
+        """The times of the first of ``trials``."""
+        return next(iter(self.times.values()), [])
+
+
+class CaseRun:
+    """All candidates on one case. ``result`` makes a result: of case and candidate, facts, and times or a failure."""
+
+    result: Callable[..., Any]
+
+    def __init__(self, entries: Iterable[Entry], titles: Mapping[str, str], precision: str, settings: Settings) -> None:
+        self.entries: list[Entry] = list(entries)
+        self.titles: Mapping[str, str] = titles  # the candidates' names as people read them
+        self.precision: str = precision  # of PyTorch's and CuPy's float32 products
+        self.settings: Settings = settings
+
+    def check(self, entry: Entry) -> None:
+        """Make the candidate, hold its first result to the truth, and raise what is wrong."""
+        raise NotImplementedError
+
+    def checked(self) -> None:
+        """Called once all are checked."""
+
+    def prepare(self, entry: Entry) -> None:
+        """Fill ``once`` and ``trials``."""
+        raise NotImplementedError
+
+    def now(self) -> float:
+        """Seconds of the clock that ends the rounds."""
+        return time.perf_counter()
+
+    def run(self, progress: Callable[[float, str], None]) -> None:
+        """Check, prepare and time all; ``progress`` is called with the fraction done, and with what is being done."""
+        libraries.forget_compiled()
+        gc.collect()  # a module's class is a cycle that holds the last case's operands
+        with libraries.float32_precision(self.precision):
+            for index, entry in enumerate(self.entries):
+                progress(index / len(self.entries) / 2, f"checking {self.titles[entry.name]}")
+                self.attempt(entry, self.check)
+            self.checked()
+            self.each(self.prepare)
+            if self.live():
+                self._take_turns(progress)
+
+    def results(self) -> list[Any]:
+        """What is known now: the failures, and of the others the rounds that all of them have completed."""
+        rounds, found = min((len(entry.first) for entry in self.live()), default=0), []
+        for entry in self.entries:
+            times = {way: median_interval(seconds[:rounds]) for way, seconds in entry.times.items() if seconds[:rounds]}
+            if entry.failure:
+                found.append(self.result(entry.case, entry.name, failure=entry.failure))
+            elif rounds:
+                found.append(self.result(entry.case, entry.name, **entry.facts, **times))
+        return found
+
+    def live(self) -> list[Entry]:
+        """The entries without a failure."""
+        return [entry for entry in self.entries if not entry.failure]
+
+    def each(self, step: Callable[[Entry], None]) -> None:
+        """Do this with every live entry."""
+        for entry in self.live():
+            self.attempt(entry, step)
+
+    def attempt(self, entry: Entry, step: Callable[[Entry], None]) -> None:
+        """Do this with an entry; it may fail in any way, and must not take the others with it."""
+        try:
+            step(entry)
+        except Exception as error:
+            entry.failure = line_of(error)
+
+    def round(self, turn: int) -> float:
+        """A trial of every candidate; the sum of their times, each divided by what one call took before."""
+        live = self.live()
+        for index in balanced_order(len(live), turn):
+            self.attempt(live[index], self._sample)
+        return sum(entry.first[-1] / entry.once for entry in self.live())
+
+    def forget(self) -> None:
+        """Drop the times so far: the clocks were settling."""
+        for entry in self.entries:
+            entry.times.clear()
+
+    def _sample(self, entry: Entry) -> None:
+        found = {way: trial() for way, trial in entry.trials.items()}
+        for way, seconds in found.items():
+            if seconds is not None:
+                entry.times.setdefault(way, []).append(seconds)
+
+    def _take_turns(self, progress: Callable[[float, str], None]) -> None:
+        """Run rounds until the clocks settle, then those that count."""
+        gc_was_on = gc.isenabled()
+        gc.disable()  # else the candidate that runs during a collection would pay for it
+        try:
+            progress(0.5, "until the clocks settle")
+            turns = itertools.count()
+            settle(lambda: self.round(next(turns)), self.settings.settle, now=self.now)
+            self.forget()
+            started = self.now()
+            for number in range(self.settings.rounds):
+                if number >= LEAST_ROUNDS and self.now() - started > self.settings.seconds:
+                    break
+                progress(0.5 + number / self.settings.rounds / 2, f"round {number + 1}")
+                self.round(number)
+        finally:
+            if gc_was_on:
+                gc.enable()
+
+
+def run_all(cases: Sequence[Any], start: Callable[[Any], CaseRun], progress: Progress) -> tuple[list[Any], bool]:
+    """The results of all cases, each run by what ``start`` gives for it, and whether Ctrl-C ended that early."""
+    results: list[Any] = []
+    try:
+        for index, case in enumerate(cases):
+
+            def step(done: float, text: str, index: int = index, case: Any = case) -> None:
+                progress(index + done, len(cases), f"{case.title}: {text}")
+
+            case_run = start(case)
+            try:
+                case_run.run(step)
+            finally:
+                results += case_run.results()
+    except KeyboardInterrupt:
+        return results, True
+    return results, False
+
+
+def line_of(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def balanced_order(n: int, turn: int) -> list[int]:
+    """The order of ``n`` candidates in round ``turn``: a row of a Williams design.
+
+    Over ``n`` rounds (``2 n`` for an odd ``n``) every candidate takes every place, and follows every other one, equally
+    often. This matters because a trial starts with the temperature, power and clocks that the one before it has left.
+    """
+    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, -1, 1, -2, 2, … modulo n
+    order = [(i + turn) % n for i in zigzag]
+    return order[::-1] if n % 2 and turn // n % 2 else order
+
+
+def settle(work: Callable[[], float], longest: float, now: Callable[[], float] = time.perf_counter) -> bool:
+    """Repeat ``work`` until its speed holds still, for ``longest`` seconds at most; whether it did.
+
+    ``work`` returns what it measured. The medians of three successive windows must lie within 0.5 % of one another; a
+    window lasts 0.25 seconds and three calls at least. A steady drift by more than half of that in each window is
+    therefore seen.
+    """
+    begun = now()
+    medians: list[float] = []
+    while now() - begun < longest:
+        samples: list[float] = []
+        opened = now()
+        while (len(samples) < 3 or now() - opened < 0.25) and now() - begun < longest:
+            samples.append(work())
+        medians.append(statistics.median(samples))
+        last = medians[-3:]
+        if len(last) == len(samples[:3]) == 3 and max(last) - min(last) <= 0.005 * min(last):
+            return True
+    return False
