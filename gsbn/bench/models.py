@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import libraries, page
 from .bounds import ROUNDOFF
@@ -103,7 +103,7 @@ class ModelResult:
 class ModelsReport(AnyReport[ModelCase, ModelResult]):
     """Everything one run measured, with what it was measured on."""
 
-    PRESET = "models"
+    PRESET: ClassVar[str] = "models"
     environment: dict[str, Any]
     settings: Settings
     device: str  # cuda or cpu

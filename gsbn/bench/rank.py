@@ -42,7 +42,9 @@ class World:
     def __init__(self, task: Task) -> None:
         torch: Any = libraries.load(["pytorch"])["torch"]
         self.torch: Any = torch
-        self.rank, self.size, self.on_gpu = task.rank, task.size, task.device == "cuda"
+        self.rank: int = task.rank
+        self.size: int = task.size
+        self.on_gpu: bool = task.device == "cuda"
         self.device: Any = torch.device("cuda", task.rank) if self.on_gpu else torch.device("cpu")
         self._store, self._outlet = (self._meet(task.port) for _ in range(2))
         self._words = 0

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import gsbn
 
@@ -111,7 +111,7 @@ class RanksResult:
 class RanksReport(AnyReport[Case, RanksResult]):
     """Everything one run measured, with what it was measured on. ``failure`` says why it ended early."""
 
-    PRESET = "ranks"
+    PRESET: ClassVar[str] = "ranks"
     environment: dict[str, Any]
     settings: Settings
     device: str  # cuda or cpu

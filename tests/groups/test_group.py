@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn._ranks.exchange import exchange as _ranks
+from gsbn._ranks import exchange as _ranks
 from gsbn._ranks.group import Group
 from tests.groups.contract.engines import environment, why_not
 from tests.groups.contract.rank import APART, LIMIT, ON_GPUS, TOGETHER

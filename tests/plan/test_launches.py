@@ -18,7 +18,7 @@ from gsbn._plan.products import SM90_WORDS
 from gsbn._plan.sm90_variants import MODES, forward_sm90
 from gsbn._plan.tensor_maps import L2_256B
 from gsbn._plan.variants import narrow_product, tall_product
-from gsbn._ranks.exchange import group as _group
+from gsbn._ranks import group as _group
 from tests.support import fake_gpu
 
 
