@@ -2,8 +2,8 @@
 
 What is timed is a training step: forward, backward from a given gradient of y, and SGD with momentum. *As called* is
 the wall clock over many steps, host included, from an idle device to an idle device. *In a graph* is the time of a
-replay of the step in a CUDA graph, where the host has no part. All candidates of a case live in one process and take
-turns, as in ``gsbn.bench.layers``. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
+replay of the step in a CUDA graph, where the host has no part. All candidates of a case run in one process, in
+turns. Without a GPU smaller models run on the CPU, which has no graph and no compiler.
 
 The first step's y and gradients stand beside those of the same model in float64, norm-wise. ``excess`` is the error of
 gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter of the dtype's eps.

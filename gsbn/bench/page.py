@@ -1,8 +1,8 @@
 """What a report becomes: tables for a terminal and for a page, a picture, and the files of ``docs/results``.
 
 Each bench has a module of four functions: ``print_report(console, report)``, ``markdown(report, brief=False)``,
-``plot(report, file)`` and ``publish(report, root, name)``. They have this in common. A table's rows are tuples, such as
-a case and its results by candidate, and its columns tell what they show of such a tuple.
+``plot(report, file)`` and ``publish(report, root, name)``, which are made of the parts here. The rows of a table are
+tuples, such as a case and its results by candidate; a column has a function that makes a cell of such a tuple.
 """
 
 from __future__ import annotations

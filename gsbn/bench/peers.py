@@ -1,8 +1,8 @@
 """How each candidate computes a case: gsbn itself, and every peer that is installed, on the same operands.
 
-All of them see the same memory for ``x`` and ``weight``, have running statistics of their own and allocate their result
-as a user's call does. A forward runs without autograd. Names, as ``gsbn bench --only`` takes them, are the keys of
-``gsbn.bench.candidate.NAMES``.
+All of them read the same memory of ``x`` and ``weight``, have running statistics of their own, and allocate their
+result as a user's call does. A forward runs without autograd. Their names, which ``gsbn bench --only`` takes, are the
+keys of ``gsbn.bench.candidate.NAMES``. ``gsbn.bench.ranks`` uses ``own`` and ``module`` as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank of ``gsbn.bench.ranks``, which starts it as ``python -m gsbn.bench.rank TASK``.
 
-All ranks must take the same decisions, or one would wait for a call that the others never make: what a rank has
-measured or met with is gathered before anything depends on it.
+All ranks must decide alike, or one would wait for a call that the others never make. So times and errors of all ranks
+are gathered before anything depends on them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class World:
         return self.torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
 
     def say(self, **word: Any) -> None:
-        """To whoever has started the ranks."""
+        """Tell the process that started the ranks."""
         if self.rank == 0:
             self._outlet.set(f"said/{self._words}", json.dumps(word))
             self._words += 1
@@ -118,11 +118,11 @@ class World:
             raise
 
     def all_reduce(self) -> None:
-        """Of one float."""
+        """Reduce one float, for nothing but its time."""
         self.torch.distributed.all_reduce(self._one)
 
     def free(self) -> None:
-        """Give back what CuPy or PyTorch keeps and the other may need."""
+        """Free the memory that CuPy or PyTorch caches, which the other may need."""
         gc.collect()
         if self.on_gpu:
             self.synchronize()
@@ -150,6 +150,7 @@ class Layer:
             truth["x"] = bounds.expected_gradients(xp, whole, dy, case.precision, training=True)["x"]
         for name in truth.keys() & {"y", "x"}:
             truth[name] = bounds.Expected(truth[name].value[mine].copy(), truth[name].bound[mine].copy())
+        del truth["g"]
         self.truth: dict[str, bounds.Expected] = truth
         # As with mixed precision: matrices in the case's dtype, vectors in float32 at least; and no bias.
         vector = xp.float64 if case.dtype == "float64" else xp.float32

@@ -1,19 +1,20 @@
 """Several ranks that share a batch: what ``group=`` costs beside no synchronisation and beside PyTorch's SyncBatchNorm.
 
-The layer is Linear without bias, scale and BatchNorm1d in training: its forward, and the forward with its backward, on
-as many rows on every rank. Each rank is a process that ``run`` starts, with a GPU of its own over NCCL, or all on the
-CPU over gloo. In ``gsbn.bench.rank`` it holds all candidates, which take turns as in ``gsbn.bench.layers``.
+The layer is Linear without bias, scale and BatchNorm1d in training. Its forward is timed, and its forward with the
+backward; every rank has the same number of rows. ``run`` starts a process for each rank (``gsbn.bench.rank``). Each has
+a GPU of its own and talks over NCCL, or all are on the CPU and talk over gloo. A process runs all candidates, in turns.
 
-A trial begins when all ranks have come to a barrier. *As called* is the time between two CUDA events around calls that
-the host makes one after another, *in a graph* that of a replay of a CUDA graph of ten calls. One call, or replay,
-before it is not timed: it takes up what the barrier leaves between the ranks, and brings the caches to what they are in
-a loop. The ranks wait for each other, so a call takes as long as on the slowest: the largest of the ranks' medians.
+A trial begins when all ranks have reached a barrier. *As called* is the time between two CUDA events around calls that
+the host makes one after another; *in a graph* is the time of a replay of a CUDA graph of ten calls. One call, or
+replay, comes before and is not timed: it absorbs the ranks' different starts, and warms the caches as a loop does. The
+ranks wait for each other, so a call takes as long as on the slowest rank: the largest of their medians.
 
-GPUs differ a little in speed, and who waits for another pays for that, whatever it waits by. How much that is, gsbn
-without a group shows, with an ``all_reduce`` of one float after the forward and another after the backward.
+GPUs differ a little in speed, and a rank that waits for a slower one loses time, however it waits. The candidate
+``gsbn-reduce`` shows how much: gsbn without a group, but with an ``all_reduce`` of one float after the forward and
+another after the backward.
 
-Before anything is timed, what shares statistics is held to float64 of the whole batch, and the running statistics of a
-group must have the same bits on all ranks.
+Before anything is timed, the candidates that share statistics are checked against float64 of the whole batch, and the
+running statistics of a group must have the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def _result(cases: Sequence[Case], case: int, called: Any, graph: Any, **rest: A
 def _words(
     ranks: int, device: str, cases: Sequence[Case], candidates: Sequence[str], settings: Settings
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """Start the ranks, and give what rank 0 says; they have ended afterwards, however that comes."""
+    """Start the ranks, and give what rank 0 says. Afterwards they have ended in any case."""
     # The store is here and not in a rank, so that its port is the system's choice and no rank's end takes it away.
     store = libraries.load(["pytorch"])["torch"].distributed.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
@@ -230,7 +231,7 @@ def _words(
 
 
 def _listen(store: Any, processes: list[subprocess.Popen[bytes]], folder: Path) -> Iterator[dict[str, Any]]:
-    """What rank 0 says, until all have ended well; _Lost with what a rank printed if one has not."""
+    """What rank 0 says, until all have ended well. If one has not, raises _Lost with what it printed."""
     heard, count = time.monotonic(), 0
     while True:
         codes = [process.poll() for process in processes]  # before the last words, which are then not missed

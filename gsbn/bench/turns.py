@@ -32,9 +32,8 @@ class Entry:
     candidate: Any = None
     once: float = 1.0  # seconds of one call, before the turns
     facts: dict[str, Any] = field(default_factory=dict)  # fields of its result
-    trials: dict[str, Callable[[], float | None]] = field(
-        default_factory=dict
-    )  # give the field's seconds a call, if any
+    # By field of its result: what runs a trial and gives seconds a call, or None where it cannot be known.
+    trials: dict[str, Callable[[], float | None]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)  # what the trials gave
 
     @property
@@ -44,9 +43,9 @@ class Entry:
 
 
 class CaseRun:
-    """All candidates on one case. ``result`` makes a result: of case and candidate, facts, and times or a failure."""
+    """All candidates on one case."""
 
-    result: Callable[..., Any]
+    result: Callable[..., Any]  # makes a result of case and candidate, and of facts and times or a failure
 
     def __init__(self, entries: Iterable[Entry], titles: Mapping[str, str], precision: str, settings: Settings) -> None:
         self.entries: list[Entry] = list(entries)
