@@ -143,14 +143,14 @@ def plan_backward(
         "k": k,
         "ldx": p.x.strides[0],
         "ldw": p.w.strides[0],
-        "narrow_rows": narrow.rows if narrow else 0,
-        "narrow_features": narrow.features if narrow else 0,
+        "skinny_rows": narrow.rows if narrow else 0,
+        "skinny_features": narrow.features if narrow else 0,
         "dy_row": cut.dy.strides[0],
         "dy_col": cut.dy.strides[1],
         "ldd": ld_saved if ld_saved is not None else pitch,
         "lddg": pitch,
-        "ld_across": across,
-        "along": cut.row_threads,
+        "ld_transposed": across,
+        "row_threads": cut.row_threads,
         "sums_rows": cut.sums_rows,
         "dg_rows": cut.dg_rows,
         "splits": cut.splits if m else 0,
@@ -194,7 +194,7 @@ def plan_backward(
         build.launch(narrow.kernel, narrow.ctas, fields, passed, narrow.block, made_of=narrow)
         add_parts(build, narrow.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
-        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "across": transposed, **to_vectors}
+        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "transposed": transposed, **to_vectors}
         build.launch(cut.dg_kernel, cut.dg_grid, fields, passed)
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": grads["scale"]}
@@ -202,7 +202,7 @@ def plan_backward(
 
     # ---- the products
     if m:
-        names = {"dg": dg_name, "across": transposed, "x": of_b_x, "weight": of_b_w}
+        names = {"dg": dg_name, "transposed": transposed, "x": of_b_x, "weight": of_b_w}
         names |= {"dx": grads["x"], "dweight": grads["weight"]}
         multiply_both(build, dx, dw, limbs, names, precision, weight_first=weight_first, cleared=sums)
     elif grads["weight"] != ABSENT:

@@ -66,8 +66,8 @@ def multiply_both(
 ) -> None:  # fmt: skip
     """dx = dg w and dweight = dgᵀ x, or what is wanted of them, and the limbs that they take.
 
-    `names` are of the memory of "dg", of "across", dg or its transpose as dweight takes it, and of "x", "weight", "dx"
-    and "dweight". `cleared`: an earlier step clears the maxima.
+    `names` are of the memory of "dg", of "transposed" (dg or its transpose, as dweight takes it), and of "x",
+    "weight", "dx" and "dweight". `cleared`: an earlier step clears the maxima.
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(build, splits, of_limbs, cleared=cleared)
@@ -76,7 +76,7 @@ def multiply_both(
         if dw is not None and weight_first == first:
             # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
             beside = not (first or build.device.limited) and dx is not None and dx.one is not None and not dx.of_limbs
-            operands = (names["across"], names["x"], names["dweight"])
+            operands = (names["transposed"], names["x"], names["dweight"])
             _multiply(build, dw, operands, limbs, "x", precision, beside=beside)
 
     multiply_weight(first=True)

@@ -41,7 +41,7 @@ def _text(file: str) -> str:
 
 @cache
 def activations() -> tuple[str, ...]:
-    """What y may be put through, as the structs of kernels/activation.cuh name it."""
+    """What y may be put through, as the structs of kernels/common/activation.cuh name it."""
     (header,) = KERNEL_DIR.rglob("activation.cuh")
     names = re.findall(r"\bstruct (\w+) \{\s*static constexpr bool JUMPS", header.read_text(encoding="utf-8"))
     return tuple(name.lower() for name in names if name != "Identity")

@@ -201,7 +201,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
     of_y = place(at_y) if taken.y.own else y  # where the launch works
-    fields = call.fields | {"y_row": taken.y.strides[0], "ld_kept": ldg}
+    fields = call.fields | {"y_row": taken.y.strides[0], "ld_deviations": ldg}
     fields |= {name: getattr(one, name) for name in ("panel", "in_panels", "parts_in_panels", "parts_alone")}
     fields["flags"] = _flags(call, vector_y=vector_y, alone=not one.cooperative, limbs=by_limbs(one.element))
     exponents = (ABSENT, ABSENT)
@@ -211,7 +211,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         split = dict(zip(SPLIT_WORDS, (of_x, place(one.limbs.x), exponents[0]), strict=False))
         split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
         of_x, x_at = place(one.limbs.x), Matrix((one.limbs.pitch, 1), True)
-        if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
+        if one.element == "limbs_rs":  # the launch makes those of the weight for itself
             exponents = exponents[0], ABSENT
         elif call.prepared:
             of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
@@ -221,12 +221,12 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         build.launch(one.limbs.kernel, one.limbs.grid, fields, split)
     boxes = map_arguments(one, taken._replace(x=x_at, w=w_at))
     maps = [(of_x, boxes[0]), (of_w, boxes[1]), (of_y, boxes[2])]
-    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "roll": place(one.roll), **_OWN}
+    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "epoch": place(one.roll), **_OWN}
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     if saves:
         rows, cols, _, *rest = boxes[2]
         maps.append((deviations, (rows, cols, ldg * size, *rest)))
-        passed |= {"kept": deviations, "saved": vectors}
+        passed |= {"deviations": deviations, "saved": vectors}
     if not vector_y:  # it reads no map of y
         maps[2] = maps[0]
     if call.ranks is not None:
@@ -314,7 +314,7 @@ def _in_passes(
         "ldg": ldg,
         "y_row": y.strides[0],
         "y_col": y.strides[1],
-        "along": along,
+        "row_threads": along,
         "stats_rows": stats_rows,
         "normalize_rows": normalize_rows,
         "splits": splits,

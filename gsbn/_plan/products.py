@@ -17,8 +17,8 @@ from .tensor_maps import map_arguments
 from .variants import split_limbs, tile_kernels
 
 SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
-SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
-_OF_STATISTICS = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
+SM90_WORDS = ("y", "partial", "merged", "epoch", *VECTORS, "batches", "x_exponents", "w_exponents")
+_OF_STATISTICS = ("ld_deviations", "signature", *VECTORS, "momentum", "eps", "number")
 _OF_PARTS = ("in_panels", "parts_in_panels", "parts_alone")
 
 
@@ -40,7 +40,7 @@ def sm90_gemm(
     a, b, c = operands
     fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
     by_words = whole_words(p.y, p.n, 4 if one.wide else ITEMSIZE[p.dtype])
-    fields["flags"] = declared.flags(beside=beside, vector_y=by_words)
+    fields["flags"] = declared.flags(independent=beside, vector_y=by_words)
     fields |= dict.fromkeys((*_OF_PARTS, *_OF_STATISTICS), 0)
     of_a, of_b, of_c = map_arguments(one, p)
     maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # c is mapped where it is stored by words
@@ -122,10 +122,10 @@ class Limbs:
         _, kernel = tile_kernels()
         passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
         passed["exponents"] = place(self._splits.exponents)
-        for way in ("across", "along"):
+        for way, of in (("transposed", "transposed"), ("along", "limbs")):
             operands: list[Operand | None] = [getattr(split, way) for split in splits]
             limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
-            passed |= {f"{name}_{way}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
+            passed |= {f"{name}_{of}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
         grid = tiles_grid(splits, self._build.device)
         self._build.launch(kernel, grid, self._fields(splits), passed, made_of=self._splits)
 
@@ -141,7 +141,7 @@ class Limbs:
                 "vector": split.vector,
                 "of_columns": self._splits.word(split.across),
                 "of_rows": self._splits.word(split.along),
-                "along_row": 0 if split.along is None else 2 * split.along.pitch,
+                "ld_limbs": 0 if split.along is None else 2 * split.along.pitch,
             }
             for split in splits
         ]

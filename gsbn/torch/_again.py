@@ -11,7 +11,7 @@ from .._arrays.kinds import NUMBERS
 from .._backward import How
 from ..reference import Gradients
 
-# Rows of what the forward saved with frozen statistics, as kernels/common.cuh numbers them
+# Rows of what the forward saved with frozen statistics, as kernels/common/common.cuh numbers them
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
 
 

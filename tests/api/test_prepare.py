@@ -37,7 +37,7 @@ def test_a_prepared_weight_changes_no_bit(name: str, dtype: str, training: bool)
     kind = kind_of(name)
     arrays = Case((70, 96, 40), dtype, training).arrays()
     path = path_of(name) if dtype == "float32" else {}
-    plain = forward(kind, arrays, limits=Limits(limbs_of_x=False), training=training, **path)
+    plain = forward(kind, arrays, limits=Limits(limbs_rs=False), training=training, **path)
     got = forward(kind, arrays, prepared=True, training=training, **path)
     for a, b in zip(got, plain, strict=True):
         assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_a_prepared_weight_is_trained_with(name: str) -> None:
     gradients = []
     for operand in (weight, gsbn.prepare(weight)):
         fresh = {n: kind.put(kind.get(a)) for n, a in arrays.items()}
-        within, options = Limits(limbs_of_x=False), {"training": True, "return_saved": True, **path_of(name)}
+        within, options = Limits(limbs_rs=False), {"training": True, "return_saved": True, **path_of(name)}
         _, saved = forward_within(within, **fresh, weight=operand, **options)
         gradients.append(gsbn.backward(dy, saved))
     for plain, prepared in zip(*gradients, strict=True):

@@ -84,8 +84,8 @@ def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
         assert (fields["splits"] - 1) * fields["stats_rows"] < p.m <= fields["splits"] * fields["stats_rows"]
         assert training
     if decided.one_pass:  # a CTA has all rows of its columns, a thread a whole number of them in a warp
-        assert fields["normalize_rows"] == p.m <= STATS_GROUP * THREADS // fields["along"]
-        assert fields["along"] in (2, 4, 8, 16)
+        assert fields["normalize_rows"] == p.m <= STATS_GROUP * THREADS // fields["row_threads"]
+        assert fields["row_threads"] in (2, 4, 8, 16)
 
     # the workspace: constants, the statistics of each part and g, aligned, in order, and large enough
     g_size, ldg = max(size, 4), fields["ldg"]
@@ -140,7 +140,7 @@ def makes_g_twice(one: OneLaunch) -> bool:
 
 
 def has_all_rows(one: OneLaunch) -> bool:
-    return dict(one.kernel.defines)["MODE"] == str(MODES["whole"])
+    return dict(one.kernel.defines)["MODE"] == str(MODES["cluster_batch"])
 
 
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
@@ -148,7 +148,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
-    two = dict(one.kernel.defines)["RESIDENT"] == "2"
+    two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
     assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
     assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
     assert one.ctas <= p.device.ctas(1 + two)
@@ -175,7 +175,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
         assert end <= limbs.x
         assert limbs.x + p.m * size <= limbs.w
-        of_w = 0 if one.element == "limbs_of_x" else p.n
+        of_w = 0 if one.element == "limbs_rs" else p.n
         assert limbs.w + of_w * size <= limbs.x_exponents
         assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
         end = limbs.w_exponents + 4 * of_w
@@ -185,7 +185,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     # what the copy engine takes
     for at in (p.x, p.w):
         assert at.strides[1] == 1
-        if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
+        if one.limbs is None or (one.element == "limbs_rs" and at is p.w):
             assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
@@ -257,7 +257,7 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     assert p.y.strides[0] % 4 == 0
     of_both = one.element == "limbs"
     if not of_both:  # what the copy engine takes
-        assert (one.element, dict(one.kernel.defines)["W_ACROSS"], p.w.strides[0]) == ("limbs_of_x", "1", 1)
+        assert (one.element, dict(one.kernel.defines)["W_MN_MAJOR"], p.w.strides[0]) == ("limbs_rs", "1", 1)
         assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
         assert b not in {split.name for split in limbs.of}
     for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
@@ -291,7 +291,7 @@ def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
 
 def assert_narrow_product_fits(p: Matmul, product: Made) -> None:
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
-    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
+    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "skinny_product"
     assert product.kernel.shared <= 227 << 10
     features = int(dict(product.kernel.defines)["FEATURES"])
     assert 4 * features * -(-p.k // 32) * 32 <= 128 << 10  # limbs of the weight in shared memory
@@ -311,7 +311,7 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     macros = dict(one.kernel.defines)
-    for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
+    for at, rows, across in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
         assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
     assert p.y.strides[1] == 1  # its rows may start anywhere

@@ -62,8 +62,8 @@ class Forward(Seen):
         by_cublas = next((step.p for step in program.steps if isinstance(step, Gemm)), None)
         # The call as a GEMM takes it: operands as they lie, or as their copies do.
         self.taken = next((of[1] for of in (found, product) if of is not None), by_cublas)
-        self.narrow = program.launch("narrow_normalize") is not None
-        self.stats = program.launch("narrow_stats") or program.launch("scale_stats")
+        self.narrow = program.launch("skinny_normalize") is not None
+        self.stats = program.launch("skinny_stats") or program.launch("scale_stats")
         self.merge = program.launch("merge_statistics")
         self.one_pass = program.launch("normalize_fused") is not None
         self.normalize = next((step for step in program.launches() if "normalize" in step.kernel.name), None)
@@ -101,7 +101,7 @@ class Backward(Seen):
         super().__init__(program)
         told = dict(part.split(" by ") for part in program.why.split(", ") if part)
         self.x, self.weight = (self._product(name, told.get(f"d{name}")) for name in ("x", "weight"))
-        by_narrow = program.launch("narrow_backward")
+        by_narrow = program.launch("skinny_backward")
         self.narrow = None if by_narrow is None else by_narrow.made_of
         self.fused_launch = program.launch("backward_fused")
         self.sums_launch = program.launch("backward_sums") or self.fused_launch
@@ -109,7 +109,7 @@ class Backward(Seen):
         self.fused, self.sums = self.fused_launch is not None, self.sums_launch is not None
         self.dg = by_narrow is not None or (self.dg_launch is not None and self.dg_launch.passed["dg"] != "absent")
         fields = self.fields = next((step.fields for step in program.launches() if "lddg" in step.fields), {})
-        self.row_threads, self.pitch, self.across = (fields.get(name, 0) for name in ("along", "lddg", "ld_across"))
+        self.row_threads, self.pitch, self.across = (fields.get(name, 0) for name in ("row_threads", "lddg", "ld_transposed"))
         self.splits = fields.get("splits", 0) if self.sums else 0
         self.dy = Matrix((self.fields.get("dy_row", 0), self.fields.get("dy_col", 0)), True)
 
@@ -133,8 +133,8 @@ class Backward(Seen):
             if isinstance(step, Launch):
                 if step.kernel.name == "forward_sm90":
                     one, p = step.made_of
-                    return Made(gemm, p, one, None, step, of_limbs=one.element in ("limbs", "limbs_of_x"))
-                if step.kernel.name == "add_parts":
+                    return Made(gemm, p, one, None, step, of_limbs=one.element in ("limbs", "limbs_rs"))
+                if step.kernel.name == "reduce_split_k":
                     tall = self.program.launch("tall_product")
                     assert tall is not None
                     return Made(gemm, tall.made_of.p, None, tall.made_of.tall, tall)

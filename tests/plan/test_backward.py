@@ -66,7 +66,7 @@ def test_a_backward_fits(
     by_narrow: bool | None,
     by_tall: bool | None,
 ) -> None:
-    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow, tall=by_tall))
+    p = p._replace(limits=Limits(limbs_rs=of_x, narrow=by_narrow, tall=by_tall))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -122,7 +122,7 @@ def test_a_backward_fits(
         assert decided.splits == 0
     end, across_at = 0 if dg_at is None else dg_at, None
     if decided.across and dg is not None:
-        across_at = decided.place("across")
+        across_at = decided.place("transposed")
         assert across_at is not None
         assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
     if narrow is None and decided.dg:
@@ -325,9 +325,9 @@ def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
 @pytest.mark.parametrize(
     ("shape", "dx", "dw"),
     [
-        ((128, 8192, 8192), "limbs_of_x", "limbs"),
-        ((32, 8192, 2048), "limbs_of_x", None),  # sums of 32 rows are cuBLAS'
-        ((64, 16384, 1024), "limbs_of_x", "limbs"),
+        ((128, 8192, 8192), "limbs_rs", "limbs"),
+        ((32, 8192, 2048), "limbs_rs", None),  # sums of 32 rows are cuBLAS'
+        ((64, 16384, 1024), "limbs_rs", "limbs"),
         ((16384, 4096, 4096), "limbs", "limbs"),
         ((1, 4096, 4096), None, None),
     ],
@@ -342,7 +342,7 @@ def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
         assert (None if product.one is None else product.one.element) == want
         assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
     alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
-    if dx == "limbs_of_x":  # neither maxima nor limbs of anything but dg, row by row
+    if dx == "limbs_rs":  # neither maxima nor limbs of anything but dg, row by row
         assert [(split.name, split.across) for split in alone.limbs.of] == [("dg", None)]
         assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
 
@@ -355,19 +355,19 @@ def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
         assert found is not None and found.one is not None
         return found.one
 
-    assert one_of(p, limbs_of_x=False).element == "limbs"
+    assert one_of(p, limbs_rs=False).element == "limbs"
     for tile in TILES_OF_X:
         shape = tile[: 2 + (tile[2] > 1)]
-        one = one_of(p, limbs_of_x=True, sm90=shape)
-        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_of_x", tile)
+        one = one_of(p, limbs_rs=True, sm90=shape)
+        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_rs", tile)
     for w, want in (
         (p.w._replace(aligned=False), "limbs"),
         (Matrix((521, 1), True), "limbs"),
         (Matrix((1, 4104), True), "limbs"),  # along what dx sums over
-        (Matrix((524, 1), True), "limbs_of_x"),
-        (Matrix((1040, 2), True), "limbs_of_x"),  # of a copy
+        (Matrix((524, 1), True), "limbs_rs"),
+        (Matrix((1040, 2), True), "limbs_rs"),  # of a copy
     ):
-        assert one_of(p._replace(w=w), limbs_of_x=True).element == want
+        assert one_of(p._replace(w=w), limbs_rs=True).element == want
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -42,7 +42,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
     if decided.one is not None:
         assert training
-        assert dict(decided.one.kernel.defines)["KEEP"] == "1"
+        assert dict(decided.one.kernel.defines)["SAVE_DEVIATIONS"] == "1"
     assert_fits(p, decided, training=training)
     assert decided.deviations is not None
     (rows, pitch), dtype = decided.deviations.shape, decided.deviations.dtype
@@ -56,7 +56,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
 
 @pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
 def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, cumulative: bool, want: bool) -> None:
-    p = contiguous(rows, 1024, 64)._replace(limits=Limits(whole=False))
+    p = contiguous(rows, 1024, 64)._replace(limits=Limits(cluster_batch=False))
     one = plan(p, training=True, gemm="sm90", cumulative=cumulative).one
     assert one is not None
     assert one.cooperative == (want or one.block_m < rows)
@@ -101,7 +101,7 @@ def test_a_choice_can_be_limited() -> None:
         one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
     for tile in tiles[8:]:
-        one = plan(p._replace(limits=Limits(sm90=tile, whole=True)), training=True, gemm="sm90").one
+        one = plan(p._replace(limits=Limits(sm90=tile, cluster_batch=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and has_all_rows(one)
     many = contiguous(100000, 512, 512)
     for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):

@@ -86,20 +86,20 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
     for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLITS_OF_K):
         training = mode == "training"
-        for tile in (of_x if element == "limbs_of_x" else SPLITS_OF_K[mode]) if training or not saved else ():
-            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_of_x": "highest"}
+        for tile in (of_x if element == "limbs_rs" else SPLITS_OF_K[mode]) if training or not saved else ():
+            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_rs": "highest"}
             dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
-            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_of_x=element == "limbs_of_x"))
+            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_rs=element == "limbs_rs"))
             one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
             assert one is not None and (one.block_m, one.cluster, one.split, one.element) == (*tile, element)
             assert_one_launch_fits(p, one)
     fewer = contiguous(50, 1024, 16384, "bfloat16")
     found = candidates(fewer, "training", "bfloat16")
-    whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
+    whole = {tile.shape for tile in found if tile.mode == "cluster_batch" and tile.split > 1}
     assert whole == {(m, 1, split) for m, split in SPLIT_TILES if m * split >= 50}
     for m, split in SPLIT_TILES:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
-        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
+        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, cluster_batch=True))
         one = plan(p, training=True, gemm="sm90").one
         assert one is not None and has_all_rows(one) and (one.block_m, one.split) == (m, split)
         assert_one_launch_fits(p, one)
@@ -137,8 +137,8 @@ def test_few_rows_make_limbs_of_the_weight_in_registers(
         assert_one_launch_fits(p, one)
         return one.element
 
-    assert element(p) == ("limbs_of_x" if of_x else "limbs")
-    assert element(p._replace(limits=Limits(limbs_of_x=False))) == "limbs"
+    assert element(p) == ("limbs_rs" if of_x else "limbs")
+    assert element(p._replace(limits=Limits(limbs_rs=False))) == "limbs"
     assert element(p._replace(w=p.w._replace(aligned=False))) == "limbs"
     assert plan(p, training=training, gemm="sm90", prepared=True).one.element == "limbs"  # type: ignore[union-attr]
     if training:
@@ -149,9 +149,9 @@ def test_g_alone_takes_a_weight_that_lies_across() -> None:
     """Ranks that meet between launches leave a bare GEMM, which reads a weight of columns as the backward's dx does."""
     p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
     for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
-        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90", ranks="between")
+        decided = plan(p._replace(limits=Limits(limbs_rs=of_x)), training=True, gemm="sm90", ranks="between")
         assert decided.product is not None and [split.name for split in decided.limbs.of] == want
-        assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
+        assert decided.product.element == ("limbs_rs" if of_x else "limbs")
         assert decided.taken is not None
         assert_limb_gemm_fits(decided.taken, decided.product, decided.limbs, "x", "weight")
 
@@ -168,7 +168,7 @@ def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
     m, n = shape
     if element == "float32" and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
-    limits = Limits(sm90=tile, recompute=False, whole=False, split=False, limbs_of_x=False)
+    limits = Limits(sm90=tile, recompute=False, cluster_batch=False, split=False, limbs_rs=False)
     one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
     assert one is not None and one.parks and (one.block_m, one.cluster) == tile
     rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
@@ -240,7 +240,7 @@ def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want
 def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
     for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
         p = contiguous(128, 512, 1024, device=device)
-        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "whole"]
+        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "cluster_batch"]
         assert found and all(
             tile.clusters <= (device.ctas(2) if tile.shape == (32, 1) else device.clusters(tile.cluster))
             for tile in found
