@@ -18,7 +18,7 @@ __all__ = ["KERNEL_DIR", "flags", "kind_code", "parameters", "record", "record_d
 def _find() -> Path:
     here = Path(__file__).resolve().parent
     for folder in (here / "kernels", here.parent / "kernels"):  # in a wheel; in a checkout
-        if (folder / "common.cuh").is_file():
+        if (folder / "common" / "common.cuh").is_file():
             return folder
     raise ImportError(f"gsbn: no kernels/ inside or beside {here}: reinstall gsbn")
 
@@ -56,7 +56,7 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
 
 @cache
 def _constants() -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common.cuh"))}
+    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common/common.cuh"))}
 
 
 def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:

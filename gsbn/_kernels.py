@@ -26,8 +26,8 @@ def digest() -> str:
     import hashlib  # 10 ms, which `import gsbn` need not take
 
     hasher = hashlib.sha256()
-    for path in sorted(KERNEL_DIR.glob("*.cu*")):
-        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(KERNEL_DIR.rglob("*.cu*")):
+        hasher.update(path.relative_to(KERNEL_DIR).as_posix().encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()[:16]
 
 
@@ -171,7 +171,7 @@ class Launcher:
     The kernel's parameters are first those passed by value, a Problem and what else there is, of which `values` holds
     the addresses, and then 64-bit `words`. It calls the driver directly: CuPy's own launcher would build an object for
     every argument. With `overlapping` a kernel that is not cooperative may begin before the one ahead of it in the
-    stream has ended, for which it waits by itself (await_kernel_ahead in kernels/common.cuh).
+    stream has ended, for which it waits by itself (await_kernel_ahead in kernels/common/common.cuh).
     """
 
     def __init__(self, function: Any, shared: int = 0, cooperative: bool = False, overlapping: bool = False) -> None:

@@ -6,7 +6,7 @@
 //
 // A thread takes four neighbours of some parts: `share` threads of a CTA share four neighbours of all. Moves the parts and c
 // once.
-#include "common.cuh"
+#include "common/common.cuh"
 
 struct Problem {
     long long n, k;

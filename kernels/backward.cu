@@ -5,7 +5,7 @@
 //   inference:  d = g
 //
 // Where the forward put y through an activation, dy is at once made the gradient with respect to what went in (BeforeY,
-// activation.cuh), in both passes, and is what follows calls dy.
+// common/activation.cuh), in both passes, and is what follows calls dy.
 //
 // backward_sums.cu takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients
 // and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
@@ -22,10 +22,10 @@
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
-// of all ranks (ranks.cuh), which are then the sums of one split.
+// of all ranks (common/ranks.cuh), which are then the sums of one split.
 //
 // Moves, the minimum for a second pass: dy and d once, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 403 MB.
-#include "backward_columns.cuh"
+#include "backward/columns.cuh"
 
 constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
 

@@ -1,18 +1,18 @@
 // backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows a CTA:
 // a CTA, or with CLUSTER a cluster of them, has all rows of its columns, so that their sums need nobody else's, or other ranks'
-// alone (ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
+// alone (common/ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
 //   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
 //
 // A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (walk.cuh). Once they are added up (whole_columns.cuh), several threads know the
+// through a ring of its own in shared memory (common/walk.cuh). Once they are added up (common/cluster_columns.cuh), several threads know the
 // sums of a column: one makes the coefficients of its dg, others a gradient of size O each.
 // Sums as in backward_sums.cu: GROUP rows in float32, all else in float64.
 //
 // Moves dy, d and dg once, the minimum, and from L2 once more what did not fit in the rings.
-#include "backward_columns.cuh"
-#include "whole_columns.cuh"
+#include "backward/columns.cuh"
+#include "common/cluster_columns.cuh"
 
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 

@@ -11,8 +11,8 @@
 // (Knuth's two-sum).
 //
 // Moves dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
-#include "backward_columns.cuh"
-#include "whole_columns.cuh"
+#include "backward/columns.cuh"
+#include "common/cluster_columns.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,

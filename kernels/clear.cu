@@ -3,7 +3,7 @@
 //   to: `bytes` of memory that starts on 16 bytes
 //
 // A thread writes 16 of them; whoever has fewer, one by one.
-#include "common.cuh"
+#include "common/common.cuh"
 
 struct Problem {
     long long bytes;

@@ -6,7 +6,7 @@
 // stride, a warp taking 32 adjacent elements each time, 16 of them a thread on their way at once.
 //
 // Moves each element in and out once, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef WORD_TYPE
 #define WORD_TYPE unsigned  // an element's bits: unsigned short, unsigned, unsigned long long

@@ -9,7 +9,7 @@
 // beside a row of `from`, but within the matrix, some are read. An item of work is WORDS * THREADS such words.
 //
 // Moves each byte in and out once, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 constexpr int MATRICES = 3, THREADS = 256, WORDS = 4;
 using Piece = unsigned short;

@@ -4,7 +4,7 @@
 //   b_folded (n) of T = gamma r (s b - running_mean) + beta                r = 1 / sqrt(running_var + eps)
 //
 // A CTA takes one row of w, THREADS columns at a time. Moves w once in and once out, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef X_TYPE
 #define X_TYPE float

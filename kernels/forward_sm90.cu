@@ -6,12 +6,12 @@
 //   MODE TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
 //   MODE RECOMPUTE:  the same, g being made twice
 //   MODE WHOLE:      the same, all m rows being in one cluster
-//   f is the activation that the variant is compiled for (activation.cuh).
+//   f is the activation that the variant is compiled for (common/activation.cuh).
 //
 // Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
 // beyond that in float32 registers; docs/float32.md derives the error. With LIMBS_OF_X that is so for x alone: w comes as it
-// is, and the consumers make its limbs in registers (sm90_limbs_of_w.cuh), of which wgmma takes its A. Where rows are few,
+// is, and the consumers make its limbs in registers (sm90/limbs_rs.cuh), of which wgmma takes its A. Where rows are few,
 // reading the weight, writing its limbs and reading them again takes longer than all else. In GEMM w may lie across.
 //
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
@@ -29,7 +29,7 @@
 // tile. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (Order).
 //
 // Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT tiles, one below the other. Each multiplies
-// all of these over its range of k, and they send each other their sums (sm90_split.cuh): from then on a CTA has its tile as
+// all of these over its range of k, and they send each other their sums (sm90/split_k.cuh): from then on a CTA has its tile as
 // if it had made it alone. It has no other, so that none is parked. Two columns of them may share x as above, but in WHOLE.
 //
 // Training. Batch normalisation needs all m rows of a feature before it can write any. Each tile:
@@ -70,7 +70,7 @@
 //
 // Ranks. With RANKS the batch is spread over several GPUs: in step 4 the merger posts the statistics of its share to all
 // of them, and another warp, the joiner, collects what all have posted, and goes on with the statistics of the whole batch
-// (ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
+// (common/ranks.cuh). The grid leaves some SMs free, since a peer may be waiting for another kernel to run here.
 //
 // Rows of y. With FLAG_VECTOR_Y they are whole words of 16 bytes, and stored by TMA. Else they start anywhere, and a warpgroup
 // stores them from shared memory, 4 bytes a lane; tiles are then not parked in them.
@@ -104,10 +104,10 @@
 #if !defined(MODE) || MODE != 1  // all but INFERENCE, which wants what it fetches before a short main loop ends
 #define BESIDE_TENSOR_CORES 1
 #endif
-#include "sm90_finisher.cuh"
-#include "sm90_merger.cuh"
-#include "sm90_producer.cuh"
-#include "sm90_recompute.cuh"
+#include "sm90/deferred_epilogue.cuh"
+#include "sm90/merger.cuh"
+#include "sm90/producer.cuh"
+#include "sm90/recompute.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUSTER_CTAS, 1, 1) forward_sm90(
     const __grid_constant__ Problem p,

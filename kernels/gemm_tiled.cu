@@ -16,7 +16,7 @@
 //
 // Moves: each x tile is read once per column of tiles and each w tile once per row of tiles, m n k (1/BLOCK_M +
 // 1/BLOCK_N) elements against the minimum (m + n) k; tiles run down the columns, so that a wave shares its w tiles in L2.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef X_TYPE
 #define X_TYPE float

@@ -20,7 +20,7 @@
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
 // would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
 // narrow_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
-#include "narrow_tiles.cuh"
+#include "skinny/tiles.cuh"
 
 // rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;

@@ -6,7 +6,7 @@
 //   partials (CTAs or clusters, features, INPUTS), float32: what each made of dw (n, k)
 //
 // dg is made as backward_dg makes it, from the sums in the workspace, and rounded to T; the first CTA, or cluster, writes the
-// gradients of size O. A CTA has narrow_rows rows, of which its TEAMS (narrow_products.cuh) take tiles of ROWS in turn, each
+// gradients of size O. A CTA has narrow_rows rows, of which its TEAMS (skinny/products.cuh) take tiles of ROWS in turn, each
 // through a ring of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its
 // team then multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end. The CTAs of
 // a cluster share the features, narrow_features each: they have the same rows at the same time, and send each other what their
@@ -17,7 +17,7 @@
 //
 // Moves dy, d and x once (a cluster x once from memory, its other CTAs from L2), dx once, and FEATURES INPUTS floats a CTA: at
 // (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
-#include "narrow_products.cuh"
+#include "skinny/products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;
 constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row

@@ -1,4 +1,4 @@
-// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: activation.cuh.
+// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: common/activation.cuh.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
@@ -13,7 +13,7 @@
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
-#include "normalized.cuh"
+#include "normalize/normalized.cuh"
 
 #ifndef RUNNING
 #define RUNNING false

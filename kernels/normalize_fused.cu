@@ -1,19 +1,19 @@
 // normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows: a CTA has all rows
-// of its columns, makes their statistics (features.cuh has the formulas), and y of them.
+// of its columns, makes their statistics (normalize/features.cuh has the formulas), and y of them.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // A thread has 16 bytes of a row of g (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (walk.cuh). It adds them up in float64, about the mean of the first PIVOT
+// through a ring of its own in shared memory (common/walk.cuh). It adds them up in float64, about the mean of the first PIVOT
 // rows. Once several threads know the moments of a column, one makes its constants, another what the backward wants, a third
 // the running statistics.
 //
 // Moves g, y and what is kept once, the minimum, and from L2 once more what of g did not fit in the rings.
-#include "normalized.cuh"
-#include "walk.cuh"
-#include "whole_columns.cuh"
+#include "normalize/normalized.cuh"
+#include "common/walk.cuh"
+#include "common/cluster_columns.cuh"
 
 constexpr int SLOTS = 4;          // rows of a thread on their way at once
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA

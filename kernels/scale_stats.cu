@@ -1,4 +1,4 @@
-// scale_stats: the statistics of g, in one pass over it; features.cuh says how. merge_statistics: all that follows from them.
+// scale_stats: the statistics of g, in one pass over it; normalize/features.cuh says how. merge_statistics: all that follows from them.
 //
 //   g (m, n) of G (float or double), row pitch ldg, rows on 16 bytes
 //
@@ -6,8 +6,8 @@
 // of every so many rows, GROUP at a time. It leaves mean and M2 of each column: the partials, (splits, 2, ldg).
 //
 // Moves: g once, and per column 16 bytes a split: at (16384, 4096) 268 MB + 1 MB.
-#include "features.cuh"
-#include "ranks.cuh"
+#include "normalize/features.cuh"
+#include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
 
@@ -67,14 +67,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 // merge_statistics: of the partials of all splits, and of those of all ranks where they share the batch, the constants of y,
 // what a backward wants and the running statistics. The splits, far apart perhaps, are pooled about the mean of the first
-// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (features.cuh):
+// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (normalize/features.cuh):
 //   first = sum n_i (mean_i - m_0),  second = sum (M2_i + n_i (mean_i - m_0)^2)
 //
 // An item is `merge_columns` columns, each of which THREADS / merge_columns threads share (parts): they fetch an argument each, add
 // up some of the splits each, and of what the first of them makes of these, one makes the constants, one what a backward wants,
 // one the running statistics.
 //
-// Ranks (ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
+// Ranks (common/ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
 // letters, 32 bytes, a feature to each. A CTA takes its items in the order in which every rank's CTAs take them, and
 // posts before it waits, so that no two ranks wait for each other, however many CTAs each has. Where another library
 // carries them there are two launches: one ends with what is `posted`, the other begins with what was `gathered`.

@@ -17,7 +17,7 @@
 // in full before any of it is written: its limbs may lie where it does. Bytes: 4 read and 4 written an element, the
 // minimum, but that the last SPAN of a row is written in full.
 
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef WIDTH
 #define WIDTH 8192  // elements of a row at most: 64, 128, 256, 512, 1024; or 8192 for any

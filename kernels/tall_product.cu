@@ -13,11 +13,11 @@
 //
 // Moves a once for each 128 columns of b and b once for each 128 of a, through L2 where there are several, and 64 KB a CTA:
 // at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
-#include "async_copy.cuh"
-#include "common.cuh"
-#include "limbs.cuh"
-#include "warp_roles.cuh"
-#include "wgmma.cuh"
+#include "common/async_copy.cuh"
+#include "common/common.cuh"
+#include "common/limbs.cuh"
+#include "common/warp_roles.cuh"
+#include "sm90/wgmma.cuh"
 
 struct Problem {
     long long m, n, k;

@@ -1,7 +1,7 @@
 // What a thread of a backward makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
 #pragma once
-#include "backward_rows.cuh"
-#include "ranks.cuh"
+#include "backward/rows.cuh"
+#include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
 

@@ -2,11 +2,11 @@
 // part of dw, which stays in registers. No kernels.
 //
 // A tile of dg, as one of x, lies in blocks of 8 pieces, 16 bytes each, of all ROWS rows: place says where. That is how wgmma
-// wants its operands (wgmma.cuh), dg along what dx sums over, all else across; and 8 rows of a piece meet in no bank.
+// wants its operands (sm90/wgmma.cuh), dg along what dx sums over, all else across; and 8 rows of a piece meet in no bank.
 #pragma once
-#include "backward_columns.cuh"
-#include "cluster.cuh"
-#include "wgmma.cuh"
+#include "backward/columns.cuh"
+#include "common/cluster.cuh"
+#include "sm90/wgmma.cuh"
 
 #ifndef FEATURES
 #define FEATURES 32

@@ -7,13 +7,13 @@
 // has of the weight.
 //
 // A warpgroup multiplies 64 rows by all FEATURES. Each of its lanes has what wgmma wants of x, of two rows 8 apart, from the
-// 16 bytes that it asked for itself: four neighbours of each 16 of k. The weight lies in shared memory as wgmma.cuh says, a
+// 16 bytes that it asked for itself: four neighbours of each 16 of k. The weight lies in shared memory as sm90/wgmma.cuh says, a
 // row having a feature's first limbs of 32 of k, then its second ones. wgmma gives a lane pairs of features that lie 8 apart:
 // which feature is called which, and which of the 16 of k, is for lay_limbs to say.
 #pragma once
-#include "limbs.cuh"
-#include "narrow_config.cuh"
-#include "wgmma.cuh"
+#include "common/limbs.cuh"
+#include "skinny/config.cuh"
+#include "sm90/wgmma.cuh"
 
 constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the weight
 

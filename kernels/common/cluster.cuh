@@ -1,6 +1,6 @@
 // A kernel whose CTAs may work in clusters: how many, and which of them this is. No kernels.
 #pragma once
-#include "warp_roles.cuh"
+#include "common/warp_roles.cuh"
 
 #ifndef CLUSTER
 #define CLUSTER 1  // CTAs of a cluster: 1, 2, 4, 8

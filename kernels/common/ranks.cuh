@@ -14,7 +14,7 @@
 //
 // Waiting ends: after `timeout` a call fails, leaves a status in the host's memory, and so does every later one.
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 enum : int { STATUS_TIMEOUT = 1, STATUS_OTHER_CALL = 2, STATUS_ONE_ROW = 3 };
 enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // of what a rank posts

@@ -1,7 +1,7 @@
 // A CTA of forward_sm90: its shared memory, the order of its tiles, and what its roles work with.
 #pragma once
-#include "sm90_formats.cuh"
-#include "sm90_statistics.cuh"
+#include "sm90/formats.cuh"
+#include "sm90/statistics.cuh"
 
 // All else that y takes of a feature comes from the merger.
 constexpr bool LAYS_BETA = MODE == RECOMPUTE || (MODE == TRAINING && KEEP);

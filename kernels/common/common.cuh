@@ -234,7 +234,7 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 // it in the stream is still running (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py):
 // this waits until all of that one is done and seen, and only then lets the next launch begin in its turn, so that no
 // more than two overlap. Launched otherwise, as all that a call with `sms` launches, it does not wait. Behind a kernel that `waits` for another GPU the next
-// one begins when that has ended: its CTAs would hold the SMs that others need (ranks.cuh). A launch with FLAG_BESIDE
+// one begins when that has ended: its CTAs would hold the SMs that others need (common/ranks.cuh). A launch with FLAG_BESIDE
 // waits at its end in place of its beginning, so that it runs beside the kernel ahead, and has never ended before
 // that one has: whoever waits for it, waits for both.
 __device__ inline void await_kernel_ahead(bool waits = false) {

@@ -1,7 +1,7 @@
 // What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from them.
 #pragma once
-#include "activation.cuh"
-#include "ranks.cuh"
+#include "common/activation.cuh"
+#include "common/ranks.cuh"
 
 // Of x and w. From TF32 on they are float32: LIMBS as two of float16, LIMBS_OF_X the same, but w as it is.
 enum Element { BFLOAT16, FLOAT16, TF32, LIMBS, LIMBS_OF_X };

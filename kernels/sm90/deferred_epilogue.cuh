@@ -1,6 +1,6 @@
 // The finishers: warps that turn the deviations of parked tiles into y, beside the main loop of later tiles.
 #pragma once
-#include "sm90_cta.cuh"
+#include "sm90/cta.cuh"
 
 // The coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all of
 // the tile's are merged. A lane makes those of EACH neighbouring features, with all words in flight at once, and

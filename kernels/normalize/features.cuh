@@ -16,7 +16,7 @@
 // the first rows are unlike the others, the CTA does it again about the mean that it found. In an order that depends on the
 // shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef G_TYPE
 #define G_TYPE float

@@ -1,8 +1,8 @@
 // What the kernels of a backward are compiled for and told, and how their threads come by rows of dy and d: through rings
 // in shared memory. No kernels.
 #pragma once
-#include "activation.cuh"
-#include "walk.cuh"
+#include "common/activation.cuh"
+#include "common/walk.cuh"
 
 #ifndef T_TYPE
 #define T_TYPE float

@@ -3,10 +3,10 @@
 // A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h of the tile, and its row
 // 8 j + 2 (lane % 4) + e: a thread has two features, h = 0, 1.
 #pragma once
-#include "sm90_finisher.cuh"
-#include "sm90_limbs_of_w.cuh"
-#include "sm90_split.cuh"
-#include "sm90_wgmma.cuh"
+#include "sm90/deferred_epilogue.cuh"
+#include "sm90/limbs_rs.cuh"
+#include "sm90/split_k.cuh"
+#include "sm90/operand.cuh"
 
 struct Consumer : Cta {
     const int half, warp, lane, rank;              // half: which of the two warpgroups

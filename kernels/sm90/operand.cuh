@@ -1,9 +1,9 @@
 // The tensor core: how an operand lies in a stage and is loaded there, and the instruction that multiplies two of them.
 #pragma once
-#include "sm90_ptx.cuh"
-#include "wgmma.cuh"
+#include "sm90/ptx.cuh"
+#include "sm90/wgmma.cuh"
 
-// An operand in a stage (wgmma.cuh), its rows being those of x or features of w: along k one block, or ACROSS
+// An operand in a stage (sm90/wgmma.cuh), its rows being those of x or features of w: along k one block, or ACROSS
 // [rows / COLUMN][BLOCK_K][128 bytes]. So many rows are 128 times as many bytes either way, and whole columns may be split
 // off.
 template <bool ACROSS>

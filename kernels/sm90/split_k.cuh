@@ -6,7 +6,7 @@
 // once the wgmmas of the CTA have read all of its stages: [part][BLOCK_M / 8][CONSUMERS], 16 bytes each. So a CTA receives
 // (and sends) 512 PRODUCT_M bytes, its own part among them: the least is (SPLIT - 1) / SPLIT of it.
 #pragma once
-#include "sm90_cta.cuh"
+#include "sm90/cta.cuh"
 
 constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // to each CTA, by all
 static_assert(SPLIT == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the ring holds what is sent");

@@ -4,9 +4,9 @@
 // Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
 // makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
 #pragma once
-#include "limbs.cuh"
-#include "sm90_formats.cuh"
-#include "sm90_wgmma.cuh"
+#include "common/limbs.cuh"
+#include "sm90/formats.cuh"
+#include "sm90/operand.cuh"
 
 // Of float32's exponents: where scales end, at which yet smaller parts keep all their digits, too; and how far a part may
 // lie above the units of its sum.

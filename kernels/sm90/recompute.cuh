@@ -1,7 +1,7 @@
 // The consumers where g is made twice: they take the statistics of their features over all tiles of the CTA, in registers,
 // and multiply again for y when those of all CTAs are merged. A thread has two features, as in Consumer.
 #pragma once
-#include "sm90_consumer.cuh"
+#include "sm90/consumer.cuh"
 
 struct Recomputer : Consumer {
     Running so_far[2] = {};  // over the CTA's tiles

@@ -1,8 +1,8 @@
 // For kernels whose CTA has all rows of its columns, or with CLUSTER a cluster of CTAs has them: how they add up what each
 // thread has of a column. No kernels.
 #pragma once
-#include "common.cuh"
-#include "cluster.cuh"
+#include "common/common.cuh"
+#include "common/cluster.cuh"
 
 template <int THREADS, int VEC>
 struct Totals {

@@ -1,11 +1,11 @@
 // How the kernels of narrow.cu make g = x wᵀ of rows that are short: tiles of rows by FEATURES features. No kernels.
 //
 // A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs, and waits for no other; through limbs four
-// warps make one together (narrow_limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
+// warps make one together (skinny/limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
 // of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features that lie 8 apart; which feature is
 // called which is for lay_weight to say.
 #pragma once
-#include "narrow_limbs.cuh"
+#include "skinny/limbs.cuh"
 
 // FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
 // features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.

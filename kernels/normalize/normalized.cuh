@@ -1,7 +1,7 @@
 // What normalize and normalize_fused share: a y of Y_TYPE and, with D_TYPE, what is kept of g beside it. No kernels.
 #pragma once
-#include "activation.cuh"
-#include "features.cuh"
+#include "common/activation.cuh"
+#include "normalize/features.cuh"
 
 #ifndef Y_TYPE
 #define Y_TYPE float

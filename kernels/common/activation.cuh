@@ -10,7 +10,7 @@
 // and keeps the neighbour that does not (settle). The gradient then belongs to y in every element, and no bits beside d
 // are kept or read.
 #pragma once
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef ACTIVATION
 #define ACTIVATION Identity

@@ -1,6 +1,6 @@
 // The caller's per-feature arguments, and the statistics of a feature: of one tile, and merged over all.
 #pragma once
-#include "sm90_words.cuh"
+#include "sm90/words.cuh"
 
 struct Affine {  // of one feature
     float scale, gamma, beta;

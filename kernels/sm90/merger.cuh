@@ -1,7 +1,7 @@
 // The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features; in
 // WHOLE it is four, `which` of MERGERS.
 #pragma once
-#include "sm90_finisher.cuh"
+#include "sm90/deferred_epilogue.cuh"
 
 // A tile's statistics into those of the CTA's tiles of a folded column, which are published after the last of them. A lane
 // has BLOCK_N / 32 neighbouring features.

@@ -3,7 +3,7 @@
 // Loops are not unrolled unless a walk is LONG: where rows are few, most of a kernel's time is that of fetching its instructions,
 // once.
 #pragma once
-#include "async_copy.cuh"
+#include "common/async_copy.cuh"
 
 // A thread's `count` rows, SLOTS of them on their way or in shared memory at once. rows.ask(i, slot) starts the copies of row i,
 // which nobody else reads, and rows.read(i, slot) is what came; take(i, that) is called for one row after the other.

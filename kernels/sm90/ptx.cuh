@@ -1,7 +1,7 @@
 // The PTX instructions that forward_sm90 alone needs, a function each: TMA, counters in shared memory.
 #pragma once
-#include "sm90_config.cuh"
-#include "warp_roles.cuh"
+#include "sm90/config.cuh"
+#include "common/warp_roles.cuh"
 
 struct alignas(64) TensorMap {
     char bytes[128];

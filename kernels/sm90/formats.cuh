@@ -1,6 +1,6 @@
 // Numbers on their way between the accumulators and memory: the powers of two of limbs, y's format, units.
 #pragma once
-#include "sm90_config.cuh"
+#include "sm90/config.cuh"
 
 // 2^e for -126 <= e <= 127
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }

@@ -1,8 +1,8 @@
 // What the kernels of narrow.cu are compiled for: operands, and the shape of their tiles.
 #pragma once
-#include "activation.cuh"
-#include "async_copy.cuh"
-#include "features.cuh"
+#include "common/activation.cuh"
+#include "common/async_copy.cuh"
+#include "normalize/features.cuh"
 
 #ifndef ELEMENT
 #define ELEMENT 0

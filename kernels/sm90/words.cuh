@@ -1,7 +1,7 @@
 // How CTAs talk through the workspace: words of two floats and the number of the launch that wrote them, and how all agree
 // on this number.
 #pragma once
-#include "sm90_ptx.cuh"
+#include "sm90/ptx.cuh"
 
 struct alignas(16) Word {
     float x, y;

@@ -1,7 +1,7 @@
 // What feeds the consumers: the producer, a thread that loads x and w, and in inference the warps that lay out constants.
 #pragma once
-#include "sm90_cta.cuh"
-#include "sm90_wgmma.cuh"
+#include "sm90/cta.cuh"
+#include "sm90/operand.cuh"
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
