@@ -346,14 +346,14 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         "k": k,
         "ldx": x_at.strides[0],
         "ldw": w_at.strides[0],
-        "narrow_rows": plan.narrow.rows if plan.narrow else 0,
-        "narrow_features": plan.narrow.features if plan.narrow else 0,
+        "skinny_rows": plan.narrow.rows if plan.narrow else 0,
+        "skinny_features": plan.narrow.features if plan.narrow else 0,
         "dy_row": plan.dy.strides[0],
         "dy_col": plan.dy.strides[1],
         "ldd": 0 if arrays[3] is None else arrays[3].shape[1],
         "lddg": plan.pitch,
-        "ld_across": plan.across,
-        "along": plan.along,
+        "ld_transposed": plan.across,
+        "row_threads": plan.along,
         "sums_rows": plan.sums_rows,
         "dg_rows": plan.dg_rows,
         "splits": plan.splits if m else 0,
@@ -416,13 +416,13 @@ def _prepare_call(kind: Kind, arrays: tuple[Any, ...], how: How, device: int, ex
         call.launch(plan.narrow.kernel, plan.narrow.ctas, fields, passed, plan.narrow.block)
         add_parts(call, plan.narrow.parts, partials, of["weight"], (n, k), "float32" if how.wide else dy.dtype)
     elif m and (plan.dg or (plan.sums and exchange is None)) and not plan.fused:
-        reads |= {"d": "deviations", "workspace": sums, "dg": dg, "across": across}
+        reads |= {"d": "deviations", "workspace": sums, "dg": dg, "transposed": across}
         call.launch(plan.dg_kernel, plan.dg_grid, fields, {**reads, **to_vectors})
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": of["scale"]}
         call.launch(plan.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
     if m:
-        names = {"dg": dg, "across": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
+        names = {"dg": dg, "transposed": across, "x": of_x, "weight": of_w, "dx": of["x"], "dweight": of["weight"]}
         multiply_both(call, plan, names, precision, gpu)
     elif "weight" in made:
         call.clear(of["weight"], nbytes["weight"], gpu)

@@ -55,7 +55,7 @@ def forward(
     checked. `number` is the scale where there is no array of it. `gather` brings the statistics of all ranks of a
     group, of which any may have no rows. Kept are the deviations (B, O), float64 for float64 and for few rows and else
     float32, in inference those from the first block's mean, with an activation g itself, and vectors in float64, the
-    rows SAVED_ of kernels/common.cuh.
+    rows SAVED_ of kernels/common/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()

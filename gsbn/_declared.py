@@ -56,7 +56,9 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
 
 @cache
 def _constants() -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common/common.cuh"))}
+    return {
+        name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common/common.cuh"))
+    }
 
 
 def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:

@@ -129,10 +129,10 @@ def prepare_call(
         "ldx": x_at.strides[0],
         "ldw": w_at.strides[0],
         "ldg": plan.ldg,
-        "ld_kept": plan.ldg,
+        "ld_deviations": plan.ldg,
         "y_row": y_at.strides[0],
         "y_col": y_at.strides[1],
-        "along": plan.along,
+        "row_threads": plan.along,
         "stats_rows": plan.stats_rows,
         "normalize_rows": plan.normalize_rows,
         "splits": plan.splits,
@@ -206,7 +206,7 @@ def _one_launch(
         split = dict(zip(SPLIT_WORDS, (of_x, call.at(one.limbs.x), exponents[0]), strict=False))
         split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
         of_x, x_at = call.at(one.limbs.x), _plan.Matrix((one.limbs.pitch, 1), True)
-        if one.element == "limbs_of_x":  # the launch makes those of the weight for itself
+        if one.element == "limbs_rs":  # the launch makes those of the weight for itself
             exponents = exponents[0], ABSENT
         elif prepared:
             of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
@@ -216,13 +216,13 @@ def _one_launch(
         call.launch(one.limbs.kernel, one.limbs.grid, fields, split)
     boxes = _tma.map_arguments(one, taken._replace(x=x_at, w=w_at))
     mapped: tuple[str, ...] = (of_x, of_w, of_y)
-    passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "roll": call.at(one.roll), **_OWN}
+    passed = {"y": of_y, "partial": call.at(0), "merged": call.at(one.merged), "epoch": call.at(one.roll), **_OWN}
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     if plan.keep is not None:
         rows, cols, _, *rest = boxes[-1]
         boxes.append((rows, cols, plan.ldg * size, *rest))
         mapped += (deviations,)
-        passed |= {"kept": deviations, "saved": vectors}
+        passed |= {"deviations": deviations, "saved": vectors}
     if not plan.vector_y:  # it reads no map of y
         boxes[2], mapped = boxes[0], (of_x, of_w, of_x, *mapped[3:])
     if ranks:

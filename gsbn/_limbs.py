@@ -90,10 +90,10 @@ class Limbs:
         _, kernel = _plan.tile_kernels()
         passed = {**self._sources(splits), "maxima": self._call.at(self._splits.maxima)}
         passed["exponents"] = self._call.at(self._splits.exponents)
-        for way in ("across", "along"):
+        for way, of in (("across", "transposed"), ("along", "limbs")):
             operands = [getattr(split, way) for split in splits]
             limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
-            passed |= {f"{name}_{way}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
+            passed |= {f"{name}_{of}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
         self._call.launch(kernel, _plan.tiles_grid(splits, self._gpu), self._fields(splits), passed)
 
     def _sources(self, splits: list[_plan.Split]) -> dict[str, str]:
@@ -108,7 +108,7 @@ class Limbs:
                 "vector": split.vector,
                 "of_columns": self._splits.word(split.across),
                 "of_rows": self._splits.word(split.along),
-                "along_row": 0 if split.along is None else 2 * split.along.pitch,
+                "ld_limbs": 0 if split.along is None else 2 * split.along.pitch,
             }
             for split in splits
         ]

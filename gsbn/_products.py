@@ -16,8 +16,8 @@ def multiply_both(
 ) -> None:
     """dx = dg w and dweight = dgᵀ x, or what is wanted of them, and the limbs that they take.
 
-    `names` are of the memory of "dg", of "across", dg or its transpose as dweight takes it, and of "x", "weight", "dx"
-    and "dweight".
+    `names` are of the memory of "dg", of "transposed" (dg or its transpose, as dweight takes it), and of "x",
+    "weight", "dx" and "dweight".
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(call, plan.limbs, of_limbs, gpu, call.device, cleared=plan.sums)
@@ -27,7 +27,7 @@ def multiply_both(
             # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
             dx = plan.x
             beside = not (first or gpu.limited) and dx is not None and dx.one is not None and not dx.of_limbs
-            operands = (names["across"], names["x"], names["dweight"])
+            operands = (names["transposed"], names["x"], names["dweight"])
             _multiply(call, plan.weight, operands, limbs, "x", precision, beside=beside)
 
     multiply_weight(first=True)

@@ -28,7 +28,7 @@ _LETTER = 16
 _LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
 _INFO = struct.Struct("16s 16s q q ? 64s")  # of a rank: host, process, mailbox, device, what others open
 _NCCL_FLOAT64 = 8
-_STATUS = {  # STATUS_ of kernels/ranks.cuh
+_STATUS = {  # STATUS_ of kernels/common/ranks.cuh
     1: "a rank did not come within {timeout:g} s",
     2: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a backward",
     3: "Expected more than 1 value per channel when training, got one row on all ranks together",
@@ -92,7 +92,7 @@ def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
 
 
 class Exchange:
-    """What a group has on its GPU; `address` is that of struct Ranks (kernels/ranks.cuh).
+    """What a group has on its GPU; `address` is that of struct Ranks (kernels/common/ranks.cuh).
 
     `waits`: kernels of ours wait for letters in peer memory; else `gather` is to be called between two.
     """

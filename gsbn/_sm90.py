@@ -7,7 +7,7 @@ from ._check import VECTORS
 
 __all__ = ["SM90_WORDS", "Sm90Gemm"]
 
-SM90_WORDS = ("y", "partial", "merged", "roll", *VECTORS, "batches", "x_exponents", "w_exponents")
+SM90_WORDS = ("y", "partial", "merged", "epoch", *VECTORS, "batches", "x_exponents", "w_exponents")
 _NONE = (0,) * (len(SM90_WORDS) - 3)  # neither workspace nor vectors
 
 
@@ -23,10 +23,10 @@ class Sm90Gemm:
     def __init__(self, p: _plan.Matmul, one: _plan.OneLaunch, device: int, *, beside: bool = False) -> None:
         self._grid = one.ctas
         of_parts = ("in_panels", "parts_in_panels", "parts_alone")
-        of_statistics = ("ld_kept", "signature", *VECTORS, "momentum", "eps", "number")
+        of_statistics = ("ld_deviations", "signature", *VECTORS, "momentum", "eps", "number")
         fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
         self._whole_words = _plan.whole_words(p.y, p.n, 4 if one.wide else _plan.ITEMSIZE[p.dtype])
-        fields["flags"] = _declared.flags(beside=beside, vector_y=self._whole_words)
+        fields["flags"] = _declared.flags(independent=beside, vector_y=self._whole_words)
         self._record = _declared.record(one.kernel, fields | dict.fromkeys((*of_parts, *of_statistics), 0))
         self._at = self._record.ctypes.data
         of_a, of_b, of_c = _tma.map_arguments(one, p)

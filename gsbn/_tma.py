@@ -77,7 +77,7 @@ def map_arguments(one: _plan.OneLaunch, p: _plan.Matmul) -> list[tuple[Any, ...]
     m, n, k, dtype, _, x, w, y, _ = p
     of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # that share it
     multiplied = one.block_m * one.split  # rows of x
-    if one.element in ("limbs", "limbs_of_x"):
+    if one.element in ("limbs", "limbs_rs"):
         of_limbs = "float16", _plan.SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1
         if one.element == "limbs":
             w_map: tuple[Any, ...] = (n, k, 4 * w.strides[0], *of_limbs)

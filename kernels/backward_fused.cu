@@ -16,36 +16,37 @@
 
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 
-struct Memory {
-    uint4 ring[STAGES * CHUNKS * THREADS];
+struct Shared {
+    uint4 pipeline[STAGES * CHUNKS * THREADS];
     Totals<THREADS, VEC> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST> of_cluster;
 };
 #ifdef SHARED
-static_assert(sizeof(Memory) <= SHARED, "gsbn/_plan/variants.py asks for as much");
+static_assert(sizeof(Shared) <= SHARED, "gsbn/_plan/variants.py asks for as much");
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUSTERS
-    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
+    backward_fused(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved, T* dg,
                    void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
     await_kernel_ahead(ranks != nullptr);
     clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
-    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    Shared& memory = *reinterpret_cast<Shared*>(dynamic);
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster(), first_row = rank * at_once.rows + at_once.row, step = CLUSTER * at_once.rows;
     memory.of_cluster.begin(rank, at_once.columns);
     const auto work = [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), first_row, step) : 0;
-        const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, first_row, step, col, inside, memory.ring));
+        const Walk<STAGES, BackwardRows> rows(count,
+                                              BackwardRows(p, dy, d, first_row, step, col, inside, memory.pipeline));
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const Factors of{saved, p.n, col0 + column};
-        if (of.c < p.n) of.ask(part, parts);
+        if (of.c < p.n) of.prefetch(part, parts);
         const BeforeY before(p, saved, col, inside);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         double sum[VEC] = {}, dot[VEC] = {};
         add_rows<false>(rows, centre, before, sum, dot);
         double S, E;
-        total(memory.totals, static_cast<int>(p.along), sum, dot, S, E);
+        total(memory.totals, static_cast<int>(p.row_threads), sum, dot, S, E);
         memory.of_cluster.add(rank, column, part == 0, S, E);
         if (of.c < p.n) {
             double S_of_all = S, E_of_all = E;

@@ -12,12 +12,12 @@
 constexpr int GROUP = 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace) {
+    scale_stats(const __grid_constant__ ForwardProblem p, const G* g, char* workspace) {
     await_kernel_ahead();
     __shared__ double first_of[THREADS * VEC], second_of[THREADS * VEC];  // [row][column] of Places
     __shared__ __align__(16) G pivot_of[32 * VEC];
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     const unsigned splits = static_cast<unsigned>(p.splits);
     for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
         const long long block = item / splits, split = item % splits;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // posts before it waits, so that no two ranks wait for each other, however many CTAs each has. Where another library
 // carries them there are two launches: one ends with what is `posted`, the other begins with what was `gathered`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_statistics(const __grid_constant__ Problem p, char* workspace, double* posted, Ranks* ranks,
+    merge_statistics(const __grid_constant__ ForwardProblem p, char* workspace, double* posted, Ranks* ranks,
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
     await_kernel_ahead(ranks != nullptr);
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 posted[FEATURES_AT + 2 * c + 1] = m2;
             } else if (exchange != nullptr) {
                 if (gathered == nullptr) exchange->post_feature(c, mean, m2);
-                const Whole<double> all = exchange->statistics<double>(c);
+                const GroupStatistics<double> all = exchange->statistics<double>(c);
                 rows = all.right ? all.rows : 0.0;
                 mean = all.mean;
                 m2 = all.m2;

@@ -42,13 +42,13 @@ PATHS = {
     "cublas": Path(((300, 130, 70), (8, 64, 64)), ALL, "cublas"),
     "sm90": Path(((1000, 264, 136), (8, 64, 64)), FAST, "sm90", hopper=True),
     "sm90, k shared": Path(
-        ((129, 4104, 264),), FAST, "sm90", Limits(sm90=(32, 1, 2), split=True, whole=False), hopper=True
+        ((129, 4104, 264),), FAST, "sm90", Limits(sm90=(32, 1, 2), split=True, cluster_batch=False), hopper=True
     ),
     "sm90, a cluster has all rows": Path(
-        ((500, 512, 256),), FAST, "sm90", Limits(sm90=(64, 8), whole=True), hopper=True
+        ((500, 512, 256),), FAST, "sm90", Limits(sm90=(64, 8), cluster_batch=True), hopper=True
     ),
     "sm90, the weight's limbs in registers": Path(
-        ((100, 2048, 512),), ("float32",), "sm90", Limits(sm90=(32, 1, 1), limbs_of_x=True), hopper=True
+        ((100, 2048, 512),), ("float32",), "sm90", Limits(sm90=(32, 1, 1), limbs_rs=True), hopper=True
     ),
     "narrow": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(narrow=True), hopper=True),
     "narrow, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(narrow=True), hopper=True),
@@ -133,7 +133,7 @@ def test_no_feature_is_orthogonal_to_what_spreads_the_rows(family: str) -> None:
 
 
 def about_the_first_row(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The variance of x wᵀ by float32 sums of d and d² about the first row, 16 rows at a time: what narrow.cu did."""
+    """The variance of x wᵀ by float32 sums of d and d² about the first row, 16 rows at a time: what skinny.cu did."""
     g = (x.astype(np.float64) @ weight.astype(np.float64).T).astype(np.float32)
     d = g - g[0]
     groups = d.reshape(-1, 16, g.shape[1])

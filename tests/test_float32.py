@@ -38,7 +38,7 @@ def test_a_prepared_weight_changes_no_bit(name: str, dtype: str, training: bool)
     kind = kind_of(name)
     arrays = Case((70, 96, 40), dtype, training).arrays()
     path = path_of(name) if dtype == "float32" else {}
-    plain = forward(kind, arrays, limits=Limits(limbs_of_x=False), training=training, **path)
+    plain = forward(kind, arrays, limits=Limits(limbs_rs=False), training=training, **path)
     got = forward(kind, arrays, prepared=True, training=training, **path)
     for a, b in zip(got, plain, strict=True):
         assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_a_prepared_weight_is_trained_with(name: str) -> None:
     gradients = []
     for operand in (weight, gsbn.prepare(weight)):
         fresh = {n: kind.put(kind.get(a)) for n, a in arrays.items()}
-        within, options = Limits(limbs_of_x=False), {"training": True, "return_saved": True, **path_of(name)}
+        within, options = Limits(limbs_rs=False), {"training": True, "return_saved": True, **path_of(name)}
         _, saved = forward_within(within, **fresh, weight=operand, **options)
         gradients.append(gsbn.backward(dy, saved))
     for plain, prepared in zip(*gradients, strict=True):
@@ -138,14 +138,14 @@ def hopper() -> Any:
     return cupy
 
 
-@pytest.fixture(params=["limbs", "limbs_of_x", "across"])
+@pytest.fixture(params=["limbs", "limbs_rs", "across"])
 def g_of(request: pytest.FixtureRequest, hopper: Any) -> Callable[..., Any]:
     """g = x weightᵀ, read off through inference with an affine map that changes nothing.
 
     With limbs of both that are made beforehand, and with those of the weight made by the launch itself; also of a
     weight that lies across what is summed over, as in the backward's dx = dg weight.
     """
-    within = Limits(limbs_of_x=request.param != "limbs")
+    within = Limits(limbs_rs=request.param != "limbs")
 
     def make(x: Any, weight: Any, gemm: str = "sm90") -> Any:
         if request.param == "across":
@@ -287,7 +287,7 @@ def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, i
     arrays = Case(shape, "float32", training).arrays()
     truth = reference.forward(**without_out(arrays), training=training)
     for of_x in (False, True):
-        got = forward(kind_of("cupy"), arrays, layouts, limits=Limits(limbs_of_x=of_x), gemm="sm90", training=training)
+        got = forward(kind_of("cupy"), arrays, layouts, limits=Limits(limbs_rs=of_x), gemm="sm90", training=training)
         assert_outcome_within(got, truth, bounds(arrays, truth, training=training, limbs=True))
 
 
@@ -312,7 +312,7 @@ def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
             junk = cupy.full((1 << 22,), cupy.nan, "f4")
             graph.launch(stream)
             stream.synchronize()
-            want = forward_within(Limits(limbs_of_x=False), x, w, one, training=True, gemm="sm90")
+            want = forward_within(Limits(limbs_rs=False), x, w, one, training=True, gemm="sm90")
             assert bool((out == want).all())
             del junk
 
@@ -370,7 +370,7 @@ def test_dx_of_few_rows_by_every_tile(
         return cupy.ldexp(rng.uniform(-2, 2, size), rng.integers(-span, 1, size).astype("i4")).astype("f4")
 
     dg, weight = matrix(rows, features), matrix(features, columns)
-    within = Limits(sm90=tile[: 2 + (tile[2] > 1)], limbs_of_x=True)
+    within = Limits(sm90=tile[: 2 + (tile[2] > 1)], limbs_rs=True)
     got = dx_of(cupy, dg, weight, within)
     assert_same_bits(got.get(), dx_of(cupy, dg, weight, within).get())
     assert_made_of_limbs(cupy, got, dg, weight)
@@ -391,8 +391,8 @@ def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layou
     for gemm, of_x in (("sm90", False), ("sm90", True), ("cublas", False)):
         placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
         _, saved = gsbn.forward(**placed, training=True, gemm=gemm, return_saved=True)
-        got = backward_within(Limits(limbs_of_x=of_x), hopper.asarray(dy), saved)
-        again = backward_within(Limits(limbs_of_x=of_x), hopper.asarray(dy), saved)
+        got = backward_within(Limits(limbs_rs=of_x), hopper.asarray(dy), saved)
+        again = backward_within(Limits(limbs_rs=of_x), hopper.asarray(dy), saved)
         for a, b in zip(got, again, strict=True):
             assert bool((a == b).all())
         errors[gemm, of_x] = [
@@ -437,7 +437,7 @@ def test_a_product_is_the_same_with_or_without_the_other(
     placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}
     _, saved = gsbn.forward(**placed, training=True, gemm="sm90", return_saved=True)
     dy = hopper.random.default_rng(1).standard_normal((B, O)).astype("f4")
-    within = Limits(limbs_of_x=of_x)
+    within = Limits(limbs_rs=of_x)
     both = backward_within(within, dy, saved)
     assert bool((backward_within(within, dy, saved, needs=("x",)).x == both.x).all())
     assert bool((backward_within(within, dy, saved, needs=("weight",)).weight == both.weight).all())

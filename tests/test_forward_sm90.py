@@ -43,18 +43,18 @@ def tile(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-PARKED = {"recompute": False, "whole": False, "split": False, "limbs_of_x": False}
+PARKED = {"recompute": False, "cluster_batch": False, "split": False, "limbs_rs": False}
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
-CHOICES += [Limits(sm90=tile, split=True, whole=False, limbs_of_x=False) for tile in SPLITS_OF_K["training"]]
-OF_X = {"recompute": False, "whole": False, "limbs_of_x": True}
+CHOICES += [Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=False) for tile in SPLITS_OF_K["training"]]
+OF_X = {"recompute": False, "cluster_batch": False, "limbs_rs": True}
 CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in TILES_OF_X]
-CHOICES += [Limits(sm90=tile, whole=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
-CHOICES += [Limits(sm90=(m, 1, split), split=True, whole=True, limbs_of_x=False) for m, split in SPLIT_TILES]
+CHOICES += [Limits(sm90=tile, cluster_batch=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
+CHOICES += [Limits(sm90=(m, 1, split), split=True, cluster_batch=True, limbs_rs=False) for m, split in SPLIT_TILES]
 
 
 def name_of(limits: Limits) -> str:
-    how = {" twice": limits.recompute, " whole": limits.whole, " of x": limits.limbs_of_x}
+    how = {" twice": limits.recompute, " whole": limits.cluster_batch, " of x": limits.limbs_rs}
     return str(limits.sm90) + "".join(word for word, yes in how.items() if yes)
 
 
@@ -65,13 +65,13 @@ def within(request: pytest.FixtureRequest) -> Any:
 
 
 def skip_what_others_do(within: Limits, shape: tuple[int, int, int], precision: str) -> None:
-    if within.limbs_of_x and precision != "highest":
+    if within.limbs_rs and precision != "highest":
         pytest.skip("there are no limbs")
     if within.recompute and shape != SHAPES[-1]:
         pytest.skip("no CTA has a second tile")
     if within.split and shape[1] < 4096:
         pytest.skip("k is too short to be shared")
-    if within.whole and within.sm90 and shape[0] > math.prod(within.sm90):
+    if within.cluster_batch and within.sm90 and shape[0] > math.prod(within.sm90):
         pytest.skip("no cluster has so many rows")
     if precision == "highest" and within.sm90 and within.sm90[0] == 256 and not within.recompute:
         pytest.skip("limbs have no tile of 256 rows")
@@ -85,7 +85,7 @@ def test_every_tile_is_right(
 ) -> None:
     limbs = (dtype, precision) == ("float32", "highest")
     skip_what_others_do(within, shape, precision)
-    if (within.recompute or within.whole) and not training:
+    if (within.recompute or within.cluster_batch) and not training:
         pytest.skip("it is a way to train")
     arrays = Case(shape, dtype, training).arrays()
     options = {"training": training, "gemm": "sm90", "precision": precision}
@@ -255,10 +255,13 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         defines = dict(kernel.defines)
         chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
-            size, function = int(defines["CLUSTER"]) * int(defines["SPLIT"]), _kernels.launcher(kernel, device).pointer
+            size, function = (
+                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]),
+                _kernels.launcher(kernel, device).pointer,
+            )
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)
             gpu = _kernels.gpu(device)
-            assert resident == (gpu.ctas(2) if defines["RESIDENT"] == "2" else gpu.clusters(size))
+            assert resident == (gpu.ctas(2) if defines["OCCUPANCY"] == "2" else gpu.clusters(size))
 
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])

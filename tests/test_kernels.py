@@ -51,11 +51,11 @@ def test_parameters_follow_the_macros() -> None:
     """Some are there only where deviations are kept; test_paper.py holds what is passed to what is declared."""
     for kernel in _kernels.all_kernels():
         if kernel.name == "forward_sm90":
-            keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("KEEP", "RANKS"))
+            keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
             by_value, words = _declared.parameters(kernel)
-            more = (*(("kept", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
+            more = (*(("deviations", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
             assert words == (*_sm90.SM90_WORDS, *more)
-            assert by_value == ("p", "x_map", "w_map", "y_map", *(("kept_map",) if keeps else ()))
+            assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if keeps else ()))
 
 
 def test_what_the_sources_do_not_declare_is_refused() -> None:
@@ -77,7 +77,7 @@ def test_a_record_holds_what_its_kernel_declares() -> None:
     assert (record.dtype.names, record.tolist()) == (("k", "ldw", *names, "eps", "number"), [(3, 4, *[9] * 6, 0.5, 2)])
     assert _declared.record_dtype(of["split_tiles"]) == _declared.record_dtype(of["take_maxima"])
     assert _declared.record_dtype(of["split_tiles"]) != _declared.record_dtype(of["split_limbs"])
-    arrays = dict.fromkeys(("m", "n", "lda", "vector", "of_columns", "of_rows", "along_row"), (1, -2, 3))
+    arrays = dict.fromkeys(("m", "n", "lda", "vector", "of_columns", "of_rows", "ld_limbs"), (1, -2, 3))
     record = _declared.record(of["take_maxima"], arrays | {"maxima_rows": 64})
     assert record.tobytes() == np.array([1, -2, 3] * 7 + [64], np.int64).tobytes()
     assert _declared.flags(vector_x=True, units=True, alone=False) == 1 + 16

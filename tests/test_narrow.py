@@ -44,8 +44,8 @@ def test_the_kernels_are_those_that_are_meant() -> None:
     told = forward_within(NARROW, **arrays, training=True)
     assert told.shape == (5000, 32)
     for training, kernels in (
-        (True, ("narrow_stats", "merge_statistics", "narrow_normalize")),
-        (False, ("narrow_normalize",)),
+        (True, ("skinny_stats", "merge_statistics", "skinny_normalize")),
+        (False, ("skinny_normalize",)),
     ):
         assert gsbn.describe(**arrays, training=training, gemm="tiled").kernels == kernels
 

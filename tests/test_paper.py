@@ -163,7 +163,7 @@ def test_a_backward_writes_rows_that_start_anywhere() -> None:
 @pytest.mark.parametrize("shape", [(512, 2048, 2048), (320, 132, 136)])
 def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]) -> None:
     """One takes all maxima, one splits the weight and dg both ways, one x where dg lay; nothing is cleared apart."""
-    (B, I, O), of_both = shape, _plan.Limits(limbs_of_x=False)
+    (B, I, O), of_both = shape, _plan.Limits(limbs_rs=False)
     x, weight, dy = (paper.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with paper.gpu(paper.HOPPER) as (kind, log):
         _, saved = gsbn.forward(x, weight, training=True, return_saved=True, gemm="sm90")
@@ -217,7 +217,7 @@ def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, 
         log.clear()
         kind.made.clear()
         gsbn.backward(dy, saved, needs=needs)
-    of_dw = ["tall_product", "add_parts"] if "weight" in needs else []
+    of_dw = ["tall_product", "reduce_split_k"] if "weight" in needs else []
     names = ["backward_sums", "backward_dg", *of_dw, "take_maxima", "split_limbs", "split_tiles", "forward_sm90"]
     assert [launch.name for launch in log] == names
     split, tiles = (next(launch.words for launch in log if launch.name == of) for of in ("split_limbs", "split_tiles"))
@@ -243,7 +243,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
         how = How.of(saved, ("x", "weight"))._replace(in_place=in_place)
         prepared, made = run(kind, (dy, *saved[:4]), how)
     copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
-    names = [*copies, "backward_sums", "backward_dg", "narrow_product", "tall_product", "add_parts"]
+    names = [*copies, "backward_sums", "backward_dg", "skinny_product", "tall_product", "reduce_split_k"]
     assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-3:]] == names[-3:]
     kernel, launch, of_dw = narrow_product(128, 2), log[-3], log[-2]
     passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
@@ -316,7 +316,7 @@ def test_short_rows_of_a_group(waits: bool) -> None:
         x, weight = paper.Array((100000, 32), "bfloat16"), paper.Array((32, 32), "bfloat16")
         gsbn.forward(x, weight, training=True, group=group)
     merges = ["merge_statistics"] if waits else ["merge_statistics", "merge_statistics"]
-    assert [launch.name for launch in log] == ["narrow_stats", *merges, "narrow_normalize"]
+    assert [launch.name for launch in log] == ["skinny_stats", *merges, "skinny_normalize"]
     if waits:
         assert all(launch.grid <= paper.HOPPER.sms - _plan.problem.ROOM for launch in log)
 
@@ -352,4 +352,4 @@ def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], 
     record = _declared.record_dtype(forward_sm90("bfloat16", "gemm", 64, 1))
     flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]
     words = _declared.flags(vector_y=True)
-    assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(beside=beside)]
+    assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(independent=beside)]

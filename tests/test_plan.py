@@ -167,7 +167,7 @@ def makes_g_twice(one: OneLaunch) -> bool:
 
 
 def has_all_rows(one: OneLaunch) -> bool:
-    return dict(one.kernel.defines)["MODE"] == str(MODES["whole"])
+    return dict(one.kernel.defines)["MODE"] == str(MODES["cluster_batch"])
 
 
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
@@ -175,7 +175,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
     of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
-    two = dict(one.kernel.defines)["RESIDENT"] == "2"
+    two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
     assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
     assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
     assert one.ctas <= p.device.ctas(1 + two)
@@ -202,7 +202,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
         assert end <= limbs.x
         assert limbs.x + p.m * size <= limbs.w
-        of_w = 0 if one.element == "limbs_of_x" else p.n
+        of_w = 0 if one.element == "limbs_rs" else p.n
         assert limbs.w + of_w * size <= limbs.x_exponents
         assert limbs.x_exponents + 4 * p.m <= limbs.w_exponents
         end = limbs.w_exponents + 4 * of_w
@@ -212,7 +212,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     # what the copy engine takes
     for at in (p.x, p.w):
         assert at.strides[1] == 1
-        if one.limbs is None or (one.element == "limbs_of_x" and at is p.w):
+        if one.limbs is None or (one.element == "limbs_rs" and at is p.w):
             assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
@@ -284,7 +284,7 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     assert p.y.strides[0] % 4 == 0
     of_both = one.element == "limbs"
     if not of_both:  # what the copy engine takes
-        assert (one.element, dict(one.kernel.defines)["W_ACROSS"], p.w.strides[0]) == ("limbs_of_x", "1", 1)
+        assert (one.element, dict(one.kernel.defines)["W_MN_MAJOR"], p.w.strides[0]) == ("limbs_rs", "1", 1)
         assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
         assert b not in {split.name for split in limbs.of}
     for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
@@ -318,7 +318,7 @@ def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
 
 def assert_narrow_product_fits(p: Matmul, product: Product) -> None:
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
-    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "narrow_product"
+    assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "skinny_product"
     assert product.kernel.shared <= 227 << 10
     features = int(dict(product.kernel.defines)["FEATURES"])
     assert 4 * features * -(-p.k // 32) * 32 <= 128 << 10  # limbs of the weight in shared memory
@@ -338,7 +338,7 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     macros = dict(one.kernel.defines)
-    for at, rows, across in ((p.x, p.m, macros["X_ACROSS"] == "1"), (p.w, p.n, macros["W_ACROSS"] == "1")):
+    for at, rows, across in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
         (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
         assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
     assert p.y.strides[1] == 1 and p.y.strides[0] % 8 == 0
@@ -391,7 +391,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
     if decided.one is not None:
         assert training
-        assert dict(decided.one.kernel.defines)["KEEP"] == "1"
+        assert dict(decided.one.kernel.defines)["SAVE_DEVIATIONS"] == "1"
         assert not decided.keep.is_g  # type: ignore[union-attr]
     assert_fits(p, decided._replace(workspace=2**62), training=training)
     assert decided.keep is not None
@@ -423,7 +423,7 @@ def test_a_backward_fits(
     by_narrow: bool | None,
     by_tall: bool | None,
 ) -> None:
-    p = p._replace(limits=Limits(limbs_of_x=of_x, narrow=by_narrow, tall=by_tall))
+    p = p._replace(limits=Limits(limbs_rs=of_x, narrow=by_narrow, tall=by_tall))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -577,7 +577,7 @@ def test_a_share_of_the_gpu() -> None:
 
 @pytest.mark.parametrize(("rows", "cumulative", "want"), [(200, False, False), (200, True, True), (300, False, True)])
 def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, cumulative: bool, want: bool) -> None:
-    p = contiguous(rows, 1024, 64)._replace(limits=Limits(whole=False))
+    p = contiguous(rows, 1024, 64)._replace(limits=Limits(cluster_batch=False))
     one = plan(p, training=True, gemm="sm90", cumulative=cumulative).one
     assert one is not None
     assert one.cooperative == (want or one.block_m < rows)
@@ -828,7 +828,7 @@ def test_a_choice_can_be_limited() -> None:
         one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
     for tile in tiles[8:]:
-        one = plan(p._replace(limits=Limits(sm90=tile, whole=True)), training=True, gemm="sm90").one
+        one = plan(p._replace(limits=Limits(sm90=tile, cluster_batch=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and has_all_rows(one)
     many = contiguous(100000, 512, 512)
     for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
@@ -874,20 +874,20 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
     for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLITS_OF_K):
         training = mode == "training"
-        for tile in (of_x if element == "limbs_of_x" else SPLITS_OF_K[mode]) if training or not saved else ():
-            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_of_x": "highest"}
+        for tile in (of_x if element == "limbs_rs" else SPLITS_OF_K[mode]) if training or not saved else ():
+            of_float32 = {"tf32": "high", "limbs": "highest", "limbs_rs": "highest"}
             dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
-            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_of_x=element == "limbs_of_x"))
+            p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_rs=element == "limbs_rs"))
             one = plan(p, training=training, precision=precision, gemm="sm90", saved=saved).one
             assert one is not None and (one.block_m, one.cluster, one.split, one.element) == (*tile, element)
             assert_one_launch_fits(p, one)
     fewer = contiguous(50, 1024, 16384, "bfloat16")
     found = candidates(fewer, "training", "bfloat16")
-    whole = {tile.shape for tile in found if tile.mode == "whole" and tile.split > 1}
+    whole = {tile.shape for tile in found if tile.mode == "cluster_batch" and tile.split > 1}
     assert whole == {(m, 1, split) for m, split in SPLIT_TILES if m * split >= 50}
     for m, split in SPLIT_TILES:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
-        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, whole=True))
+        p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, cluster_batch=True))
         one = plan(p, training=True, gemm="sm90").one
         assert one is not None and has_all_rows(one) and (one.block_m, one.split) == (m, split)
         assert_one_launch_fits(p, one)
@@ -925,8 +925,8 @@ def test_few_rows_make_limbs_of_the_weight_in_registers(
         assert_one_launch_fits(p, one)
         return one.element
 
-    assert element(p) == ("limbs_of_x" if of_x else "limbs")
-    assert element(p._replace(limits=Limits(limbs_of_x=False))) == "limbs"
+    assert element(p) == ("limbs_rs" if of_x else "limbs")
+    assert element(p._replace(limits=Limits(limbs_rs=False))) == "limbs"
     assert element(p._replace(w=p.w._replace(aligned=False))) == "limbs"
     assert plan(p, training=training, gemm="sm90", prepared=True).one.element == "limbs"  # type: ignore[union-attr]
     if training:
@@ -936,9 +936,9 @@ def test_few_rows_make_limbs_of_the_weight_in_registers(
 @pytest.mark.parametrize(
     ("shape", "dx", "dw"),
     [
-        ((128, 8192, 8192), "limbs_of_x", "limbs"),
-        ((32, 8192, 2048), "limbs_of_x", None),  # sums of 32 rows are cuBLAS'
-        ((64, 16384, 1024), "limbs_of_x", "limbs"),
+        ((128, 8192, 8192), "limbs_rs", "limbs"),
+        ((32, 8192, 2048), "limbs_rs", None),  # sums of 32 rows are cuBLAS'
+        ((64, 16384, 1024), "limbs_rs", "limbs"),
         ((16384, 4096, 4096), "limbs", "limbs"),
         ((1, 4096, 4096), None, None),
     ],
@@ -953,7 +953,7 @@ def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
         assert (None if product.one is None else product.one.element) == want
         assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
     alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
-    if dx == "limbs_of_x":  # neither maxima nor limbs of anything but dg, row by row
+    if dx == "limbs_rs":  # neither maxima nor limbs of anything but dg, row by row
         assert [(split.name, split.across) for split in alone.limbs.of] == [("dg", None)]
         assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
 
@@ -966,28 +966,28 @@ def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
         assert found is not None and found.one is not None
         return found.one
 
-    assert one_of(p, limbs_of_x=False).element == "limbs"
+    assert one_of(p, limbs_rs=False).element == "limbs"
     for tile in TILES_OF_X:
         shape = tile[: 2 + (tile[2] > 1)]
-        one = one_of(p, limbs_of_x=True, sm90=shape)
-        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_of_x", tile)
+        one = one_of(p, limbs_rs=True, sm90=shape)
+        assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_rs", tile)
     for w, want in (
         (p.w._replace(aligned=False), "limbs"),
         (Matrix((521, 1), True), "limbs"),
         (Matrix((1, 4104), True), "limbs"),  # along what dx sums over
-        (Matrix((524, 1), True), "limbs_of_x"),
-        (Matrix((1040, 2), True), "limbs_of_x"),  # of a copy
+        (Matrix((524, 1), True), "limbs_rs"),
+        (Matrix((1040, 2), True), "limbs_rs"),  # of a copy
     ):
-        assert one_of(p._replace(w=w), limbs_of_x=True).element == want
+        assert one_of(p._replace(w=w), limbs_rs=True).element == want
 
 
 def test_g_alone_takes_a_weight_that_lies_across() -> None:
     """Ranks that meet between launches leave a bare GEMM, which reads a weight of columns as the backward's dx does."""
     p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
     for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
-        decided = plan(p._replace(limits=Limits(limbs_of_x=of_x)), training=True, gemm="sm90", ranks="between")
+        decided = plan(p._replace(limits=Limits(limbs_rs=of_x)), training=True, gemm="sm90", ranks="between")
         assert decided.product is not None and [split.name for split in decided.limbs.of] == want
-        assert decided.product.element == ("limbs_of_x" if of_x else "limbs")
+        assert decided.product.element == ("limbs_rs" if of_x else "limbs")
         q = decided.taken._replace(y=Matrix((decided.ldg, 1), True))
         assert_limb_gemm_fits(q, decided.product, decided.limbs, "x", "weight")
 
@@ -1004,7 +1004,7 @@ def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
     m, n = shape
     if element == "float32" and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
-    limits = Limits(sm90=tile, recompute=False, whole=False, split=False, limbs_of_x=False)
+    limits = Limits(sm90=tile, recompute=False, cluster_batch=False, split=False, limbs_rs=False)
     one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
     assert one is not None and one.parks and (one.block_m, one.cluster) == tile
     rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
@@ -1105,7 +1105,7 @@ def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want
 def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
     for device in (Device((9, 0), 132, pairs=60, fours=0, eights=0), H200.at_most(99), Device((9, 0), 7, pairs=0)):
         p = contiguous(128, 512, 1024, device=device)
-        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "whole"]
+        found = [tile for tile in candidates(p, "training", "bfloat16") if tile.mode == "cluster_batch"]
         assert found and all(
             tile.clusters <= (device.ctas(2) if tile.shape == (32, 1) else device.clusters(tile.cluster))
             for tile in found

@@ -33,14 +33,14 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
     if block_m > largest_block(_plan.element_for(dtype, precision)):
         pytest.skip("limbs have no such tile")
     for rows in {2, min(block_m + 1, block_m * cluster), block_m * cluster - 5}:
-        limits = Limits(sm90=tile, whole=True)
+        limits = Limits(sm90=tile, cluster_batch=True)
         assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES_OF_X if tile[2] == 1], ids=str)
 def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int]) -> None:
     block_m, *_ = tile
-    limits = Limits(sm90=tile[:2], split=False, whole=True, limbs_of_x=True)
+    limits = Limits(sm90=tile[:2], split=False, cluster_batch=True, limbs_rs=True)
     for rows in {2, block_m - 5, block_m}:
         assert_right_and_repeated(Case((rows, 776, 200), "float32", True).arrays(), "float32", "highest", limits)
 
@@ -53,7 +53,7 @@ def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, 
     if of_x and (dtype, precision) != ("float32", "highest"):
         pytest.skip("the weight as it is stands beside limbs alone")
     block_m, split = tile
-    limits = Limits(sm90=(block_m, 1, split), split=True, whole=True, limbs_of_x=of_x)
+    limits = Limits(sm90=(block_m, 1, split), split=True, cluster_batch=True, limbs_rs=of_x)
     for rows in {2, block_m + 1, block_m * split - 5}:
         assert_right_and_repeated(Case((rows, 4392, 200), dtype, True).arrays(), dtype, precision, limits)
 
@@ -65,14 +65,14 @@ def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, 
 def test_all_rows_in_a_cluster_whatever_the_shape(
     shape: tuple[int, int, int], dtype: str, precision: str, tile: tuple[int, int], activation: str | None
 ) -> None:
-    limits = Limits(sm90=tile, whole=True)
+    limits = Limits(sm90=tile, cluster_batch=True)
     assert_right_and_repeated(Case(shape, dtype, True).arrays(), dtype, precision, limits, activation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_rows_in_a_cluster_are_as_accurate_as_torch(name: str, dtype: str) -> None:
-    limits = Limits(sm90=(64, 8), whole=True)
+    limits = Limits(sm90=(64, 8), cluster_batch=True)
     assert_as_accurate_as_torch(kind_of("torch-cuda"), name, (512, 1024, 512), dtype, gemm="sm90", limits=limits)
 
 
@@ -107,10 +107,10 @@ def test_a_cluster_with_all_rows_begins_before_the_launch_ahead_ends(graph: bool
         assert int(state[2]) == 2 * calls
         return [*ys[1:], *state[:2]]
 
-    whole, again = (chain(Limits(sm90=(32, 4), whole=True), graph=g) for g in (graph, False))
+    whole, again = (chain(Limits(sm90=(32, 4), cluster_batch=True), graph=g) for g in (graph, False))
     for a, b in zip(whole, again, strict=True):
         assert_same_bits(a.get(), b.get())
     for a, b in zip(
-        whole[:3], chain(Limits(recompute=False, whole=False), graph=False)[:3], strict=True
+        whole[:3], chain(Limits(recompute=False, cluster_batch=False), graph=False)[:3], strict=True
     ):  # later ones drift apart
         assert float(abs(a.astype("f4") - b.astype("f4")).max()) < 0.1

@@ -138,7 +138,7 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
 
 def limbs_of_dg(block_m, cluster, split):
     """dx = dg w, w lying across what is summed over and its limbs being made in registers; and dw = dgᵀ x beside it."""
-    within = limits(sms=32 if split > 1 else 4, sm90=(block_m, cluster, split)[: 2 + (split > 1)], limbs_of_x=True)
+    within = limits(sms=32 if split > 1 else 4, sm90=(block_m, cluster, split)[: 2 + (split > 1)], limbs_rs=True)
     shape = (split + 1) * block_m - 5, 136, split * 8 * 64 + 8  # the last rows and columns fill no tile
     host, native = operands(shape, "float32")
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, "float32"))
@@ -187,13 +187,13 @@ def fold(dtype):
 def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False, split=1):
     dtype = element if element in ("float16", "bfloat16") else "float32"
     precision = "high" if element == "tf32" else "highest"
-    again, whole, of_x = mode == "recompute", mode == "whole", element == "limbs_of_x"
-    sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "whole": whole, "limbs_of_x": of_x}
+    again, whole, of_x = mode == "recompute", mode == "cluster_batch", element == "limbs_rs"
+    sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "cluster_batch": whole, "limbs_rs": of_x}
     within = limits(sms, sm90=(block_m, cluster), **ways)
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (7, 2) if mode == "training" else (2, 4)
     shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N  # the last rows and features fill no tile
     if split > 1:  # two clusters across and two down, of which the second has one tile of rows
-        within = limits(sms=32, sm90=(block_m, cluster, split), split=True, whole=whole, limbs_of_x=of_x)
+        within = limits(sms=32, sm90=(block_m, cluster, split), split=True, cluster_batch=whole, limbs_rs=of_x)
         shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N
     for last in (40, 37):  # rows of y on 16 bytes and off them
         last_shape = *shape[:2], shape[2] + last
@@ -217,17 +217,19 @@ def narrow(element, features, chunks, activation):
 def product_of(name, dtype, block_m, cluster):
     """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
     shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows, k and features fill no tile
-    multiply(limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_across=name == "dw", w_across=True)
+    multiply(limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_mn_major=name == "dw", w_mn_major=True)
 
 
-def multiply(within, shape, dtype, precision, *, x_across=False, w_across=False):
+def multiply(within, shape, dtype, precision, *, x_mn_major=False, w_mn_major=False):
     """forward_sm90's GEMM alone."""
     m, k, n = shape
     o = bounds.make_operands(np, *shape, dtype)
-    a, b = (cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_across), (o.weight, w_across)))
+    a, b = (
+        cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_mn_major), (o.weight, w_mn_major))
+    )
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
     device = cp.cuda.Device().id
-    a_at, b_at = a_at.T if x_across else a_at, b_at.T if w_across else b_at
+    a_at, b_at = a_at.T if x_mn_major else a_at, b_at.T if w_mn_major else b_at
     p = _plan.Matmul(m, n, k, dtype, within.gpu, a_at, b_at, _plan.Matrix((n, 1), True), within)
     launch = _sm90.Sm90Gemm(p, _plan.one_launch(p, "gemm", precision), device)
     launch((a.data.ptr, b.data.ptr, c.data.ptr), cp.cuda.get_current_stream().ptr)
@@ -273,7 +275,7 @@ def variants():
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
     whole = tuple((block_m, 1, split) for block_m, split in SPLIT_TILES)
     splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLITS_OF_K.items() for tile in tiles]
-    splits += [(of, "whole", tile) for of in ELEMENTS for tile in whole]
+    splits += [(of, "cluster_batch", tile) for of in ELEMENTS for tile in whole]
     for (element, mode, tile), keeps, activation in product(splits, yes_or_no, activations):
         kernel = with_activation(_plan.forward_sm90(element, mode, *tile[:2], keeps, split=tile[2]), activation)
         if kernel in known:
@@ -281,10 +283,10 @@ def variants():
             end = " keeps" * keeps + (f" {activation}" if activation else "")
             yield name + end, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
     for tile in TILES_OF_X:
-        yield "sm90 limbs_of_x gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
+        yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
-        if _plan.forward_sm90(dtype, "gemm", *tile, x_across=name == "dw", w_across=True) in known:
+        if _plan.forward_sm90(dtype, "gemm", *tile, x_mn_major=name == "dw", w_mn_major=True) in known:
             yield "sm90 {} {} {}x{}".format(*choice), product_of, choice
 
 

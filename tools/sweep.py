@@ -38,7 +38,7 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
-WAYS = {"recompute": " twice", "whole": " whole"}  # other ways to train, and how names of choices end
+WAYS = {"recompute": " twice", "cluster_batch": " whole"}  # other ways to train, and how names of choices end
 OF_X = " of x"
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
@@ -104,8 +104,8 @@ def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
-    allowed = {"recompute": twice, "whole": whole, "split": split, "narrow": "narrow" in among}
-    allowed["limbs_of_x"] = any(OF_X in name for name in among)
+    allowed = {"recompute": twice, "cluster_batch": whole, "split": split, "narrow": "narrow" in among}
+    allowed["limbs_rs"] = any(OF_X in name for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
@@ -115,7 +115,7 @@ def planned(shape, dtype, mode, among):
 
 
 def name_of(tile, mode):
-    end = OF_X * (tile.element == "limbs_of_x") + WAYS.get(mode, "")
+    end = OF_X * (tile.element == "limbs_rs") + WAYS.get(mode, "")
     return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + end
 
 
@@ -156,7 +156,7 @@ def measure(limit, skip, dtypes):
         """The same call on this path, with one tile to choose from."""
         ways = {way: tile.mode == way for way in WAYS} if tile is not None else {}
         if tile is not None:
-            ways["limbs_of_x"] = tile.element == "limbs_of_x"
+            ways["limbs_rs"] = tile.element == "limbs_rs"
         run = partial(call, Limits(tile and tile.shape, **ways), gemm)
         run()
         return run

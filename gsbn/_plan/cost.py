@@ -47,7 +47,7 @@ def one_launch_us(
     rows of as many tiles, and they send each other their sums.
     """
     m, n, k, dtype, *_ = p
-    of_x, of_w = (1, cluster) if mode == "whole" else (cluster, 1)  # CTAs that share a tile
+    of_x, of_w = (1, cluster) if mode == "cluster_batch" else (cluster, 1)  # CTAs that share a tile
     rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # of an operand's element
@@ -63,7 +63,7 @@ def one_launch_us(
         feed *= rates.off_line
     products = 3 if by_limbs(element) else 1
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
-    if element == "limbs_of_x":
+    if element == "limbs_rs":
         pace[0] += rates.limbs_of_w_us  # and then multiplies
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
@@ -166,7 +166,7 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
     """What comes before the one launch: limbs, for which what lies across k is read twice, in two launches more."""
     if not by_limbs(element):
         return 0.0
-    sides = [(p.x, p.m)] if prepared or element == "limbs_of_x" else [(p.x, p.m), (p.w, p.n)]
+    sides = [(p.x, p.m)] if prepared or element == "limbs_rs" else [(p.x, p.m), (p.w, p.n)]
     rows, across = sum(count for _, count in sides), sum(count for at, count in sides if at.strides[1] != 1)
     us = rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
     return us + (2 * rates.limb_us + across * 4e-6 * p.k / rates.limb_rate if across else 0.0)

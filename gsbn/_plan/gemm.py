@@ -129,8 +129,8 @@ def cheapest_tile(p: Matmul, mode: str, element: str, **of_call: bool) -> Tile:
         lambda tile: limits.sm90 in (None, tile.shape),
         lambda tile: limits.split in (None, tile.split > 1),
         lambda tile: limits.recompute in (None, tile.mode == "recompute"),
-        lambda tile: limits.whole in (None, tile.mode == "whole"),
-        lambda tile: limits.limbs_of_x in (None, tile.element == "limbs_of_x"),
+        lambda tile: limits.cluster_batch in (None, tile.mode == "cluster_batch"),
+        lambda tile: limits.limbs_rs in (None, tile.element == "limbs_rs"),
     ):
         found = list(filter(fits, found)) or found
     return min(found)
@@ -159,11 +159,13 @@ def candidates(
         found += [("recompute", *tile) for tile in tiles]
     hows = [mode]
     if mode == "training" and not (ranks or cumulative):
-        hows += ["whole"]
-        found += [("whole", *tile, 1) for tile in TILES_OF_ROWS] + [("whole", m, 1, split) for m, split in SPLIT_TILES]
+        hows += ["cluster_batch"]
+        found += [("cluster_batch", *tile, 1) for tile in TILES_OF_ROWS] + [
+            ("cluster_batch", m, 1, split) for m, split in SPLIT_TILES
+        ]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        ways += [("limbs_of_x", how, *tile) for how in hows for tile in TILES_OF_X]
+        ways += [("limbs_rs", how, *tile) for how in hows for tile in TILES_OF_X]
     made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 
@@ -183,7 +185,7 @@ def tile_of(
     """What forward_sm90 would take with this tile, limbs included, and the clusters of its grid; None where it cannot
     have it."""
     rates = rates or (PRODUCTS if mode == "gemm" else H200)
-    if element == "limbs_of_x" and not _as_it_is(p, mode):
+    if element == "limbs_rs" and not _as_it_is(p, mode):
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
@@ -191,12 +193,14 @@ def tile_of(
     if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
     # of a cluster's tile
-    along, across = (cluster, 1) if mode == "whole" else (1, cluster)  # its CTAs, but for those that share k
+    along, across = (cluster, 1) if mode == "cluster_batch" else (1, cluster)  # its CTAs, but for those that share k
     rows, columns = block_m * split * along, SM90_BLOCK_N * across
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
     two = resident(element, mode, block_m, cluster * split) == 2
     at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
-    if at_once == 0 or (mode == "whole" and (p.m > rows or tiles > at_once)):  # a cluster has one tile, of all rows
+    if at_once == 0 or (
+        mode == "cluster_batch" and (p.m > rows or tiles > at_once)
+    ):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
@@ -253,7 +257,7 @@ def one_launch(
     if parks:  # a CTA keeps to a column of a panel where their number divides that of the clusters
         in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
     merged = roll = workspace = 0
-    if mode not in ("gemm", "whole"):  # which have no words for each other
+    if mode not in ("gemm", "cluster_batch"):  # which have no words for each other
         words = (clusters // columns if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if parks else 0
         merged = words * SM90_BLOCK_N * 16
@@ -261,7 +265,7 @@ def one_launch(
         workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
     if by_limbs(element) and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
-        of_w = 0 if prepared or element == "limbs_of_x" else n
+        of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
     return OneLaunch(
@@ -283,7 +287,7 @@ def one_launch(
         roll=roll,
         workspace=workspace,
         wide=wide,
-        along_rows=mode == "whole",
+        along_rows=mode == "cluster_batch",
         parks=parks,
     )
 
@@ -305,7 +309,7 @@ def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
     limbs never do."""
     if mode != "gemm" or element in ("tf32", "limbs"):
         return False, False
-    return element != "limbs_of_x" and p.x.strides[1] != 1, p.w.strides[1] != 1
+    return element != "limbs_rs" and p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
 def _as_it_is(p: Matmul, mode: str) -> bool:

@@ -22,5 +22,5 @@ class Kernel(NamedTuple):
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
-    """The variant of a kernel that knows this activation, a struct of kernels/activation.cuh; itself for None."""
+    """The variant of a kernel that knows this activation, a struct of common/activation.cuh; itself for None."""
     return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel

@@ -1,4 +1,4 @@
-"""Many rows that are short: neither g nor dg ever lies in memory (kernels/narrow.cu, kernels/narrow_backward.cu)."""
+"""Many rows that are short: neither g nor dg ever lies in memory (kernels/skinny.cu, kernels/skinny_backward.cu)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     threads = narrow_threads(element, features)
-    # through limbs four warps take a tile together; its rows, and those of a CTA: BLOCK of kernels/narrow_config.cuh
+    # through limbs four warps take a tile together; its rows, and those of a CTA: BLOCK of kernels/skinny/config.cuh
     team = 4 if element == "limbs" else 1
     tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
     block = threads // (32 * team) * tile

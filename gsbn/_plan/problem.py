@@ -118,10 +118,10 @@ class Limits(NamedTuple):
     sm90: tuple[int, ...] | None = None
     split: bool | None = None  # whether CTAs of forward_sm90 share k, where they can
     recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
-    whole: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
-    limbs_of_x: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
+    cluster_batch: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
+    limbs_rs: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    narrow: bool | None = None  # whether the kernels of narrow.cu may serve; True: wherever they can
+    narrow: bool | None = None  # whether the kernels of skinny.cu may serve; True: wherever they can
     tall: bool | None = None  # whether tall_product may make dw; True: wherever it can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
     cluster: int | None = None  # CTAs of backward_fused that share columns, where they can; 1: none

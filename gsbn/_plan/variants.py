@@ -54,7 +54,7 @@ RING = 4  # rows that a thread of backward_sums or backward_dg has on their way 
 CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
 SUMS_CLUSTER = 8  # and in backward_sums, where they do
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
-# By operand, how many times 64 bytes of a row of x narrow.cu's kernels take at once, which but for limbs is all of it.
+# By operand, how many times 64 bytes of a row of x skinny.cu's kernels take at once, which but for limbs is all of it.
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 NARROW_LIMBS_KB = 128  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward, but for wide ones, have room for
@@ -72,7 +72,7 @@ def every_kernel() -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "normalize_fused", "narrow_normalize", "narrow_backward")
+            kernel.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
             or kernel.file in ("backward", "backward_sums", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
@@ -150,31 +150,31 @@ def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
 
 
 def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
-    """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
+    """The variants of skinny_stats and skinny_normalize for operands that are multiplied as `element`, one of
     NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
     also writes g - m."""
-    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/narrow_config.cuh: IEEE arithmetic
+    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/skinny/config.cuh: IEEE arithmetic
     defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
     limbs = element == "limbs"
     weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
     shared = weight + 1024 * (72 if limbs else 128)  # and rings
     of_x = tuple((name, str(value)) for name, value in defines.items())
-    stats = Kernel("narrow_stats", "narrow", of_x, arch="sm_90a", shared=shared)
-    return stats, stats._replace(name="narrow_normalize", defines=(*of_x, ("KEEP", "1")) if keeps else of_x)
+    stats = Kernel("skinny_stats", "skinny", of_x, arch="sm_90a", shared=shared)
+    return stats, stats._replace(name="skinny_normalize", defines=(*of_x, ("SAVE_DEVIATIONS", "1")) if keeps else of_x)
 
 
 def narrow_product(features: int, chunks: int) -> Kernel:
-    """The variant of narrow_product, of limbs, for a CTA like that of narrow_stats."""
-    return narrow("limbs", features, chunks)[0]._replace(name="narrow_product")
+    """The variant of skinny_product, of limbs, for a CTA like that of skinny_stats."""
+    return narrow("limbs", features, chunks)[0]._replace(name="skinny_product")
 
 
 def narrow_features(element: str) -> tuple[int, ...]:
-    """Features that a CTA of narrow.cu's kernels may have."""
+    """Features that a CTA of skinny.cu's kernels may have."""
     return (32, 64, 128) if element == "limbs" else (32, 64)
 
 
 def narrow_threads(element: str, features: int) -> int:
-    """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/narrow_config.cuh."""
+    """Threads of a CTA of skinny_stats and skinny_normalize: CTA of kernels/skinny/config.cuh."""
     return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
 
 
@@ -194,7 +194,7 @@ def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     row = 4 * inputs if dtype == "float32" else max(128, 2 * inputs)  # bytes of the weight, as it is multiplied by
     shared = (192 if features <= 128 else 160) * 1024 + features * row  # after the rings
-    alone = Kernel("narrow_backward", "narrow_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
+    alone = Kernel("skinny_backward", "skinny_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
     return _in_clusters(alone, cluster)
 
 
@@ -213,7 +213,7 @@ def tall_product() -> Kernel:
 
 def add_parts() -> Kernel:
     """What adds up the parts of a matrix."""
-    return Kernel("add_parts", "add_parts", ())
+    return Kernel("reduce_split_k", "reduce_split_k", ())
 
 
 def copy_matrix(itemsize: int) -> Kernel:
@@ -262,7 +262,7 @@ def backward_kernels(
     fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
     if across:
         tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
-        dg = dg._replace(defines=(*defines, ("ACROSS", "true")), shared=4 * tile)
+        dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")), shared=4 * tile)
     return sums, dg, _in_clusters(fused, cluster), *others
 
 
@@ -305,7 +305,7 @@ def gemm_tiled(dtype: str, tile: tuple[int, int, int, int], product: str, *, wid
     if product != "forward":
         defines += [
             ("C_TYPE", "float" if wide else t),
-            ("X_ACROSS", str(product == "dw").lower()),
-            ("W_ACROSS", "true"),
+            ("X_MN_MAJOR", str(product == "dw").lower()),
+            ("W_MN_MAJOR", "true"),
         ]
     return Kernel("gemm_tiled", "gemm_tiled", tuple(defines))

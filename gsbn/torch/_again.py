@@ -13,7 +13,7 @@ from ..reference import Gradients
 
 __all__ = ["Given", "gradients_again", "products_again"]
 
-# Rows of what the forward saved with frozen statistics, as kernels/common.cuh numbers them
+# Rows of what the forward saved with frozen statistics, as kernels/common/common.cuh numbers them
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
 
 

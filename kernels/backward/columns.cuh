@@ -34,7 +34,7 @@ struct Sum {
 struct BeforeY {
     Vector<G, VEC> slope = {}, offset = {}, m = {}, m_low = {};
 
-    __device__ BeforeY(const Problem& p, const double* saved, long long col, int inside) {
+    __device__ BeforeY(const BackwardProblem& p, const double* saved, long long col, int inside) {
         if constexpr (ACTIVE) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
@@ -43,7 +43,7 @@ struct BeforeY {
                     slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * p.n]);
                     offset.at[j] = static_cast<G>(at[SAVED_OFFSET * p.n]);
                     if (!TRAINING) {
-                        const Parts<G> parts(at[SAVED_M * p.n]);
+                        const HighLow<G> parts(at[SAVED_M * p.n]);
                         m.at[j] = parts.high;
                         m_low.at[j] = parts.low;
                     }
@@ -61,8 +61,8 @@ struct BeforeY {
 
 // All rows are added to sum[j] and dot[j], j < VEC. LONG: see Walk.
 template <bool LONG>
-__device__ __forceinline__ void add_rows(const Walk<STAGES, Rows>& rows, const G (&centre)[VEC], const BeforeY& before,
-                                         double (&sum)[VEC], double (&dot)[VEC]) {
+__device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
+                                         const BeforeY& before, double (&sum)[VEC], double (&dot)[VEC]) {
 #pragma unroll 1
     for (int first = 0; first < rows.count; first += GROUP) {
         Sum sum_of[VEC], dot_of[VEC];
@@ -83,7 +83,8 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, Rows>& rows, const G
 }
 
 // What is subtracted from VEC columns of d: nothing in training.
-__device__ inline void load_centre(const Problem& p, const double* saved, long long col, int inside, G (&centre)[VEC]) {
+__device__ inline void load_centre(const BackwardProblem& p, const double* saved, long long col, int inside,
+                                   G (&centre)[VEC]) {
     if (!TRAINING) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
@@ -96,7 +97,7 @@ __device__ inline void load_centre(const Problem& p, const double* saved, long l
 // THREADS) in shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column
 // alone.
 template <typename Then>
-__device__ inline void merge_splits(const Problem& p, const char* workspace, int columns, long long col0,
+__device__ inline void merge_splits(const BackwardProblem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
     constexpr int AT_ONCE = 8;  // splits whose sums are on their way
     const auto [column, part, sharers] = Sharers<THREADS>(columns);
@@ -144,7 +145,7 @@ struct Factors {
 
     __device__ double operator()(int row) const { return saved[row * n + c]; }
     // Brings every `step`-th of them into L1, so that who has sums does not wait for memory again.
-    __device__ void ask(int first = 0, int step = 1) const {
+    __device__ void prefetch(int first = 0, int step = 1) const {
 #pragma unroll 1
         for (int row = first; row < ROWS; row += step)
             asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
@@ -154,8 +155,8 @@ struct Factors {
 constexpr int GRADIENTS = 4;  // of size O
 
 // Of these the one with this number, of feature c. One place for all: instructions that are executed once are to be few.
-__device__ __forceinline__ void store_gradient(int number, const Problem& p, const Factors& of, double S, double E,
-                                               void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+__device__ __forceinline__ void store_gradient(int number, const BackwardProblem& p, const Factors& of, double S,
+                                               double E, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     double value = S;
     void* to = to_beta;
     long long code = p.to_beta;
@@ -175,7 +176,7 @@ __device__ __forceinline__ void store_gradient(int number, const Problem& p, con
     store_vector(to, code, of.c, value);
 }
 
-__device__ inline void store_gradients(const Problem& p, const Factors& of, double S, double E, void* to_bias,
+__device__ inline void store_gradients(const BackwardProblem& p, const Factors& of, double S, double E, void* to_bias,
                                        void* to_scale, void* to_gamma, void* to_beta) {
 #pragma unroll 1
     for (int number = 0; number < GRADIENTS; ++number)
@@ -183,8 +184,8 @@ __device__ inline void store_gradients(const Problem& p, const Factors& of, doub
 }
 
 // In training, the coefficients of dg of a feature, rows of `pitch`, at `at`.
-__device__ inline void store_coefficients(const Problem& p, const Factors& of, double S, double E, G* coefficients,
-                                          long long pitch, long long at) {
+__device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, double S, double E,
+                                          G* coefficients, long long pitch, long long at) {
     if (!TRAINING) return;
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
     const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
@@ -196,7 +197,7 @@ __device__ inline void store_coefficients(const Problem& p, const Factors& of, d
 }
 
 // Of feature c, everything of size O: its gradients, if `gradients`, and the coefficients.
-__device__ inline void store_feature(const Problem& p, const Factors& of, double S, double E, bool gradients,
+__device__ inline void store_feature(const BackwardProblem& p, const Factors& of, double S, double E, bool gradients,
                                      void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
                                      long long pitch, long long at) {
     if (gradients) store_gradients(p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
@@ -204,7 +205,7 @@ __device__ inline void store_feature(const Problem& p, const Factors& of, double
 }
 
 // S and D of feature c of this rank; with the first one goes the header.
-__device__ inline void post_sums(const Exchange& exchange, const Problem& p, long long c, double unit, double S,
+__device__ inline void post_sums(const Exchange& exchange, const BackwardProblem& p, long long c, double unit, double S,
                                  double E) {
     if (c == 0) exchange.post_header(static_cast<double>(p.m));
     exchange.post_feature(c, S, unit * E);
@@ -212,8 +213,8 @@ __device__ inline void post_sums(const Exchange& exchange, const Problem& p, lon
 
 // S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
 // the rows of all.
-__device__ inline void merge_totals(const Exchange& exchange, const Problem& p, long long c, double unit, double& S,
-                                    double& E) {
+__device__ inline void merge_totals(const Exchange& exchange, const BackwardProblem& p, long long c, double unit,
+                                    double& S, double& E) {
     double rows, D;
     exchange.sums(c, rows, S, D);
     const double own = static_cast<double>(p.m) / rows;
@@ -237,7 +238,7 @@ struct Coefficients {
         rate = row(DG_RATE);
     }
     __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at,
-                            const Problem& p, const double* saved, long long col, int inside)
+                            const BackwardProblem& p, const double* saved, long long col, int inside)
         : before(before_) {
         if (TRAINING) {
             *this = Coefficients(before_, coefficients, pitch, at);

@@ -14,20 +14,20 @@ using T = T_TYPE;
 using D = D_TYPE;
 using G = G_TYPE;
 
-#ifndef ACROSS
-#define ACROSS false
+#ifndef TRANSPOSED
+#define TRANSPOSED false
 #endif
 
-struct Problem {
-    long long m, n, k;               // B, O, I
-    long long ldx, ldw;              // row pitches of x and of the weight, in elements
-    long long narrow_rows;           // rows of a CTA, or a cluster, of narrow_backward
-    long long narrow_features;       // features of each CTA of its clusters
-    long long dy_row, dy_col;        // strides of dy, in elements
-    long long ldd, lddg, ld_across;  // row pitches of d, of dg and of its transpose, in elements
-    long long along;                 // threads along a row of dy
-    long long sums_rows, dg_rows;    // rows of a CTA of backward_sums, in an item of backward_dg
-    long long splits;                // clusters of backward_sums that share a column block; 0 where there are no sums
+struct BackwardProblem {
+    long long m, n, k;                   // B, O, I
+    long long ldx, ldw;                  // row pitches of x and of the weight, in elements
+    long long skinny_rows;               // rows of a CTA, or a cluster, of skinny_backward
+    long long skinny_features;           // features of each CTA of its clusters
+    long long dy_row, dy_col;            // strides of dy, in elements
+    long long ldd, lddg, ld_transposed;  // row pitches of d, of dg and of its transpose, in elements
+    long long row_threads;               // threads along a row of dy
+    long long sums_rows, dg_rows;        // rows of a CTA of backward_sums, in an item of backward_dg
+    long long splits;     // clusters of backward_sums that share a column block; 0 where there are no sums
     long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; else dy_col is 0
     long long words;      // zeros that the first launch writes for a later one
     long long signature;  // what this call is, of a group
@@ -58,25 +58,25 @@ struct Row {
 };
 
 // A thread's rows of both: first, first + step, ... (Walk).
-struct Rows {
+struct BackwardRows {
     const T* dy;
     const D* d;  // may be null
     long long dy_step, d_step;
-    uint4* ring;  // [slot][chunk][THREADS]
-    int inside;   // columns
+    uint4* pipeline;  // [slot][chunk][THREADS]
+    int inside;       // columns
     bool vector_dy;
 
-    __device__ Rows(const Problem& p, const T* dy_, const D* d_, long long first, long long step, long long col,
-                    int inside_, uint4* memory)
+    __device__ BackwardRows(const BackwardProblem& p, const T* dy_, const D* d_, long long first, long long step,
+                            long long col, int inside_, uint4* memory)
         : dy(dy_ + first * p.dy_row + col * p.dy_col),
           d(d_ == nullptr ? d_ : d_ + first * p.ldd + col),
           dy_step(step * p.dy_row),
           d_step(step * p.ldd),
-          ring(memory + threadIdx.x),
+          pipeline(memory + threadIdx.x),
           inside(inside_),
           vector_dy(p.vector_dy) {}
-    __device__ __forceinline__ void ask(int i, int slot) const {
-        uint4* to = ring + slot * CHUNKS * THREADS;
+    __device__ __forceinline__ void copy(int i, int stage) const {
+        uint4* to = pipeline + stage * CHUNKS * THREADS;
         if (vector_dy) copy_async(to, dy + i * dy_step, inside * static_cast<int>(sizeof(T)));
         if (d == nullptr) return;
 #pragma unroll
@@ -85,8 +85,8 @@ struct Rows {
             copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
         }
     }
-    __device__ __forceinline__ Row read(int i, int slot) const {
-        const uint4* from = ring + slot * CHUNKS * THREADS;
+    __device__ __forceinline__ Row read(int i, int stage) const {
+        const uint4* from = pipeline + stage * CHUNKS * THREADS;
         Row row;
         *reinterpret_cast<uint4*>(&row.dy) = from[0];
         if (!vector_dy) {  // columns of stride 0: one value for all

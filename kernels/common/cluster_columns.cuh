@@ -14,7 +14,7 @@ struct Totals {
 // The sums over the CTA of what its threads have of their VEC columns (Places, `along` up to 16), in an order that depends on
 // `along` alone. Afterwards a thread has one column (Sharers), of which it gets the two sums.
 template <int THREADS, int VEC>
-__device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, double (&first)[VEC],
+__device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_threads, double (&first)[VEC],
                                       double (&second)[VEC], double& first_of_column, double& second_of_column) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
 #pragma unroll
@@ -27,12 +27,12 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int along, d
         }
     }
     __syncthreads();
-    const int columns = along * VEC;
+    const int columns = row_threads * VEC;
     const Sharers<THREADS> of(columns);
     double of_part[2] = {};
 #pragma unroll
     for (int i = 0; i < VEC / 2; ++i) {
-        const int at = (of.part * (VEC / 2) + i) * along + of.column / VEC;
+        const int at = (of.part * (VEC / 2) + i) * row_threads + of.column / VEC;
         of_part[0] += shared.of_threads[0][of.column % VEC][at];
         of_part[1] += shared.of_threads[1][of.column % VEC][at];
     }

@@ -16,7 +16,7 @@ enum : long long {
     FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
     FLAG_RUNNING = 64,    // inference: what y is made with comes from the running statistics
     FLAG_LIMBS = 256,     // the tensor core made g of limbs: see M2_OF_LIMBS
-    FLAG_BESIDE = 128,    // reads nothing that the launch ahead writes, which has waited before it lets others begin
+    FLAG_INDEPENDENT = 128,  // reads nothing that the launch ahead writes, which has waited before it lets others begin
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -30,7 +30,7 @@ __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2b
 __device__ inline void from_float(double v, double& out) { out = v; }
 
 // Without .ftz, which CuPy compiles with: subnormal numbers have digits, too.
-__device__ __forceinline__ float times(float a, float b) {
+__device__ __forceinline__ float multiply_no_ftz(float a, float b) {
     float c;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
@@ -61,11 +61,12 @@ struct Places {
     int columns, rows;  // of a CTA at once
     int column, row;    // of this thread among them
 
-    __device__ explicit Places(long long along_) {  // without divisions, which are some twenty instructions each
-        const int along = static_cast<int>(along_), thread = static_cast<int>(threadIdx.x), shift = 31 - __clz(along);
-        columns = along * VEC;
+    __device__ explicit Places(long long row_threads_) {  // without divisions, which are some twenty instructions each
+        const int row_threads = static_cast<int>(row_threads_), thread = static_cast<int>(threadIdx.x),
+                  shift = 31 - __clz(row_threads);
+        columns = row_threads * VEC;
         rows = THREADS >> shift;
-        column = (thread & (along - 1)) * VEC;
+        column = (thread & (row_threads - 1)) * VEC;
         row = thread >> shift;
     }
     // How many blocks of columns a row of n has, without a division of 64 bits, which is some hundred instructions.
@@ -91,12 +92,12 @@ struct Sharers {
 // dtype without a kernel for every combination; they are O(O) beside O(B O) work.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };
 
-#ifndef BESIDE_TENSOR_CORES
-#define BESIDE_TENSOR_CORES 0
+#ifndef CONCURRENT_WITH_MMA
+#define CONCURRENT_WITH_MMA 0
 #endif
 
 // Fetching and reading are apart so that several fetches are in flight at once: a switch that converts would wait in turn.
-// Both take the fewest instructions in a kernel that defines BESIDE_TENSOR_CORES: these wait for every instruction beside them.
+// Both take the fewest instructions in a kernel that defines CONCURRENT_WITH_MMA: these wait for every instruction beside them.
 // Elsewhere they do without branches, with which a CTA of normalize took 1 us longer for six arguments.
 struct Fetched {
     int kind;
@@ -105,7 +106,7 @@ struct Fetched {
     template <typename R>  // float or double
     __device__ R or_else(R absent) const {
         R wide;
-#if BESIDE_TENSOR_CORES
+#if CONCURRENT_WITH_MMA
         switch (kind) {
             case KIND_FLOAT32: widen(__uint_as_float(static_cast<unsigned>(bits)), wide); return wide;
             case KIND_FLOAT64: return static_cast<R>(__longlong_as_double(bits));
@@ -128,7 +129,7 @@ struct Fetched {
 __device__ inline Fetched fetch(const void* p, long long code, long long i) {
     const long long at = i * (code >> 3);  // arithmetic shift: strides may be negative
     Fetched f = {static_cast<int>(code & 7), 0};
-#if BESIDE_TENSOR_CORES
+#if CONCURRENT_WITH_MMA
     if (f.kind == KIND_FLOAT32) {
         f.bits = static_cast<const unsigned*>(p)[at];
     } else if (f.kind == KIND_FLOAT64) {
@@ -198,15 +199,15 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
 
 // v in two parts of G; what is not finite has no second one.
 template <typename G>
-struct Parts {
+struct HighLow {
     G high, low;
-    __device__ explicit Parts(double v)
+    __device__ explicit HighLow(double v)
         : high(static_cast<G>(v)), low(static_cast<G>(isfinite(high) ? v - high : 0.0)) {}
 };
 
 template <typename G>
 __device__ inline void store_affine(G* affine, long long pitch, long long i, double m, double a, double beta) {
-    const Parts<G> parts(m);
+    const HighLow<G> parts(m);
     affine[AFFINE_M * pitch + i] = parts.high;
     affine[AFFINE_M_LOW * pitch + i] = parts.low;
     affine[AFFINE_A * pitch + i] = static_cast<G>(a);
@@ -234,7 +235,7 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
 // it in the stream is still running (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py):
 // this waits until all of that one is done and seen, and only then lets the next launch begin in its turn, so that no
 // more than two overlap. Launched otherwise, as all that a call with `sms` launches, it does not wait. Behind a kernel that `waits` for another GPU the next
-// one begins when that has ended: its CTAs would hold the SMs that others need (common/ranks.cuh). A launch with FLAG_BESIDE
+// one begins when that has ended: its CTAs would hold the SMs that others need (common/ranks.cuh). A launch with FLAG_INDEPENDENT
 // waits at its end in place of its beginning, so that it runs beside the kernel ahead, and has never ended before
 // that one has: whoever waits for it, waits for both.
 __device__ inline void await_kernel_ahead(bool waits = false) {
@@ -243,7 +244,7 @@ __device__ inline void await_kernel_ahead(bool waits = false) {
     if (!waits) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-__device__ inline void begin_beside_kernel_ahead() {
+__device__ inline void let_next_kernel_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -4,9 +4,9 @@
 
 // What numbers are multiplied by, a power of two, so that the largest magnitude lies in [2^14, 2^15); and by what their
 // products come back, times 2^-14: a sum then does not overflow on its way unless it does.
-struct Scale {
+struct LimbScale {
     float there, back;
-    __device__ explicit Scale(float top) {
+    __device__ explicit LimbScale(float top) {
         const int e = max(__float_as_int(top) >> 23, 29);  // biased; whoever is smaller still keeps float16's quantum
         there = __uint_as_float(static_cast<unsigned>(268 - e) << 23);
         back = __uint_as_float(static_cast<unsigned>(e - 28) << 23);

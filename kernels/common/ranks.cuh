@@ -31,7 +31,7 @@ struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
 };
 
 template <typename R>
-struct Whole {  // a feature's statistics over all ranks
+struct GroupStatistics {  // a feature's statistics over all ranks
     R rows, mean, m2;
     bool right;
 };
@@ -157,8 +157,8 @@ struct Exchange {
     // first one that has rows, so that equal means stay exact. Every rank computes the same bits. In float64, or in float32
     // beside a main loop, whose tensor core waits tens of cycles for every instruction of float64.
     template <typename R>
-    __device__ Whole<R> statistics(long long c) const {
-        Whole<R> all = {R(0), R(0), R(0), true};
+    __device__ GroupStatistics<R> statistics(long long c) const {
+        GroupStatistics<R> all = {R(0), R(0), R(0), true};
         R pivot = R(0), sum = R(0);
         double rows[BATCH], mean[BATCH], m2[BATCH];
 #pragma unroll 1

@@ -7,15 +7,15 @@
 
 // A thread's `count` rows, SLOTS of them on their way or in shared memory at once. rows.ask(i, slot) starts the copies of row i,
 // which nobody else reads, and rows.read(i, slot) is what came; take(i, that) is called for one row after the other.
-template <int SLOTS, typename Rows>
+template <int STAGES, typename Rows>
 struct Walk {
     int count;
     Rows rows;
 
     __device__ Walk(int count_, const Rows& rows_) : count(count_), rows(rows_) {
 #pragma unroll 1
-        for (int i = 0; i < SLOTS; ++i) {
-            if (i < count) rows.ask(i, i);
+        for (int i = 0; i < STAGES; ++i) {
+            if (i < count) rows.copy(i, i);
             commit_copies();
         }
     }
@@ -26,25 +26,25 @@ struct Walk {
         int i = begin;
         if (LONG) {
 #pragma unroll 1
-            for (; i + SLOTS <= end; i += SLOTS)
+            for (; i + STAGES <= end; i += STAGES)
 #pragma unroll
-                for (int slot = 0; slot < SLOTS; ++slot) step(i + slot, slot, i + slot + SLOTS, take);
+                for (int stage = 0; stage < STAGES; ++stage) step(i + stage, stage, i + stage + STAGES, take);
         }
 #pragma unroll 1
-        for (; i < end; ++i) step(i, i % SLOTS, i + SLOTS, take);
+        for (; i < end; ++i) step(i, i % STAGES, i + STAGES, take);
     }
     // And back: the last SLOTS rows are where the way down left them.
     template <typename Take>
     __device__ __forceinline__ void up(const Take& take) const {
 #pragma unroll 1
-        for (int i = count - 1; i >= 0; --i) step(i, i % SLOTS, i - SLOTS, take);
+        for (int i = count - 1; i >= 0; --i) step(i, i % STAGES, i - STAGES, take);
     }
 
     template <typename Take>
-    __device__ __forceinline__ void step(int i, int slot, int next, const Take& take) const {
-        await_copies<SLOTS - 1>();
-        take(i, rows.read(i, slot));
-        if (next >= 0 && next < count) rows.ask(next, slot);
+    __device__ __forceinline__ void step(int i, int stage, int next, const Take& take) const {
+        await_copies<STAGES - 1>();
+        take(i, rows.read(i, stage));
+        if (next >= 0 && next < count) rows.copy(next, stage);
         commit_copies();
     }
 };

@@ -23,12 +23,12 @@
 #endif
 using G = G_TYPE;
 
-struct Problem {
+struct ForwardProblem {
     long long m, n, k;           // B, O, I
     long long ldx, ldw;          // row pitches of x and of the weight, in elements
     long long ldg;               // row pitch of g, of the deviations and of the rows in the workspace, in elements
     long long y_row, y_col;      // strides of y, in elements
-    long long along;             // threads along a row of g
+    long long row_threads;       // threads along a row of g
     long long stats_rows;        // rows of g in an item of scale_stats
     long long normalize_rows;    // and of normalize
     long long splits;            // items of scale_stats that share a column block
@@ -64,7 +64,7 @@ struct Arguments {
 };
 
 // The argument with this number of feature c. One place for all: a thread fetches one, beside others, in few instructions.
-__device__ __forceinline__ double argument(int number, const Problem& p, long long c, const void* bias,
+__device__ __forceinline__ double argument(int number, const ForwardProblem& p, long long c, const void* bias,
                                            const void* scale, const void* gamma, const void* beta,
                                            const void* running_mean, const void* running_var) {
     const void* from = running_var;
@@ -83,7 +83,7 @@ struct Feature {
     Arguments of;
     double rows, mean, m2, v, a;
 
-    __device__ Feature(const Problem& p, double rows, double mean, double m2, const Arguments& of)
+    __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of)
         : of(of),
           rows(rows),
           mean(mean),
@@ -92,13 +92,13 @@ struct Feature {
           a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
 
     // What the backward wants, if anybody does.
-    __device__ __forceinline__ void save(const Problem& p, long long c, double* saved) const {
+    __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
         store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(of.beta));
     }
     // The running statistics, if there are any; `batches`: the count before this one.
-    __device__ __forceinline__ void track(const Problem& p, long long c, long long batches, void* running_mean,
+    __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
                                           void* running_var) const {
         if (p.running_mean == 0) return;
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
@@ -185,7 +185,7 @@ struct Moments {
 // What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
 // s = 0: where g + b is zero), if that lies among a few rows of the whole batch; else the first of them, which is no further
 // from the others than they are.
-__device__ inline double centre_near(double middle, const G* g, const Problem& p) {
+__device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
     const long long step = max(p.m / 8, 1LL);  // not the first eight: they may be padding
@@ -197,8 +197,8 @@ __device__ inline double centre_near(double middle, const G* g, const Problem& p
 //   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
 // Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
 // with all that they multiply, m is 0 and what it stands for moves into beta.
-__device__ __forceinline__ void store_running(const Problem& p, long long c, const Arguments& of, const G* g, G* affine,
-                                              long long pitch, long long at, double* saved) {
+__device__ __forceinline__ void store_running(const ForwardProblem& p, long long c, const Arguments& of, const G* g,
+                                              G* affine, long long pitch, long long at, double* saved) {
     const double s = of.s, b = of.b, r = 1.0 / sqrt(of.var + p.eps), gamma_r = of.gamma * r;
     const double middle = (s == 0.0 ? 0.0 : of.mean / s) - b;
     constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number

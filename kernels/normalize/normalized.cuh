@@ -8,13 +8,13 @@
 #endif
 using Y = Y_TYPE;
 #ifdef D_TYPE
-constexpr bool KEEPS = true;
+constexpr bool SAVE_DEVIATIONS = true;
 #else
-constexpr bool KEEPS = false;
+constexpr bool SAVE_DEVIATIONS = false;
 #define D_TYPE float
 #endif
 using D = D_TYPE;
-constexpr bool UNITS = KEEPS && in_units<D>;
+constexpr bool UNITS = SAVE_DEVIATIONS && in_units<D>;
 
 // How y, and what is kept beside it, is made of VEC columns.
 struct Normalize {
@@ -25,27 +25,28 @@ struct Normalize {
     bool whole;  // y takes all VEC at once
 
     // Of a row of g, to the first of these columns in a row of y, and of what is kept.
-    __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* keep) const {
+    __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* deviations) const {
         Vector<Y, VEC> out;
-        Vector<D, VEC> kept;
+        Vector<D, VEC> deviation_vec;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             const G d = (in.at[j] - m.at[j]) - m_low.at[j];
             G u = fma(a.at[j], d, offset.at[j]);
-            if (KEEPS)
-                kept.at[j] = deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
-                                             UNITS ? slope.at[j] : a.at[j], offset.at[j], u);
+            if (SAVE_DEVIATIONS)
+                deviation_vec.at[j] =
+                    deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
+                                    UNITS ? slope.at[j] : a.at[j], offset.at[j], u);
             from_float(Activation<Y>::of(u), out.at[j]);
         }
         if (whole) {
             *reinterpret_cast<Vector<Y, VEC>*>(y) = out;
-            if (KEEPS) *reinterpret_cast<Vector<D, VEC>*>(keep) = kept;
+            if (SAVE_DEVIATIONS) *reinterpret_cast<Vector<D, VEC>*>(deviations) = deviation_vec;
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
                     y[j * y_col] = out.at[j];
-                    if (KEEPS) keep[j] = kept.at[j];
+                    if (SAVE_DEVIATIONS) deviations[j] = deviation_vec.at[j];
                 }
         }
     }

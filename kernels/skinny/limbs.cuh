@@ -9,7 +9,7 @@
 // A warpgroup multiplies 64 rows by all FEATURES. Each of its lanes has what wgmma wants of x, of two rows 8 apart, from the
 // 16 bytes that it asked for itself: four neighbours of each 16 of k. The weight lies in shared memory as sm90/wgmma.cuh says, a
 // row having a feature's first limbs of 32 of k, then its second ones. wgmma gives a lane pairs of features that lie 8 apart:
-// which feature is called which, and which of the 16 of k, is for lay_limbs to say.
+// which feature is called which, and which of the 16 of k, is for load_limbs to say.
 #pragma once
 #include "common/limbs.cuh"
 #include "skinny/config.cuh"
@@ -20,7 +20,7 @@ constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the wei
 // FEATURES rows of the weight as limbs in shared memory, from row `first` on, and for each feature what its sums come back
 // by. Zeros beyond n and k. WORDS: rows can be read by four elements.
 template <bool WORDS, typename P>
-__device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
+__device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
     constexpr int SHARE = 8;  // threads, neighbours, that share a feature
     constexpr int BATCH = 8;  // reads of a thread that are on their way
     const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = static_cast<int>(p.n) - first;
@@ -51,11 +51,11 @@ __device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weigh
         }
 #pragma unroll
         for (int apart = SHARE / 2; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, apart));
-        const Scale scale(top);
+        const LimbScale scale(top);
         if (share == 0) back[feature] = scale.back * 0x1p28f;
         const int place = feature % 16;
         const int column = feature - place + place % 4 / 2 * 8 + place / 4 * 2 + place % 2;  // of wgmma's
-        unsigned* laid = reinterpret_cast<unsigned*>(weight + column * 8);
+        unsigned* column_words = reinterpret_cast<unsigned*>(weight + column * 8);
 #pragma unroll 1
         for (int batch = 0; batch < steps; batch += BATCH * SHARE) {
             if (batch > 0) read(batch);  // the first was read last
@@ -63,7 +63,7 @@ __device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weigh
             for (int i = 0; i < BATCH; ++i) {
                 const int step = batch + i * SHARE + share;
                 if (step >= steps) break;
-                unsigned* of_part = laid + step / 8 * LIMB_WORDS * 4 + step % 4;
+                unsigned* of_part = column_words + step / 8 * LIMB_WORDS * 4 + step % 4;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int number = step % 8 / 4 * 2 + half;  // of 16 bytes in its row
@@ -81,10 +81,10 @@ __device__ inline void lay_limbs(const P& p, const T* w, int first, uint4* weigh
 
 // Whose turn it is to multiply: the warpgroups' in a circle, each making limbs while the others multiply. Left to themselves
 // they do the same at the same time.
-struct Turns {
+struct OrderedBarrier {
     static constexpr int TEAMS = CTA / 128;
     int team;
-    __device__ Turns() : team(threadIdx.x / 128) {
+    __device__ OrderedBarrier() : team(threadIdx.x / 128) {
         if (BY_LIMBS && team == TEAMS - 1) pass();
     }
     __device__ void await() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + team) : "memory"); }
@@ -113,7 +113,7 @@ struct LimbsOfX {
             }
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
             top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            const Scale scale(top);
+            const LimbScale scale(top);
             back[i] = scale.back;
 #pragma unroll
             for (int j = 0; j < CHUNKS * 2; ++j)
@@ -130,7 +130,7 @@ struct LimbsOfX {
         for (int i = 0; i < 4 * CHUNKS; ++i) {
             const int chunk = i % CHUNKS;
             const bool high_x = i >= 2 * CHUNKS, high_w = i / CHUNKS % 2;
-            wgmma_of_registers(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
+            wgmma_rs(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
         }
         wgmma_commit();
     }

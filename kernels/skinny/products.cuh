@@ -1,4 +1,4 @@
-// What a team of narrow_backward makes of a tile of dg and of x: dx, or with CLUSTER what its CTA's features are of it, and its
+// What a team of skinny_backward makes of a tile of dg and of x: dx, or with CLUSTER what its CTA's features are of it, and its
 // part of dw, which stays in registers. No kernels.
 //
 // A tile of dg, as one of x, lies in blocks of 8 pieces, 16 bytes each, of all ROWS rows: place says where. That is how wgmma
@@ -35,7 +35,7 @@ __device__ __forceinline__ void team_sync(int team) {
 }
 
 // With CLUSTER, how the teams of its CTAs that have the same tile meet: barriers in the shared memory of each.
-struct Meeting {
+struct ClusterBarriers {
     unsigned long long ready;  // all have done with what lies where the others will send to
     unsigned long long sent;   // all that the others send is here
 };
@@ -50,17 +50,17 @@ struct ByFma {
 
     static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
 
-    static __device__ void lay_weight(const Problem& p, const float* w, int features, float* laid) {
+    static __device__ void load_weight(const BackwardProblem& p, const float* w, int features, float* shared_weight) {
 #pragma unroll
         for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are on their way at once
             const int f = i / INPUTS, k = i % INPUTS;
-            laid[i] = f < features && k < p.k ? w[f * p.ldw + k] : 0.0f;
+            shared_weight[i] = f < features && k < p.k ? w[f * p.ldw + k] : 0.0f;
         }
     }
 
     // `to` is the first of `left` rows of dx, of k elements, or null
     __device__ __forceinline__ void take(const uint4* dg, uint4*, const uint4* x, const float* weight, float* to,
-                                         int left, int k, Meeting&, int) {
+                                         int left, int k, ClusterBarriers&, int) {
         const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
         if (to != nullptr) {
             float sums[2][KS] = {};
@@ -130,7 +130,7 @@ struct ByWgmma {
 
     static __device__ __forceinline__ int group() { return uniform(threadIdx.x % TEAM / 128); }
 
-    static __device__ void lay_weight(const Problem& p, const T* w, int features, T* laid) {
+    static __device__ void load_weight(const BackwardProblem& p, const T* w, int features, T* shared_weight) {
         constexpr int OF_ROW = INPUTS / VEC;
         const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0;
 #pragma unroll
@@ -147,21 +147,21 @@ struct ByWgmma {
 #pragma unroll
             for (int h = 0; h < VEC; h += 2) {
                 const int column = CLUSTER > 1 ? k + h : k / 32 * 32 + h * 4 + k % 32 / 4;
-                unsigned* to = reinterpret_cast<unsigned*>(laid + column / 64 * (64 * FEATURES) + f * 64 +
+                unsigned* to = reinterpret_cast<unsigned*>(shared_weight + column / 64 * (64 * FEATURES) + f * 64 +
                                                            ((column / 8 ^ f) & 7) * 8 + column % 8);
                 *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
             }
         }
     }
 
-    template <bool A_ACROSS, int NUMBERS>
+    template <bool A_MN_MAJOR, int NUMBERS>
     static __device__ __forceinline__ void multiply(float (&d)[NUMBERS], unsigned long long a, unsigned long long b,
                                                     int accumulate) {
-#define MULTIPLY(SHAPE, PLACES, A, B, ACCUMULATE, ACROSS, LIST)                                          \
+#define MULTIPLY(SHAPE, PLACES, A, B, ACCUMULATE, MN_MAJOR, LIST)                                        \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n" SHAPE "{" PLACES "}, " A ", " B \
-                 ", p, 1, 1, " ACROSS ", 1;\n}"                                                          \
+                 ", p, 1, 1, " MN_MAJOR ", 1;\n}"                                                        \
                  : LIST                                                                                  \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(A_ACROSS))
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN_MAJOR))
 #define MULTIPLY_OF(TYPES)                                                                                            \
     if constexpr (NUMBERS == 64)                                                                                      \
         MULTIPLY("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " ", TO_64, "%64", "%65", "%66", "%67",         \
@@ -184,10 +184,10 @@ struct ByWgmma {
 
     // With CLUSTER the others send to `room`, 4 bytes for each element of dx, once the team has taken dg and x; it may overlap x.
     __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
-                                         int k, Meeting& meeting, int phase) {
+                                         int k, ClusterBarriers& barriers, int phase) {
         const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
-        constexpr int ACROSS_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // from 16 of k to the next, a block in bytes
-        const auto dg_along = operand_descriptor(at(dg), 16), dg_across = operand_descriptor(at(dg), BLOCK);
+        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // from 16 of k to the next, a block in bytes
+        const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
         const int input0 = group() * OF_DX;
         const T* const own = weight + input0 / 64 * (64 * FEATURES) + input0 % 64;
         const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(own), FEATURES * 128);
@@ -196,18 +196,18 @@ struct ByWgmma {
         float dx[DX_SIZE];
 #pragma unroll
         for (int i = 0; i < FEATURES / 16; ++i)
-            multiply<false>(dx, dg_along + (i / 4 * (BLOCK / 16) + i % 4 * 2), of_w + ACROSS_K * i, i);
+            multiply<false>(dx, dg_k_major + (i / 4 * (BLOCK / 16) + i % 4 * 2), of_w + NEXT_K * i, i);
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < ROWS / 16; ++i)
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block)
-                multiply<true>(dw[block], dg_across + ((group() * BLOCKS + block) * (BLOCK / 16) + ACROSS_K * i),
-                               of_x + ACROSS_K * i, 1);
+                multiply<true>(dw[block], dg_mn_major + ((group() * BLOCKS + block) * (BLOCK / 16) + NEXT_K * i),
+                               of_x + NEXT_K * i, 1);
         wgmma_commit();
         if constexpr (CLUSTER > 1) {
             wgmma_wait<0>();
-            if (to != nullptr) add_up(dx, room, to, left, k, meeting, phase);
+            if (to != nullptr) add_up(dx, room, to, left, k, barriers, phase);
             return;
         }
         wgmma_wait<1>();
@@ -239,26 +239,26 @@ struct ByWgmma {
     // dx of a tile is a sum over the CTAs of a cluster: CTA i gets the numbers of every thread from i OWN on from all of them,
     // and adds them in the order of the ranks.
     __device__ __forceinline__ void add_up(const float (&dx)[DX_SIZE], uint4* room, T* to, int left, int k,
-                                           Meeting& meeting, int phase) {
+                                           ClusterBarriers& barriers, int phase) {
         constexpr int OWN = DX_SIZE / CLUSTER, PIECES = OWN / 4;  // of a thread, of 16 bytes
         static_assert(OWN % 4 == 0, "a CTA gets whole pieces");
         const int member = threadIdx.x % TEAM, rank = rank_in_cluster();
         const auto piece = [&](int cta, int i) { return room + (cta * PIECES + i) * TEAM + member; };
         team_sync(threadIdx.x / TEAM);  // all of the team have taken dg and x
         if (member == 0) {
-            mbar_expect(&meeting.sent, TEAM * DX_SIZE * 4);
+            mbar_expect(&barriers.sent, TEAM * DX_SIZE * 4);
 #pragma unroll
-            for (int cta = 0; cta < CLUSTER; ++cta) mbar_arrive_at(&meeting.ready, cta);
+            for (int cta = 0; cta < CLUSTER; ++cta) mbar_arrive_at(&barriers.ready, cta);
         }
-        mbar_wait_sent(&meeting.ready, phase);
+        mbar_wait_sent(&barriers.ready, phase);
 #pragma unroll
         for (int cta = 0; cta < CLUSTER; ++cta)
 #pragma unroll
             for (int i = 0; i < PIECES; ++i) {
                 const float* of = dx + cta * OWN + 4 * i;
-                send(piece(rank, i), of[0], of[1], of[2], of[3], &meeting.sent, cta);
+                send(piece(rank, i), of[0], of[1], of[2], of[3], &barriers.sent, cta);
             }
-        mbar_wait_sent(&meeting.sent, phase);
+        mbar_wait_sent(&barriers.sent, phase);
         const int lane = member % LANES, row0 = member % 128 / LANES * 16 + lane / 4;
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {

@@ -3,14 +3,14 @@
 // A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs, and waits for no other; through limbs four
 // warps make one together (skinny/limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
 // of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features that lie 8 apart; which feature is
-// called which is for lay_weight to say.
+// called which is for load_weight to say.
 #pragma once
 #include "skinny/limbs.cuh"
 
 // FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
 // features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.
 template <typename P>
-__device__ inline void lay_weight(const P& p, const T* w, int first, uint4* weight) {
+__device__ inline void load_weight(const P& p, const T* w, int first, uint4* weight) {
     constexpr int PIECES = 4 * CHUNKS;  // of a row, 16 bytes each
     for (int i = threadIdx.x; i < FEATURES * PIECES; i += CTA) {
         const int feature = i / PIECES, piece = i % PIECES, k = piece * WORD;
@@ -59,7 +59,7 @@ template <bool BACKWARDS>
 struct Tiles {
     const T* x;
     const uint4* weight;
-    uint4* ring;
+    uint4* pipeline;
     const T* from;         // of the next part of a tile to ask for, at this lane's first row and 16 bytes
     long long row0;        // its first row
     long long first;       // of the first of the warp's tiles
@@ -71,7 +71,7 @@ struct Tiles {
     bool whole;            // no lane has less than 16
 
     template <typename P>
-    __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* rings)
+    __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* pipelines)
         : x(x_),
           weight(weight_),
           part(0),
@@ -84,20 +84,20 @@ struct Tiles {
           lane(threadIdx.x % LANES),
           whole(p.k == parts * CHUNKS * CHUNK) {
         const int warp = threadIdx.x / LANES, quarter = lane % 4;
-        ring = rings + warp * STAGES * TILE_WORDS;
+        pipeline = pipelines + warp * STAGES * TILE_WORDS;
         row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK) : 0);
         bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
         from = x + (row0 + lane / 4) * ldx + quarter * WORD;
         first = row0;
 #pragma unroll 1
-        for (int stage = 0; stage < STAGES; ++stage) ask(stage);
+        for (int stage = 0; stage < STAGES; ++stage) issue_copies(stage);
     }
 
     // Where 16 bytes lie among those of 8 rows, so that the rows that are read at once meet in no bank.
     __device__ static int place(int row, int quarter) { return row * 4 + (quarter ^ (row >> 1 & 3)); }
 
-    __device__ void ask(int stage) {
-        uint4* to = ring + stage * TILE_WORDS + place(lane / 4, lane % 4);
+    __device__ void issue_copies(int stage) {
+        uint4* to = pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4);
         if (row0 >= begin && row0 + ROWS <= end && whole) {
             const T* row = from;
 #pragma unroll
@@ -184,16 +184,16 @@ struct Tiles {
     }
 
     // then(g, first row, whether all of its rows are there) of every tile. g of limbs is still to be multiplied by what
-    // lay_limbs left for its feature.
+    // load_limbs left for its feature.
     template <typename Then>
     __device__ void for_each(const Then& then) {
         long long row = first;
         int stage = 0;
         const auto taken = [&] {  // of a part whose words this lane no longer reads
-            ask(stage);
+            issue_copies(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         };
-        [[maybe_unused]] const Turns turns;
+        [[maybe_unused]] const OrderedBarrier turns;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile, row += step) {
             OfLane g;
@@ -206,7 +206,7 @@ struct Tiles {
 #pragma unroll 1
                 for (int at_part = 0; at_part < parts; ++at_part) {
                     await_copies<STAGES - 1>();
-                    const LimbsOfX limbs(ring + stage * TILE_WORDS + place(lane / 4, lane % 4));
+                    const LimbsOfX limbs(pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4));
                     float sums[2 * LANE_FEATURES];
                     turns.await();
                     limbs.begin(sums, weight + at_part * LIMB_WORDS);
@@ -217,7 +217,7 @@ struct Tiles {
             } else {
                 await_copies<STAGES - 1>();
                 __syncwarp();
-                const uint4* rows = ring + stage * TILE_WORDS;
+                const uint4* rows = pipeline + stage * TILE_WORDS;
                 if constexpr (BY_FMA)
                     add_products(rows, g);
                 else

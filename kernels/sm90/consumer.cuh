@@ -19,16 +19,16 @@ struct Consumer : Cta {
     // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
     // would meet in a bank.
     static __device__ __forceinline__ int feature_of(int lane) {
-        return ELEMENT == LIMBS_OF_X ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
+        return ELEMENT == LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
     }
 
     // The last STAGES are not released: nobody loads into them any more, and a CTA that has nothing left to receive may end.
     __device__ __forceinline__ void release(int stage) {
-        if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT + rank % SPLIT);
+        if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT_K + rank % SPLIT_K);
     }
 
     __device__ __forceinline__ void next_stage(int step) {
-        if constexpr (PARKS)
+        if constexpr (DEFERS)
             // the last tile's store has long arrived: a wait for it costs nothing here
             if (step == min(4, steps - 1) && storer && nth > 0) {
                 tma_store_wait();
@@ -100,22 +100,22 @@ struct Consumer : Cta {
         const u64 b = X::descriptor(sh.stage[stage] + W_BYTES) + X::NEXT * STEPS * part;
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.low[j], b + X::NEXT * j, j);
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.low[j], b + X::NEXT * j, j);
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + LOW + X::NEXT * j, 1);
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + LOW + X::NEXT * j, 1);
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) wgmma_of_registers(d, w.high[j], b + X::NEXT * j, 1);
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + X::NEXT * j, 1);
         wgmma_commit();
     }
 
     // The same where the limbs of w are made here, in registers: those of a part while the one before is multiplied, or
     // the other warpgroup's. What `unscale` takes of w goes to `of_w`.
-    __device__ __forceinline__ void multiply_limbs_of_x(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
-                                                        int (&of_w)[2]) {
+    __device__ __forceinline__ void multiply_limbs_rs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
+                                                      int (&of_w)[2]) {
         constexpr bool AHEAD = PRODUCT_M < 128;  // else there are no registers for the limbs of two parts
         UnitsOfW units;
         const auto limbs_of = [&](int part) {
-            return LimbsOfW(sh.stage[s] + part * ((W_ACROSS ? 32 : BLOCK_N) * 128),
+            return LimbsOfW(sh.stage[s] + part * ((W_MN_MAJOR ? 32 : BLOCK_N) * 128),
                             64 * half + 16 * warp + feature_of(lane), lane);
         };
         const auto end_part = [&](const int (&field)[2]) {
@@ -152,7 +152,7 @@ struct Consumer : Cta {
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
-        if constexpr (SPLIT > 1) {  // in one unit before those of several CTAs are added; x is below 2^15
+        if constexpr (SPLIT_K > 1) {  // in one unit before those of several CTAs are added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
             for (int i = 0; i < PRODUCT_ACC; i++) {
@@ -169,18 +169,18 @@ struct Consumer : Cta {
     __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
         if constexpr (SIZE < PRODUCT_ACC) {
             float d_of_all[PRODUCT_ACC], sum_of_all[PRODUCT_ACC];
-            if constexpr (ELEMENT == LIMBS_OF_X) {
-                multiply_limbs_of_x(d_of_all, sum_of_all, of_w);
-                exchange(sh, rank, sum_of_all, sum);
+            if constexpr (ELEMENT == LIMBS_RS) {
+                multiply_limbs_rs(d_of_all, sum_of_all, of_w);
+                reduce_scatter(sh, rank, sum_of_all, sum);
             } else if constexpr (ELEMENT == LIMBS) {
                 multiply_limbs(d_of_all, sum_of_all);
-                exchange(sh, rank, sum_of_all, sum);
+                reduce_scatter(sh, rank, sum_of_all, sum);
             } else {
                 multiply(d_of_all);
-                exchange(sh, rank, d_of_all, d);
+                reduce_scatter(sh, rank, d_of_all, d);
             }
-        } else if constexpr (ELEMENT == LIMBS_OF_X) {
-            multiply_limbs_of_x(d, sum, of_w);
+        } else if constexpr (ELEMENT == LIMBS_RS) {
+            multiply_limbs_rs(d, sum, of_w);
         } else if constexpr (ELEMENT == LIMBS) {
             multiply_limbs(d, sum);
         } else {
@@ -198,10 +198,10 @@ struct Consumer : Cta {
             const int col0 = column + box * (64 / BOXES);
             const int left = min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
             char* to = y + (row0 + warp) * y_pitch + (size_t)col0 * Y_BYTES + 4 * lane;
-            const bool across = !FLOAT32 && (size_t)to & 2, begins_before = across && lane > 0;
-            const bool word = begins_before ? left >= 2 : !across && left >= 4;
-            const bool half_word = begins_before ? left == 0 : !FLOAT32 && (across ? left >= 2 : left == 2);
-            const bool last_half = across && lane == 31 && left >= 4;
+            const bool straddles = !FLOAT32 && (size_t)to & 2, begins_before = straddles && lane > 0;
+            const bool word = begins_before ? left >= 2 : !straddles && left >= 4;
+            const bool half_word = begins_before ? left == 0 : !FLOAT32 && (straddles ? left >= 2 : left == 2);
+            const bool last_half = straddles && lane == 31 && left >= 4;
             const u32 bytes = begins_before ? 0x5432 : 0x7654;  // of a lane's and its neighbour's
             if (begins_before) to -= 2;
             int from = box * (PASS_M * 128) + warp * 128 + (((lane / 4) ^ warp) << 4) + (lane & 3) * 4;
@@ -268,7 +268,7 @@ struct Consumer : Cta {
     __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
         run_of_tile.ends_before(block);
         const int slot = run_of_tile.number % 2;
-        wait_count(&sh.laid[slot], (run_of_tile.number / 2 + 1) * LAYING_WARPS, SHORT_NAP);
+        wait_count(&sh.constants_ready[slot], (run_of_tile.number / 2 + 1) * CONSTANT_WARPS, SHORT_BACKOFF);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float2 ac = sh.constants[slot][within + 8 * h];
@@ -279,7 +279,7 @@ struct Consumer : Cta {
         }
     }
 
-    // Training: g to the deviations from the tile's means. They are parked in y, except the last tile's, which becomes y.
+    // Training: g to the deviations from the tile's means. They are deferred in y, except the last tile's, which becomes y.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
         const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
         float mean[2], m2[2];
@@ -289,11 +289,11 @@ struct Consumer : Cta {
         const int h = lane & 1;  // of four lanes with the same two features, two speak for one each
         const float own = h ? mean[1] : mean[0];
         if ((lane & 2) == 0)
-            publish(partial + ((size_t)block * order.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
+            publish(partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
                     launch);
         if (lane == 0) hint(&sh.ready);
-        if (!PARKS || cluster_id() + (nth + 1) * clusters >= order.count()) {
-            finish_last_tile(d, row, block, h, own, launch);
+        if (!DEFERS || cluster_id() + (nth + 1) * clusters >= scheduler.count()) {
+            epilogue_of_last_tile(d, row, block, h, own, launch);
         } else if (IN_UNITS) {
             const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
 #pragma unroll
@@ -301,8 +301,8 @@ struct Consumer : Cta {
         }
     }
 
-    // WHOLE: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
-    __device__ __forceinline__ void normalize_whole(float (&d)[ACC], int row, int block, int lane) const {
+    // CLUSTER_BATCH: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
+    __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
@@ -324,20 +324,21 @@ struct Consumer : Cta {
             merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, all.mean, m2_of_all);
         }
         const float var = m2_of_all / (float)m;
-        mbar_wait(&sh.laid_out, 0);
+        mbar_wait(&sh.arguments_ready, 0);
         const Affine u = sh.arguments[mine];
         all.a = u.slope(var, f.eps), all.unit = deviation_unit(var, 1);
-        finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+        epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
     }
 
     // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
     // mean in the tile is `own`.
-    __device__ __forceinline__ void finish_last_tile(float (&d)[ACC], int row, int block, int h, float own,
-                                                     u64 launch) const {
-        mbar_wait(&sh.laid_out, 0);
-        if constexpr (KEEP) {
+    __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
+                                                          u64 launch) const {
+        mbar_wait(&sh.arguments_ready, 0);
+        if constexpr (SAVE_DEVIATIONS) {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
-            finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, sh.beta[within + 8 * h]));
+            epilogue_in_registers(d, row, block, h,
+                                  epilogue_of(1.f, own - all.mean, all.a, all.unit, sh.beta[within + 8 * h]));
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};
@@ -349,27 +350,28 @@ struct Consumer : Cta {
             } else {
                 all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
             }
-            finish_here(d, row, block, h, finish_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+            epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
         }
     }
 
     // A tile in registers, of whose feature h the thread has what becomes of it; a neighbouring lane has that of its other
     // feature.
-    __device__ __forceinline__ void finish_here(float (&d)[ACC], int row, int block, int h, const Finish& own) const {
+    __device__ __forceinline__ void epilogue_in_registers(float (&d)[ACC], int row, int block, int h,
+                                                          const Epilogue& own) const {
         const auto of_both = [&](float2 xy, float2(&both)[2]) {  // what the thread's two features have of it
             const float2 other =
                 make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
             both[0] = h ? other : xy, both[1] = h ? xy : other;
         };
         float2 to_y[2];
-#if KEEP
-        float2 to_kept[2];
-        of_both(own.to_kept, to_kept);
+#if SAVE_DEVIATIONS
+        float2 to_deviation[2];
+        of_both(own.to_deviation, to_deviation);
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = line(to_kept[i / 2 % 2], d[i]);
+        for (int i = 0; i < ACC; i++) d[i] = line(to_deviation[i / 2 % 2], d[i]);
         of_both(own.to_y, to_y);
-        store<false>(*kept.map, d, row, block,
-                     [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+        store<false>(*for_backward.map, d, row, block,
+                     [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
 #else
         of_both(own.to_y, to_y);
 #endif
@@ -379,8 +381,8 @@ struct Consumer : Cta {
 
     __device__ __forceinline__ void run() {
         float d[ACC];
-        for (int i; (i = tile(nth)) < order.count(); nth++) {
-            const auto [row, block] = order.at(i, rank);
+        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+            const auto [row, block] = scheduler.at(i, rank);
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
@@ -392,13 +394,13 @@ struct Consumer : Cta {
                 if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
                 if constexpr (MODE == INFERENCE) apply_constants(d, block);
                 if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
-                if constexpr (MODE == WHOLE) normalize_whole(d, row, block, lane);
+                if constexpr (MODE == CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
             if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
-            if constexpr (SPLIT > 1) break;                               // a CTA has one tile
+            if constexpr (SPLIT_K > 1) break;                             // a CTA has one tile
         }
-        if constexpr (PARKS) finish_tiles(SHORT_NAP);
+        if constexpr (DEFERS) epilogue_of_deferred_tiles(SHORT_BACKOFF);
         if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
     }
 };

@@ -4,7 +4,7 @@
 #include "sm90/statistics.cuh"
 
 // All else that y takes of a feature comes from the merger.
-constexpr bool LAYS_BETA = MODE == RECOMPUTE || (MODE == TRAINING && KEEP);
+constexpr bool LOADS_BETA = MODE == RECOMPUTE || (MODE == TRAINING && SAVE_DEVIATIONS);
 
 struct Shared {                       // on 1024 bytes, as swizzled stages must be
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
@@ -12,21 +12,21 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {                       // of a variant one of the three: the others have no size
         float2 constants[2][MODE == INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
-        float beta[LAYS_BETA ? BLOCK_N : 1];                   // of the CTA's last tile
-        Affine arguments[MODE == INFERENCE || LAYS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
+        float beta[LOADS_BETA ? BLOCK_N : 1];                  // of the CTA's last tile
+        Affine arguments[MODE == INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
-    u64 full[STAGES], empty[STAGES], agreed, laid_out;
+    u64 full[STAGES], empty[STAGES], agreed, arguments_ready;
     u64 launch;                // training: the launch's number
-    Wide momentum;             // the weight of the new running statistics
+    StatisticsType momentum;   // the weight of the new running statistics
     int ready;                 // training: warps that have published
-    int laid[2];               // inference: warps that have laid out constants in either slot, one may be a run ahead
+    int constants_ready[2];    // inference: warps that have laid out constants in either slot, one may be a run ahead
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
-    int ticket, merged_tiles;  // units of rows handed out; parked tiles of which all features are known to be merged
+    int ticket, merged_tiles;  // units of rows handed out; deferred tiles of which all features are known to be merged
     Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
-    float2 gathered[MODE == WHOLE ? CLUSTER_CTAS : 1]
-                   [MODE == WHOLE ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
-    u64 here[WARPGROUPS];                          // all that a warpgroup waits for of these
-    u64 drained, summed;                           // SPLIT: all parts have read their stages; what they send is there
+    float2 gathered[MODE == CLUSTER_BATCH ? CLUSTER_CTAS : 1]
+                   [MODE == CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
+    u64 here[WARPGROUPS];                                  // all that a warpgroup waits for of these
+    u64 drained, summed;  // SPLIT_K: all parts have read their stages; what they send is there
 };
 
 static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
@@ -38,15 +38,15 @@ struct Tile {
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
 // tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
-// divides that of the clusters, so that a cluster keeps to its column. In WHOLE cluster i has
+// divides that of the clusters, so that a cluster keeps to its column. In CLUSTER_BATCH cluster i has
 // all rows of block i.
-struct Order {
+struct TileScheduler {
     int rows, cols, panel;
-    __device__ int groups() const { return (rows + SPLIT - 1) / SPLIT; }  // of SPLIT rows of tiles, a cluster's
+    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // of SPLIT_K rows of tiles, a cluster's
     __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster
     __device__ Tile at(int i, int rank) const {
-        if constexpr (MODE == WHOLE) return {rank, i};
+        if constexpr (MODE == CLUSTER_BATCH) return {rank, i};
         const int height = groups();
         int r = 0, c = i;
         if (height > 1) {  // else without divisions, which the first load would wait for
@@ -56,7 +56,7 @@ struct Order {
             i -= first * height;
             r = i / width, c = first + i % width;
         }
-        return {r * SPLIT + rank % SPLIT, c * CLUSTER + rank / SPLIT};
+        return {r * SPLIT_K + rank % SPLIT_K, c * CLUSTER + rank / SPLIT_K};
     }
 };
 
@@ -71,21 +71,21 @@ struct Run {
     }
 };
 
-struct Kept {  // with KEEP: g - mean (m, n), and rows of n, SAVED_
+struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and rows of n, SAVED_
     const TensorMap* map;
     char* deviations;
     double* vectors;
 };
 
 // What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth); the last ones of a pair may
-// lie beyond the features, in block `blocks`, and with SPLIT beyond the rows.
+// lie beyond the features, in block `blocks`, and with SPLIT_K beyond the rows.
 struct Cta {
-    const Problem& p;
+    const ForwardSm90Problem& p;
     const TensorMap &x_map, &w_map, &y_map;
-    const Kept kept;
+    const ForBackward for_backward;
     char* y;
     Word *partial, *merged;
-    u64* roll;
+    u64* epoch;
     const Features f;
     long long* batches;
     const int *x_exponents, *w_exponents;
@@ -94,16 +94,16 @@ struct Cta {
     const long long m, n, y_pitch;                  // y_pitch in bytes
     const int clusters, first_step, steps, blocks;  // steps of k that the CTA multiplies, blocks of features
     const size_t features;
-    const Order order;
+    const TileScheduler scheduler;
 
     // tiles of this CTA
-    __device__ __forceinline__ int tiles() const { return (order.count() - 1 - cluster_id()) / clusters + 1; }
+    __device__ __forceinline__ int tiles() const { return (scheduler.count() - 1 - cluster_id()) / clusters + 1; }
 
     // and how often it makes one
     __device__ __forceinline__ int products() const { return MODE == RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
 
     __device__ __forceinline__ bool is_there(int row, int block) const {
-        return block < blocks && (SPLIT == 1 || MODE == WHOLE || row < order.rows);
+        return block < blocks && (SPLIT_K == 1 || MODE == CLUSTER_BATCH || row < scheduler.rows);
     }
 
     // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come
@@ -119,8 +119,10 @@ struct Cta {
     // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. TRAINING folds
     // where a CTA has several, since everybody waits at the end until all parts are merged.
     __device__ __forceinline__ RowParts parts(int block) const {
-        const int tiles = MODE == WHOLE ? ((int)m + BLOCK_M - 1) / BLOCK_M : order.rows;
-        const int count = MODE == WHOLE ? tiles : MODE == RECOMPUTE ? clusters / order.cols : part_count(block);
+        const int tiles = MODE == CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
+        const int count = MODE == CLUSTER_BATCH ? tiles
+                          : MODE == RECOMPUTE   ? clusters / scheduler.cols
+                                                : part_count(block);
         const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
         return {count,
                 (int)m,
@@ -132,26 +134,30 @@ struct Cta {
     __device__ __forceinline__ int part_count(int block) const {
         return (int)(block < p.in_panels ? p.parts_in_panels : p.parts_alone);
     }
-    __device__ __forceinline__ bool folds(int block) const { return PARKS && part_count(block) != order.rows; }
+    __device__ __forceinline__ bool merges_tiles(int block) const {
+        return DEFERS && part_count(block) != scheduler.rows;
+    }
 
     // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
-        size_t before = (size_t)block * (MODE == RECOMPUTE ? clusters / order.cols : order.rows);
-        if (folds(block)) {
+        size_t before = (size_t)block * (MODE == RECOMPUTE ? clusters / scheduler.cols : scheduler.rows);
+        if (merges_tiles(block)) {
             const int in_panels = min(block, (int)p.in_panels);
-            before = (size_t)blocks * order.rows + in_panels * p.parts_in_panels + (block - in_panels) * p.parts_alone;
+            before =
+                (size_t)blocks * scheduler.rows + in_panels * p.parts_in_panels + (block - in_panels) * p.parts_alone;
         }
         return partial + before * BLOCK_N;
     }
 
-    __device__ void produce(int rank) const;                                // loads x and w
-    __device__ void lay_out_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
+    __device__ void produce(int rank) const;                             // loads x and w
+    __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
     __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
-    __device__ void fold(Running (&own)[BLOCK_N / 32], int nth, int row, int block, int nap) const;  // and of own tiles
-    __device__ void join(int lane, int rank) const;        // RANKS: the statistics of these over all ranks
-    __device__ void lay_out_last_tile(int lane) const;     // training: what the consumers need to finish it
-    __device__ void finish_tiles(int nap) const;           // training: turns parked deviations into y
-    __device__ void finish_unit(int unit, int nap) const;  // some rows of that
-    __device__ void take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const;
-    __device__ void finish_meanwhile(int nap) const;  // or a nap
+    __device__ void merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
+                          int backoff) const;                       // and of own tiles
+    __device__ void join(int lane, int rank) const;                 // RANKS: the statistics of these over all ranks
+    __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need to finish it
+    __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y
+    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // some rows of that
+    __device__ void load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const;
+    __device__ void epilogue_meanwhile(int backoff) const;  // or a nap
 };

@@ -1,16 +1,16 @@
-// The finishers: warps that turn the deviations of parked tiles into y, beside the main loop of later tiles.
+// The finishers: warps that turn the deviations of deferred tiles into y, beside the main loop of later tiles.
 #pragma once
 #include "sm90/cta.cuh"
 
 // The coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all of
 // the tile's are merged. A lane makes those of EACH neighbouring features, with all words in flight at once, and
 // shuffles pass them on.
-__device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, int block, int nap) const {
+__device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
     const u64 launch = *(volatile u64*)&sh.launch;
     constexpr int EACH = BLOCK_N / 32;
     const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
     const Word *of_all = merged + first,
-               *of_tile = partial + ((size_t)block * order.rows + row) * BLOCK_N + EACH * lane;
+               *of_tile = partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + EACH * lane;
     Fetched beta[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
@@ -21,22 +21,22 @@ __device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, in
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             all[e] = peek(of_all + e), tile[e] = peek(of_tile + e);
-            if (KEEP && IN_UNITS) units[e] = peek(of_all + features + e);
+            if (SAVE_DEVIATIONS && IN_UNITS) units[e] = peek(of_all + features + e);
         }
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             here &= all[e].launch == launch && tile[e].launch == launch;
-            if (KEEP && IN_UNITS) here &= units[e].launch == launch;
+            if (SAVE_DEVIATIONS && IN_UNITS) here &= units[e].launch == launch;
         }
         if (__all_sync(0xFFFFFFFF, here)) break;
-        __nanosleep(nap);
+        __nanosleep(backoff);
     }
-    Finish made[EACH];
+    Epilogue made[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
-        const float unit = KEEP && IN_UNITS ? units[e].x : 1.f;
-        made[e] = finish_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, beta[e].or_else(0.f));
+        const float unit = SAVE_DEVIATIONS && IN_UNITS ? units[e].x : 1.f;
+        made[e] = epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, beta[e].or_else(0.f));
     }
 #pragma unroll
     for (int e = 0; e < CHUNK; e++) {
@@ -44,8 +44,8 @@ __device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, in
         const auto given = [&](float2 of) {
             return make_float2(__shfl_sync(0xFFFFFFFF, of.x, from), __shfl_sync(0xFFFFFFFF, of.y, from));
         };
-#if KEEP
-        coef[e].to_kept = given(made[e % EACH].to_kept);
+#if SAVE_DEVIATIONS
+        coef[e].to_deviation = given(made[e % EACH].to_deviation);
 #endif
         coef[e].to_y = given(made[e % EACH].to_y);
     }
@@ -53,22 +53,23 @@ __device__ inline void Cta::take_coefficients(Finish (&coef)[CHUNK], int row, in
 
 // Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order. A unit is
 // one warp's own business: no warp waits for what another does.
-__device__ inline void Cta::finish_unit(int unit, int nap) const {
-    const int nth = unit / UNITS;
-    const auto [row, block] = order.at(tile(nth), cluster_rank());
+__device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
+    const int nth = unit / DEFERRED_PIECES;
+    const auto [row, block] = scheduler.at(tile(nth), cluster_rank());
     if (block >= blocks) return;
     // first in this CTA, then one word of all, the last to be merged, then all: polling must not crowd others out of L2
-    for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, nap);
+    for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
-        await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, nap);
-    constexpr int ACROSS = BLOCK_N / CHUNK, STEP = 32 / ACROSS;  // lanes along a row, rows of an access
-    constexpr int BATCH = KEEP ? 4 : 8;  // accesses; KEEP's coefficients take the other registers
-    const int lane = lane_id(), feature = block * BLOCK_N + lane % ACROSS * CHUNK;
-    const int first = row * BLOCK_M + unit % UNITS * UNIT + lane / ACROSS;
-    int to_read = feature < n ? (min((int)m - first, UNIT) + STEP - 1) / STEP : 0, to_write = to_read;  // accesses
-    const size_t step = STEP * y_pitch, kept_step = STEP * p.ld_kept * Y_BYTES;
+        await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
+    constexpr int LANES_PER_ROW = BLOCK_N / CHUNK, STEP = 32 / LANES_PER_ROW;  // lanes along a row, rows of an access
+    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; SAVE_DEVIATIONS's coefficients take the other registers
+    const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * CHUNK;
+    const int first = row * BLOCK_M + unit % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
+    int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
+        to_write = to_read;  // accesses
+    const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
     char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
-    char* keep_at = kept.deviations + ((size_t)first * p.ld_kept + (size_t)feature) * Y_BYTES;
+    char* deviations_at = for_backward.deviations + ((size_t)first * p.ld_deviations + (size_t)feature) * Y_BYTES;
     // deviations are read past L1, which might hold older lines
     const auto read = [&](uint4(&d)[BATCH]) {
 #pragma unroll
@@ -76,25 +77,25 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
             if (i < to_read) d[i] = __ldcg((const uint4*)from);
         to_read -= BATCH;
     };
-    Finish coef[CHUNK];
+    Epilogue coef[CHUNK];
     const auto write = [&](const uint4(&d)[BATCH]) {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++, to += step, keep_at += kept_step) {
-            uint4 of_y, of_kept;
-            finish(d[i], coef, of_y, of_kept);
+        for (int i = 0; i < BATCH; i++, to += step, deviations_at += deviations_step) {
+            uint4 of_y, of_deviations;
+            apply_epilogue(d[i], coef, of_y, of_deviations);
             if (i < to_write) {
                 *(uint4*)to = of_y;
-                if constexpr (KEEP) *(uint4*)keep_at = of_kept;
+                if constexpr (SAVE_DEVIATIONS) *(uint4*)deviations_at = of_deviations;
             }
         }
         to_write -= BATCH;
     };
     uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is on its way while the other is finished
     read(even);
-    take_coefficients(coef, row, block, nap);
+    load_epilogue(coef, row, block, backoff);
     if (lane == 0) atomicMax(&sh.merged_tiles, nth + 1);
 #pragma unroll 1
-    for (int r = 0; r < UNIT / STEP; r += 2 * BATCH) {
+    for (int r = 0; r < DEFERRED_ROWS / STEP; r += 2 * BATCH) {
         read(odd);
         write(even);
         read(even);
@@ -102,27 +103,27 @@ __device__ inline void Cta::finish_unit(int unit, int nap) const {
     }
 }
 
-__device__ inline void Cta::finish_tiles(int nap) const {
-    const int finishing = (tiles() - 1) * UNITS;
+__device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
+    const int pieces = (tiles() - 1) * DEFERRED_PIECES;
     while (true) {
         int unit;
         if (lane_id() == 0) unit = atomicAdd(&sh.ticket, 1);
         unit = __shfl_sync(0xFFFFFFFF, unit, 0);
-        if (unit >= finishing) break;
-        finish_unit(unit, nap);
+        if (unit >= pieces) break;
+        epilogue_of_deferred_rows(unit, backoff);
     }
 }
 
 // What the consumers need for the CTA's last tile, which they finish themselves. By one warp.
-__device__ __forceinline__ void Cta::lay_out_last_tile(int lane) const {
-    const auto [row, block] = order.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
+__device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
+    const auto [row, block] = scheduler.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
 #pragma unroll
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {
-            if constexpr (LAYS_BETA)
+            if constexpr (LOADS_BETA)
                 sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
             else
                 sh.arguments[c] = f.affine(block * BLOCK_N + c);
         }
-    mbar_arrive(&sh.laid_out);
+    mbar_arrive(&sh.arguments_ready);
 }

@@ -66,7 +66,7 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
 }
 
 // y's 16-bit type, or float
-#if WIDE || ELEMENT >= 2
+#if FLOAT32_OUTPUT || ELEMENT >= 2
 using Y = float;
 #elif ELEMENT == 1
 using Y = __half;
@@ -77,65 +77,66 @@ using Y = __nv_bfloat16;
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
 
 // Two deviations as they are kept (settle), y being f(line(to_y, d)) of each.
-__device__ __forceinline__ u32 pack_kept(float low, float high, float2 low_to_y, float2 high_to_y) {
+__device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
     u32 word = pack(low, high);
     if constexpr (Activation<Y>::JUMPS) {
-        const float2 kept = unpack(word);
-        const auto crosses = [](float2 to_y, float d, float of_kept) {
-            return Activation<Y>::side(line(to_y, of_kept)) != Activation<Y>::side(line(to_y, d));
+        const float2 deviations = unpack(word);
+        const auto crosses = [](float2 to_y, float d, float saved) {
+            return Activation<Y>::side(line(to_y, saved)) != Activation<Y>::side(line(to_y, d));
         };
-        if (crosses(low_to_y, low, kept.x)) word += fabsf(kept.x) < fabsf(low) ? 1u : ~0u;
-        if (crosses(high_to_y, high, kept.y)) word += fabsf(kept.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
+        if (crosses(low_to_y, low, deviations.x)) word += fabsf(deviations.x) < fabsf(low) ? 1u : ~0u;
+        if (crosses(high_to_y, high, deviations.y)) word += fabsf(deviations.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
     }
     return word;
 }
 
-// What becomes of a parked deviation d of a feature: y = f(line(to_y, d)). With KEEP line(to_kept, d) is kept, and what
+// What becomes of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS line(to_deviation, d) is kept, and what
 // to_y takes.
-struct Finish {
-#if KEEP
-    float2 to_kept;
+struct Epilogue {
+#if SAVE_DEVIATIONS
+    float2 to_deviation;
 #endif
     float2 to_y;
 };
 
 // The same of deviations from a tile's mean, which lies `shift` above that of all rows, in units of `unit_of`.
-__device__ __forceinline__ Finish finish_of(float unit_of, float shift, float a, float unit, float beta) {
-#if KEEP
+__device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
+#if SAVE_DEVIATIONS
     return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
 #else
     return {make_float2(a * unit_of, fmaf(a, shift, beta))};
 #endif
 }
 
-// What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what KEEP
+// What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what SAVE_DEVIATIONS
 // keeps; per_unit is 1 otherwise.
 struct Centred {
     float mean, per_unit, slope, offset;
 };
 
-// The 16 bytes of one access to y and, with KEEP, to what is kept.
-__device__ __forceinline__ void finish(uint4 parked, const Finish (&coef)[CHUNK], uint4& y, uint4& kept) {
-    u32 word[4] = {parked.x, parked.y, parked.z, parked.w}, keep[4];
+// The 16 bytes of one access to y and, with SAVE_DEVIATIONS, to what is kept.
+__device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[CHUNK], uint4& y,
+                                               uint4& deviations) {
+    u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if constexpr (FLOAT32) {
             float d = __uint_as_float(word[i]);
-#if KEEP
-            d = line(coef[i].to_kept, d);
-            keep[i] = __float_as_uint(d);
+#if SAVE_DEVIATIONS
+            d = line(coef[i].to_deviation, d);
+            deviation[i] = __float_as_uint(d);
 #endif
             word[i] = __float_as_uint(Activation<Y>::of(line(coef[i].to_y, d)));
         } else {
-            const Finish &even = coef[2 * i], &odd = coef[2 * i + 1];
+            const Epilogue &even = coef[2 * i], &odd = coef[2 * i + 1];
             float2 d = unpack(word[i]);
-#if KEEP
-            d = make_float2(line(even.to_kept, d.x), line(odd.to_kept, d.y));
-            keep[i] = pack_kept(d.x, d.y, even.to_y, odd.to_y);
+#if SAVE_DEVIATIONS
+            d = make_float2(line(even.to_deviation, d.x), line(odd.to_deviation, d.y));
+            deviation[i] = pack_deviations(d.x, d.y, even.to_y, odd.to_y);
 #endif
             word[i] = pack(Activation<Y>::of(line(even.to_y, d.x)), Activation<Y>::of(line(odd.to_y, d.y)));
         }
     }
     y = make_uint4(word[0], word[1], word[2], word[3]);
-    if constexpr (KEEP) kept = make_uint4(keep[0], keep[1], keep[2], keep[3]);
+    if constexpr (SAVE_DEVIATIONS) deviations = make_uint4(deviation[0], deviation[1], deviation[2], deviation[3]);
 }

@@ -1,4 +1,4 @@
-// Limbs of w that the consumers make for themselves (LIMBS_OF_X): w comes to shared memory as it is, which saves a launch
+// Limbs of w that the consumers make for themselves (LIMBS_RS): w comes to shared memory as it is, which saves a launch
 // that reads all of it, writes as much, and has it read again.
 //
 // Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
@@ -12,7 +12,7 @@
 // lie above the units of its sum.
 constexpr int LEAST_FIELD = 15, SLACK = 8;
 
-// The limbs of a thread's two features h (Consumer), in one part, as wgmma_of_registers takes them in two steps of 16; and
+// The limbs of a thread's two features h (Consumer), in one part, as wgmma_rs takes them in two steps of 16; and
 // the fields of the exponents that they were scaled by.
 struct LimbsOfW {
     u32 high[2][4], low[2][4];
@@ -31,7 +31,7 @@ struct LimbsOfW {
             for (int j = 0; j < 2; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    if constexpr (W_ACROSS) {
+                    if constexpr (W_MN_MAJOR) {
                         const int k = 16 * j + 8 * i + 2 * quarter, feature = row + 8 * h, of_box = feature % 32;
                         const char* box = tile + feature / 32 * (BLOCK_K * 128) + of_box % 4 * 4;
                         const auto at = [&](int k) {
@@ -54,8 +54,8 @@ struct LimbsOfW {
             for (int j = 0; j < 2; j++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    split(times(v[h][j][i].x, scale), times(v[h][j][i].y, scale), high[j][2 * i + h],
-                          low[j][2 * i + h]);
+                    split(multiply_no_ftz(v[h][j][i].x, scale), multiply_no_ftz(v[h][j][i].y, scale),
+                          high[j][2 * i + h], low[j][2 * i + h]);
         }
     }
 };

@@ -1,16 +1,17 @@
 // The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features; in
-// WHOLE it is four, `which` of MERGERS.
+// CLUSTER_BATCH it is four, `which` of MERGERS.
 #pragma once
 #include "sm90/deferred_epilogue.cuh"
 
 // A tile's statistics into those of the CTA's tiles of a folded column, which are published after the last of them. A lane
 // has BLOCK_N / 32 neighbouring features.
-__device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth, int row, int block, int nap) const {
+__device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
+                                           int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
-    wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
+    wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
     const u64 launch = *(volatile u64*)&sh.launch;
     const int first = EACH * lane_id(), count = part_count(block);
-    const Word* words = partial + ((size_t)block * order.rows + row) * BLOCK_N + first;
+    const Word* words = partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + first;
     Word tile[EACH];
     bool here;
     do {
@@ -22,16 +23,17 @@ __device__ __forceinline__ void Cta::fold(Running (&own)[BLOCK_N / 32], int nth,
     } while (!here);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
-        own[e].fold(tile[e].x, tile[e].y, row / count * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
-        if (row + count >= order.rows)
+        own[e].merge(tile[e].x, tile[e].y, row / count * BLOCK_M, min((int)m - row * BLOCK_M, BLOCK_M));
+        if (row + count >= scheduler.rows)
             publish(words_of(block) + row % count * BLOCK_N + first + e, own[e].mean(), own[e].m2, launch);
     }
 }
 
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
-    u64 number = 0;  // of WHOLE, which has no words
-    if constexpr (MODE != WHOLE) number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(roll, lane);
+    u64 number = 0;  // of CLUSTER_BATCH, which has no words
+    if constexpr (MODE != CLUSTER_BATCH)
+        number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
 #if RANKS
     const Exchange exchange(ranks, nullptr, 0, p.signature);
 #endif
@@ -40,28 +42,31 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #if RANKS
         if (blockIdx.x == 0) exchange.post_header((double)m);
 #endif
-        sh.momentum = p.flags & FLAG_CUMULATIVE ? (Wide)1 / (Wide)count : (Wide)p.momentum;
+        sh.momentum =
+            p.flags & FLAG_CUMULATIVE ? (StatisticsType)1 / (StatisticsType)count : (StatisticsType)p.momentum;
         mbar_arrive(&sh.agreed);
         if (batches && blockIdx.x == 0) *batches = count;  // all CTAs that need it have read it
     }
     if (MERGERS > 1) mbar_wait(&sh.agreed, 0);
     __syncwarp();
-    const Wide unbiased = (Wide)m / (Wide)(m - 1) * (Wide)(BY_LIMBS ? M2_OF_LIMBS : 1.0);
+    const StatisticsType unbiased =
+        (StatisticsType)m / (StatisticsType)(m - 1) * (StatisticsType)(BY_LIMBS ? M2_OF_LIMBS : 1.0);
     const long long n = this->n;
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
-    Running own[BLOCK_N / 32];
+    Welford own[BLOCK_N / 32];
     int nth = 0;
-    for (int i; (i = tile(nth)) < order.count(); nth++) {
+    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
         if (MODE == RECOMPUTE && nth > 0) break;  // all tiles are one part, which has the number of the first one's row
-        const auto [row, block] = order.at(i, rank);
+        const auto [row, block] = scheduler.at(i, rank);
         if (block >= blocks) continue;
-        const bool folds = this->folds(block);
+        const bool merges_tiles = this->merges_tiles(block);
         const RowParts parts = this->parts(block);
-        const int share = parts.share(), lanes = parts.lanes(), first = share * (folds ? row % parts.count : row);
-        const int nap = MODE == RECOMPUTE || i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
-        if (folds) {
-            fold(own, nth, row, block, nap);
-            if (row + parts.count < order.rows) continue;  // more of its tiles come
+        const int share = parts.share(), lanes = parts.lanes(),
+                  first = share * (merges_tiles ? row % parts.count : row);
+        const int backoff = MODE == RECOMPUTE || i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
+        if (merges_tiles) {
+            merge(own, nth, row, block, backoff);
+            if (row + parts.count < scheduler.rows) continue;  // more of its tiles come
         }
         if (first >= BLOCK_N) continue;  // the others merge all there are
         const Word* const words = words_of(block);
@@ -83,13 +88,13 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             // first in this CTA, then one word of all, then all
             float mean, m2;
             u64 launch = 0;
-            if constexpr (MODE == WHOLE) {
+            if constexpr (MODE == CLUSTER_BATCH) {
                 for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
-                wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), nap);
+                wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
                 launch = *(volatile u64*)&sh.launch;
-                await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, nap);
+                await(words + (size_t)(parts.count - 1) * BLOCK_N, launch, backoff);
                 const Published published = {words + min(c, BLOCK_N - 1), launch};
                 merge_feature(published, parts, member, lanes, mean, m2);
             }
@@ -99,20 +104,21 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
             const float var = m2 / (float)m;
-            const bool publishes = MODE != WHOLE && speaks;
+            const bool publishes = MODE != CLUSTER_BATCH && speaks;
             if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
-            if (KEEP && IN_UNITS && publishes)
+            if (SAVE_DEVIATIONS && IN_UNITS && publishes)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
             if (running) {
-                const Wide weight = sh.momentum, s = u.scale;
-                const Wide b = of_b.or_else((Wide)0);
-                const Wide rm = (1 - weight) * of_rm.or_else((Wide)0) + weight * (s * (mean + b));
-                const Wide rv = (1 - weight) * of_rv.or_else((Wide)0) + weight * (s * s * var * unbiased);
+                const StatisticsType weight = sh.momentum, s = u.scale;
+                const StatisticsType b = of_b.or_else((StatisticsType)0);
+                const StatisticsType rm = (1 - weight) * of_rm.or_else((StatisticsType)0) + weight * (s * (mean + b));
+                const StatisticsType rv =
+                    (1 - weight) * of_rv.or_else((StatisticsType)0) + weight * (s * s * var * unbiased);
                 store_vector(f.running_mean, f.running_mean_code, feature, rm);
                 store_vector(f.running_var, f.running_var_code, feature, rv);
             }
-            if (KEEP && mine)
-                store_saved(kept.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
+            if (SAVE_DEVIATIONS && mine)
+                store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
                             u.slope(var, f.eps), u.beta);
         }
     }
@@ -120,17 +126,18 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 
 #if RANKS
 // What the joiner does while it waits.
-__device__ __forceinline__ void Cta::finish_meanwhile(int nap) const {
+__device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
     int unit = -1;
     if (lane_id() == 0) {
         const int next = *(volatile int*)&sh.ticket;
-        if (next < look(&sh.merged_tiles) * UNITS && atomicCAS(&sh.ticket, next, next + 1) == next) unit = next;
+        if (next < look(&sh.merged_tiles) * DEFERRED_PIECES && atomicCAS(&sh.ticket, next, next + 1) == next)
+            unit = next;
     }
     unit = __shfl_sync(0xFFFFFFFF, unit, 0);
     if (unit < 0)
-        __nanosleep(nap);
+        __nanosleep(backoff);
     else
-        finish_unit(unit, nap);
+        epilogue_of_deferred_rows(unit, backoff);
 }
 
 // The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features that
@@ -145,41 +152,41 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         int block, first, end;
     };
     const auto share_of = [&](int i) -> Share {
-        const auto [row, block] = order.at(i, rank);
+        const auto [row, block] = scheduler.at(i, rank);
         const int count = part_count(block);
-        if (block >= blocks || (folds(block) && row + count < order.rows)) return {block, 0, 0};
-        const int share = parts(block).share(), first = share * (folds(block) ? row % count : row);
+        if (block >= blocks || (merges_tiles(block) && row + count < scheduler.rows)) return {block, 0, 0};
+        const int share = parts(block).share(), first = share * (merges_tiles(block) ? row % count : row);
         return {block, first, min(first + share, BLOCK_N)};
     };
-    for (int i, nth = 0; (i = tile(nth)) < order.count(); nth++) {
+    for (int i, nth = 0; (i = tile(nth)) < scheduler.count(); nth++) {
         const auto [block, first, end] = share_of(i);
-        const int nap = i + clusters >= order.count() ? SHORT_NAP : LONG_NAP;
+        const int backoff = i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
 #pragma unroll 1
         for (int base = first; base < end; base += 32) {
             const int c = base + lane_id(), feature = block * BLOCK_N + c;
             const bool speaks = c < end, mine = speaks && feature < n;
             Affine u = {1.f, 1.f, 0.f};  // on its way meanwhile
             if (mine) u = f.affine(feature);
-            while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) finish_meanwhile(nap);
-            Whole<float> all = {1.f, 0.f, 0.f, true};
+            while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) epilogue_meanwhile(backoff);
+            GroupStatistics<float> all = {1.f, 0.f, 0.f, true};
             if (mine) all = exchange.statistics<float>(feature);
             const float var = all.m2 / all.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, u.slope(var, f.eps), launch);
-            if (KEEP && IN_UNITS && speaks)
+            if (SAVE_DEVIATIONS && IN_UNITS && speaks)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
         }
     }
     // What no tile waits for, of all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
     const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // features of a tile
-    const int left = KEEP || tracked ? tiles() * most : 0;
+    const int left = SAVE_DEVIATIONS || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
         const auto [block, first, end] = share_of(tile(i / most));
         const int c = first + i % most, feature = block * BLOCK_N + c;
         if (c >= end || feature >= n) continue;
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
-        const Whole<double> all = exchange.statistics<double>(feature);
+        const GroupStatistics<double> all = exchange.statistics<double>(feature);
         if (tracked && all.right) {
             const double b = fetch(f.bias, f.bias_code, feature).or_else(0.0), mu = sh.momentum;
             const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
@@ -188,13 +195,13 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             store_vector(f.running_var, f.running_var_code, feature,
                          (1.0 - mu) * rv + mu * (s * s * (all.m2 / (all.rows - 1.0))));
         }
-        if (KEEP) {  // y's slope and unit, as they were published
-            const Whole<float> rounded = exchange.statistics<float>(feature);
+        if (SAVE_DEVIATIONS) {  // y's slope and unit, as they were published
+            const GroupStatistics<float> rounded = exchange.statistics<float>(feature);
             const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
-            store_saved(kept.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0), p.eps,
-                        deviation_unit(var, 1), u.slope(var, f.eps), u.beta);
+            store_saved(for_backward.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0),
+                        p.eps, deviation_unit(var, 1), u.slope(var, f.eps), u.beta);
         }
     }
     __syncwarp();

@@ -6,10 +6,11 @@
 // An operand in a stage (sm90/wgmma.cuh), its rows being those of x or features of w: along k one block, or ACROSS
 // [rows / COLUMN][BLOCK_K][128 bytes]. So many rows are 128 times as many bytes either way, and whole columns may be split
 // off.
-template <bool ACROSS>
-struct Operand {
-    static constexpr int LEADING = ACROSS ? BLOCK_K * 128 : 16;    // bytes from column to column; unused along k
-    static constexpr u64 NEXT = (ACROSS ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
+template <bool MN_MAJOR>
+struct SmemOperand {
+    static constexpr int LEADING = MN_MAJOR ? BLOCK_K * 128 : 16;  // bytes from column to column; unused along k
+    static constexpr u64 NEXT =
+        (MN_MAJOR ? MMA_K * 128 : 32) / 16;  // from one wgmma's k to the next's, for a descriptor
 
     static __device__ __forceinline__ u64 descriptor(const void* tile) {
         return operand_descriptor(smem(tile), LEADING);
@@ -19,8 +20,8 @@ struct Operand {
     template <int ROWS, bool ALL>
     static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
 #pragma unroll
-        for (int r = 0; r < (ACROSS ? ROWS : 1); r += COLUMN) {
-            const int x = ACROSS ? row + r : step * BLOCK_K, y = ACROSS ? step * BLOCK_K : row;
+        for (int r = 0; r < (MN_MAJOR ? ROWS : 1); r += COLUMN) {
+            const int x = MN_MAJOR ? row + r : step * BLOCK_K, y = MN_MAJOR ? step * BLOCK_K : row;
             if constexpr (MATRICES == 2)  // both limbs of a step lie next to each other in a row: split_limbs.cu
                 tma_load<ALL>(to, map, bar, 0, y, 2 * step + limb);
             else
@@ -28,8 +29,8 @@ struct Operand {
         }
     }
 };
-typedef Operand<W_ACROSS> W;
-typedef Operand<X_ACROSS> X;
+typedef SmemOperand<W_MN_MAJOR> W;
+typedef SmemOperand<X_MN_MAJOR> X;
 
 // The text of the instruction. Its last two numbers say whether A and B lie across k, which wgmma calls transposed.
 #define TEXT_OF(macro) #macro
@@ -38,7 +39,7 @@ typedef Operand<X_ACROSS> X;
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 "
 #define MMA_TAIL ", p, 1, 1;\n}"
 #else
-#define MMA_TAIL ", p, 1, 1, " TEXT(W_ACROSS) ", " TEXT(X_ACROSS) ";\n}"
+#define MMA_TAIL ", p, 1, 1, " TEXT(W_MN_MAJOR) ", " TEXT(X_MN_MAJOR) ";\n}"
 #if ELEMENT == 0  // BFLOAT16
 #define MMA_SHAPE(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 "
 #else

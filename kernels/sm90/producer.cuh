@@ -6,12 +6,13 @@
 __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
     int nth = 0;
-    for (int i; (i = tile(nth)) < order.count(); nth++) {
-        const auto [row, block] = order.at(i, rank);
+    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+        const auto [row, block] = scheduler.at(i, rank);
         // Of x that a pair shares a CTA loads half of the rows, or one limb of all; of w that a cluster shares, some rows of
         // each limb.
-        const int x_part = X_SHARERS > 1 ? rank / SPLIT : 0, w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
-        const int x_row = (row - rank % SPLIT) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
+        const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
+                  w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
+        const int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
 #pragma unroll 1
         for (int step = first_step; step < first_step + steps; step++) {
             mbar_wait(&sh.empty[s], phase ^ 1);
@@ -19,11 +20,11 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             char* w_tile = sh.stage[s];
             // w as it is comes in two parts of 32 of k, or across in four of 32 features; limbs that nobody shares in one
             // load
-            if constexpr (ELEMENT == LIMBS_OF_X && W_ACROSS)
+            if constexpr (ELEMENT == LIMBS_RS && W_MN_MAJOR)
                 for (int part = 0; part < BLOCK_N / 32; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
                                            block * BLOCK_N + part * 32, step * BLOCK_K, 0);
-            else if constexpr (ELEMENT == LIMBS_OF_X)
+            else if constexpr (ELEMENT == LIMBS_RS)
                 for (int part = 0; part < 2; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
                                            step * BLOCK_K + part * 32, block * BLOCK_N, 0);
@@ -40,19 +41,19 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
 }
 
 // Beside the main loop, once for a run of tiles: in one slot, while the tiles of the run before read the other.
-__device__ __forceinline__ void Cta::lay_out_constants(int warp, int lane, int rank) const {
+__device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
     Run run;
     int nth = 0, start = 0;  // of the run
-    for (int i; (i = tile(nth)) < order.count(); nth++) {
-        const auto [row, block] = order.at(i, rank);
+    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+        const auto [row, block] = scheduler.at(i, rank);
         if (block >= blocks || !run.ends_before(block)) continue;
         // the run before has begun: nobody reads this slot any more
-        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_NAP);
+        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
 #pragma unroll 1
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * LAYING_WARPS)  // beyond n what nobody stores
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS)  // beyond n what nobody stores
             sh.constants[run.number % 2][c] = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
         __syncwarp();
-        if (lane == 0) count_up(&sh.laid[run.number % 2]);
+        if (lane == 0) count_up(&sh.constants_ready[run.number % 2]);
     }
 }

@@ -24,7 +24,7 @@ __device__ __forceinline__ int cluster_rank() {
     return r;
 }
 // which of those that share k
-__device__ __forceinline__ int cluster_part() { return SPLIT > 1 ? cluster_rank() % SPLIT : 0; }
+__device__ __forceinline__ int cluster_part() { return SPLIT_K > 1 ? cluster_rank() % SPLIT_K : 0; }
 
 __device__ __forceinline__ u64 now() {
     u64 t;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
                  : "memory")
 template <bool ALL, bool OF_LIMBS = MATRICES == 2>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT) - 1);  // a bit for each, SPLIT apart
+    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each, SPLIT_K apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
     if constexpr (!OF_LIMBS && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (!OF_LIMBS && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
@@ -105,6 +105,6 @@ __device__ __forceinline__ int look(const int* counter) {
     return n;
 }
 
-__device__ __forceinline__ void wait_count(const int* counter, int least, int nap) {
-    while (look(counter) < least) __nanosleep(nap);
+__device__ __forceinline__ void wait_count(const int* counter, int least, int backoff) {
+    while (look(counter) < least) __nanosleep(backoff);
 }

@@ -4,10 +4,10 @@
 #include "sm90/consumer.cuh"
 
 struct Recomputer : Consumer {
-    Running so_far[2] = {};  // over the CTA's tiles
+    Welford so_far[2] = {};  // over the CTA's tiles
 
     // Publish what this CTA has of the features. Who `finishes` tiles waits for what all CTAs have.
-    __device__ __forceinline__ void exchange(int part, int block, int lane, bool finishes) {
+    __device__ __forceinline__ void publish_statistics(int part, int block, int lane, bool finishes) {
         mbar_wait(&sh.agreed, 0);
         const u64 launch = sh.launch;
         const int h = lane & 1,
@@ -18,7 +18,7 @@ struct Recomputer : Consumer {
                     h ? so_far[1].m2 : so_far[0].m2, launch);
         if (lane == 0) hint(&sh.ready);
         if (!finishes) return;
-        mbar_wait(&sh.laid_out, 0);
+        mbar_wait(&sh.arguments_ready, 0);
         if (speaks) {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + mine, launch);
             sh.centred[mine] = {all.mean, 1.f / all.unit, all.a * all.unit, sh.beta[mine]};
@@ -26,8 +26,8 @@ struct Recomputer : Consumer {
         __syncwarp();
     }
 
-    // d, of which `own` has been subtracted from g, to y and, with KEEP, to what is kept.
-    __device__ __forceinline__ void finish(float (&d)[ACC], const float (&own)[2], int row, int block) const {
+    // d, of which `own` has been subtracted from g, to y and, with SAVE_DEVIATIONS, to what is kept.
+    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&own)[2], int row, int block) const {
         float2 to_y[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -39,12 +39,12 @@ struct Recomputer : Consumer {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& v = d[4 * j + 2 * h + e];
-                    v = KEEP && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
+                    v = SAVE_DEVIATIONS && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
                 }
         }
-        if constexpr (KEEP)
-            store<false>(*kept.map, d, row, block,
-                         [&](int of, float low, float high) { return pack_kept(low, high, to_y[of], to_y[of]); });
+        if constexpr (SAVE_DEVIATIONS)
+            store<false>(*for_backward.map, d, row, block,
+                         [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
 #pragma unroll
         for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
@@ -52,8 +52,8 @@ struct Recomputer : Consumer {
 
     // Of 64 features that are not there the mergers get zeros, and stages pass by.
     __device__ __forceinline__ void pass_by(int part, int block) {
-        if (block < blocks) exchange(part, block, lane_id(), false);
-        for (; tile(nth) < order.count(); nth++)
+        if (block < blocks) publish_statistics(part, block, lane_id(), false);
+        for (; tile(nth) < scheduler.count(); nth++)
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
                 release(s);
@@ -63,12 +63,12 @@ struct Recomputer : Consumer {
 
     __device__ __forceinline__ void run() {
         const int last = tiles() - 1;
-        const auto [part, block] = order.at(cluster_id(), rank);  // the first tile's row counts the parts
+        const auto [part, block] = scheduler.at(cluster_id(), rank);  // the first tile's row counts the parts
         within = 64 * half + 16 * warp + lane / 4;
         if (block * BLOCK_N + 64 * half >= n) return pass_by(part, block);
         float d[ACC];
-        for (int i; (i = tile(nth)) < order.count(); nth++) {
-            const int row = order.at(i, rank).row;
+        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+            const int row = scheduler.at(i, rank).row;
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
@@ -83,11 +83,11 @@ struct Recomputer : Consumer {
                 float of_tile[2];
                 centre(d, rows, lane, own, of_tile);
 #pragma unroll
-                for (int h = 0; h < 2; h++) so_far[h].fold(own[h], of_tile[h], nth * BLOCK_M, rows);
+                for (int h = 0; h < 2; h++) so_far[h].merge(own[h], of_tile[h], nth * BLOCK_M, rows);
                 if (nth < last) continue;
-                exchange(part, block, lane, true);
+                publish_statistics(part, block, lane, true);
             }
-            finish(d, own, row, block);
+            epilogue(d, own, row, block);
         }
         if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
     }

@@ -7,7 +7,7 @@ struct Affine {  // of one feature
 
     // a of y = a (g - mean) + beta: right at scale = 0, too
     __device__ float slope(float var, float eps) const {
-        return times(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
+        return multiply_no_ftz(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
     }
 };
 
@@ -38,16 +38,16 @@ struct Features {  // the caller's per-feature arguments
         const Affine u = affine(i);
         const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
         const float gr = u.gamma / sqrtf(rv + eps);
-        return make_float2(times(gr, u.scale), fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
+        return make_float2(multiply_no_ftz(gr, u.scale), fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
     }
 };
 
 // A feature's statistics over the tiles so far.
-struct Running {
+struct Welford {
     float pivot, shift, m2;  // shift is mean - pivot, m2 is M2
 
     // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
-    __device__ __forceinline__ void fold(float mean, float of_tile, int rows_before, int rows) {
+    __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
         const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
         if (rows_before == 0) pivot = mean, shift = 0.f, m2 = 0.f;
         const float d = mean - pivot - shift;
@@ -67,7 +67,7 @@ struct RowParts {
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
-        if constexpr (MODE == WHOLE) return 1;  // who merges and who finishes get the same bits
+        if constexpr (MODE == CLUSTER_BATCH) return 1;  // who merges and who finishes get the same bits
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
     __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void wgmma_wait() {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// What mma and wgmma_of_registers take of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows
+// What mma and wgmma_rs take of 16 rows and 32 bytes of each: of four matrices of 8 rows of 16 bytes, whose rows
 // lie where the lanes say.
 __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -48,8 +48,8 @@ __device__ __forceinline__ void load_matrices(unsigned (&a)[4], const uint4* row
 // lane has rows lane / 4 and lane / 4 + 8 of its warp's 16. a[0] is of the first of these and k = 2 (lane % 4) and the next,
 // a[1] of the second; a[2] and a[3] of k + 8.
 template <int SIZE>
-__device__ __forceinline__ void wgmma_of_registers(float (&d)[SIZE], const unsigned (&a)[4], unsigned long long b,
-                                                   int accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[SIZE], const unsigned (&a)[4], unsigned long long b,
+                                         int accumulate) {
 #define MMA_OF_REGISTERS(N, NUMBERS, A, B, ACCUMULATE, LIST)                                         \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE                                      \
                  ", 0;\n"                                                                            \

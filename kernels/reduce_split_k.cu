@@ -1,4 +1,4 @@
-// add_parts: a matrix of its parts, added in float64 and in their order: of what CTAs of tall_product, or of narrow_backward,
+// reduce_split_k: a matrix of its parts, added in float64 and in their order: of what CTAs of tall_product, or of skinny_backward,
 // made of some rows each.
 //
 //   parts (number, size): float32, of each n rows of `pitch` elements, a multiple of 4, whose first k are taken
@@ -8,7 +8,7 @@
 // once.
 #include "common/common.cuh"
 
-struct Problem {
+struct ReduceSplitKProblem {
     long long n, k;
     long long pitch, size, number;
     long long share;  // a power of two, up to 8
@@ -18,7 +18,7 @@ struct Problem {
 constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_parts(const __grid_constant__ Problem p, const float* parts, void* c) {
+    reduce_split_k(const __grid_constant__ ReduceSplitKProblem p, const float* parts, void* c) {
     await_kernel_ahead();
     __shared__ double sums[THREADS][4];
     const int share = static_cast<int>(p.share), at_once = THREADS / share;

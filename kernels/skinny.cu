@@ -1,32 +1,32 @@
-// narrow: a forward of many rows that are short, without g in memory. narrow_stats makes g from x, and keeps its statistics
-// alone; narrow_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
-// merge_statistics comes between them. narrow_product, of limbs alone, writes g itself: the backward's dx = dg w, x being dg, and
+// narrow: a forward of many rows that are short, without g in memory. skinny_stats makes g from x, and keeps its statistics
+// alone; skinny_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
+// merge_statistics comes between them. skinny_product, of limbs alone, writes g itself: the backward's dx = dg w, x being dg, and
 // the weight w's columns in rows. It stands for split_limbs and forward_sm90's GEMM.
 //
 //   x (m, k) of T, row pitch ldx, rows that start on 16 bytes and take CHUNKS * 64 at most      weight (n, k), row pitch ldw
-//   y (m, n) of T, any strides; with KEEP, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
-//   g (m, n) of T, narrow_product's, row pitch ldg
-//   ELEMENT: how T is multiplied (OperandOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
+//   y (m, n) of T, any strides; with SAVE_DEVIATIONS, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
+//   g (m, n) of T, skinny_product's, row pitch ldg
+//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
 //   rows of x are as long as shared memory takes limbs of the weight
 //
 // A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
 // weight out in shared memory, and each warp takes tiles of the rows (Tiles). Warps wait for each other when all are done, and
-// through limbs four take a tile together. In narrow_stats a lane adds d = g - p and d^2 of each of its features: GROUP rows in
+// through limbs four take a tile together. In skinny_stats a lane adds d = g - p and d^2 of each of its features: GROUP rows in
 // float32, then those of all lanes of a feature, and what that makes in float64. p is the mean of the warp's first tile, and
 // as often as its rows have doubled the mean of all before: so the sum of d^2 is at most a few M2, whatever the data, since the
 // rows before and those since are M2's own parts (n1 n2 / (n1 + n2) (mean1 - mean2)^2, Chan). About a row of the data it would
 // be as large as that row is far, and its rounding in float32 would be all there is of M2.
 //
 // Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
-// would add 256 MB: g is float32. narrow_normalize begins where narrow_stats ended, with what L2 still holds.
-// narrow_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
+// would add 256 MB: g is float32. skinny_normalize begins where skinny_stats ended, with what L2 still holds.
+// skinny_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
 #include "skinny/tiles.cuh"
 
 // rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
 
-#ifndef KEEP
-#define KEEP 0
+#ifndef SAVE_DEVIATIONS
+#define SAVE_DEVIATIONS 0
 #endif
 
 extern __shared__ __align__(1024) char shared[];
@@ -44,11 +44,11 @@ __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
 }
 
 // Which FEATURES features a CTA has, the first of them, and which of the rows' p.splits CTAs it is.
-struct Share {
+struct CtaWork {
     unsigned block, cta;
     int first;
     template <typename P>
-    __device__ explicit Share(const P& p) {
+    __device__ explicit CtaWork(const P& p) {
         const unsigned blocks = static_cast<unsigned>((p.n + FEATURES - 1) / FEATURES);
         block = blockIdx.x % blocks;
         cta = blockIdx.x / blocks;
@@ -66,14 +66,14 @@ __device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* bac
 }
 
 template <typename P>
-__device__ inline void lay(const P& p, const T* w, int first, uint4* weight, float* backs) {
+__device__ inline void load_operand(const P& p, const T* w, int first, uint4* weight, float* backs) {
     if constexpr (BY_LIMBS) {
         if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
-            lay_limbs<true>(p, w, first, weight, backs);
+            load_limbs<true>(p, w, first, weight, backs);
         else
-            lay_limbs<false>(p, w, first, weight, backs);
+            load_limbs<false>(p, w, first, weight, backs);
     } else
-        lay_weight(p, w, first, weight);
+        load_weight(p, w, first, weight);
 }
 
 // take(j, g - pivot) of a lane's elements in the first `inside` rows of a tile, feature by feature.
@@ -93,14 +93,14 @@ __device__ __forceinline__ void for_each_deviation(const OfLane& g, const float*
 }
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
-    narrow_stats(const __grid_constant__ Problem p, const T* x, const T* w, char* workspace) {
+    skinny_stats(const __grid_constant__ ForwardProblem p, const T* x, const T* w, char* workspace) {
     await_kernel_ahead();
-    const Share share(p);
+    const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
-    uint4* ring = weight + weight_words(p);
-    Tiles<false> tiles(p, x, share.cta, weight, ring);
-    lay(p, w, share.first, weight, backs);
+    uint4* pipeline = weight + weight_words(p);
+    Tiles<false> tiles(p, x, work.cta, weight, pipeline);
+    load_operand(p, w, work.first, weight, backs);
     __syncthreads();
 
     constexpr int N = LANE_FEATURES, M = N / 8;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     __syncthreads();
 
     const int at = threadIdx.x;  // from here on a thread has one feature
-    const long long c = share.first + at;
+    const long long c = work.first + at;
     if (at >= FEATURES || c >= p.n) return;
     double of_cta = 0.0, squares_of_cta = 0.0;
 #pragma unroll
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         squares_of_cta += sums[(WARPS + i) * FEATURES + at];
     }
     const Moments pooled(origins[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
-    double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * share.cta * p.ldg + c;
+    double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * work.cta * p.ldg + c;
     partials[0] = pooled.mean;
     partials[p.ldg] = pooled.m2;
 }
@@ -212,20 +212,20 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
             for (int i = 0; i < LANE_ROWS; ++i) {
                 const long long row = row0 + lane / 4 + i * 8;
                 if (!whole && row >= tiles.end) break;
-                Vector<T, WORD> out, kept;
+                Vector<T, WORD> out, deviation;
 #pragma unroll
-                for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], kept.at[l]);
+                for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], deviation.at[l]);
                 T* to = y + row * y_row + col * y_col;
-                T* keep = deviations + row * p.ldg + col;
+                T* deviations_at = deviations + row * p.ldg + col;
                 if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
                     *reinterpret_cast<Vector<T, WORD>*>(to) = out;
-                    if constexpr (KEEP) *reinterpret_cast<Vector<T, WORD>*>(keep) = kept;
+                    if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<Vector<T, WORD>*>(deviations_at) = deviation;
                 } else {
 #pragma unroll
                     for (int l = 0; l < WORD; ++l)
                         if (l < inside) {
                             to[l * y_col] = out.at[l];
-                            if constexpr (KEEP) keep[l] = kept.at[l];
+                            if constexpr (SAVE_DEVIATIONS) deviations_at[l] = deviation.at[l];
                         }
                 }
             }
@@ -234,16 +234,16 @@ __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int 
 }
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
-    narrow_normalize(const __grid_constant__ Problem p, const T* x, const T* w, T* y, const char* workspace,
+    skinny_normalize(const __grid_constant__ ForwardProblem p, const T* x, const T* w, T* y, const char* workspace,
                      const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean,
                      void* running_var, long long* num_batches_tracked, T* deviations, const double* saved) {
-    const Share share(p);
+    const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     const bool running = p.flags & FLAG_RUNNING;
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
-    if (running) await_kernel_ahead();  // in training narrow_stats has waited for whoever wrote x and the weight
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
-    lay(p, w, share.first, weight, backs);
+    if (running) await_kernel_ahead();  // in training skinny_stats has waited for whoever wrote x and the weight
+    Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
+    load_operand(p, w, work.first, weight, backs);
     if (!running) await_kernel_ahead();
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
     __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
@@ -252,13 +252,13 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 #pragma unroll 1
         for (int i = threadIdx.x; i < Arguments::COUNT * FEATURES; i += blockDim.x) {
             const int feature = i % FEATURES, number = i / FEATURES;
-            if (share.first + feature < p.n)
+            if (work.first + feature < p.n)
                 arguments[number][feature] =
-                    argument(number, p, share.first + feature, bias, scale, gamma, beta, running_mean, running_var);
+                    argument(number, p, work.first + feature, bias, scale, gamma, beta, running_mean, running_var);
         }
         __syncthreads();
     }
-    const long long c = share.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
+    const long long c = work.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
     if (threadIdx.x < FEATURES && c < p.n) {
         if (running) {
             store_running(p, c, Arguments(&arguments[0][threadIdx.x], FEATURES), nullptr, made[0], FEATURES,
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 #pragma unroll
             for (int i = 0; i < AFFINE_ROWS; ++i) made[i][threadIdx.x] = from[i * p.ldg];
         }
-        if constexpr (KEEP && in_units<T>) {
+        if constexpr (SAVE_DEVIATIONS && in_units<T>) {
             inverse_units[threadIdx.x] = 1.0 / saved[SAVED_UNIT * p.n + c];
             slopes[threadIdx.x] = saved[SAVED_SLOPE * p.n + c];
         }
@@ -280,23 +280,23 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         const Vector<float, WORD> m = row(made[AFFINE_M]), m_low = row(made[AFFINE_M_LOW]), a = row(made[AFFINE_A]);
         const Vector<float, WORD> offset = row(made[AFFINE_BETA]);
         Vector<float, WORD> inverse_unit = {}, slope = a;
-        if constexpr (KEEP && in_units<T>) {
+        if constexpr (SAVE_DEVIATIONS && in_units<T>) {
             inverse_unit = row(inverse_units);
             if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // which nobody else reads
         }
-        return [=](float g, int l, T& out, T& kept) {
+        return [=](float g, int l, T& out, T& deviation) {
             const float d = (g - m.at[l]) - m_low.at[l];
             const float u = fmaf(a.at[l], d, offset.at[l]);
-            if constexpr (KEEP)
-                kept = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
+            if constexpr (SAVE_DEVIATIONS)
+                deviation = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
             from_float(Activation<T>::of(u), out);
         };
     };
-    store_tiles(p, tiles, share.first, backs, y, p.y_row, p.y_col, deviations, of);
+    store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
-#if ELEMENT == 3 && !KEEP  // through limbs; products of other operands go other ways
-struct Product {
+#if ELEMENT == 3 && !SAVE_DEVIATIONS  // through limbs; products of other operands go other ways
+struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
     long long stats_rows;     // rows of a CTA
@@ -304,15 +304,15 @@ struct Product {
 };
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
-    narrow_product(const __grid_constant__ Product p, const T* x, const T* w, T* g) {
+    skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
     await_kernel_ahead();  // which may have copied the weight
-    const Share share(p);
+    const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];
-    Tiles<true> tiles(p, x, share.cta, weight, weight + weight_words(p));
-    lay(p, w, share.first, weight, backs);
+    Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
+    load_operand(p, w, work.first, weight, backs);
     __syncthreads();
     const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
-    store_tiles(p, tiles, share.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
+    store_tiles(p, tiles, work.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
 }
 #endif
