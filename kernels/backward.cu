@@ -27,7 +27,10 @@
 // Moves, the minimum for a second pass: dy and d once, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 403 MB.
 #include "backward/columns.cuh"
 
-constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
+constexpr int COLUMNS = LANES * VEC;  // of a CTA, at most
+constexpr int TILE = STAGES * WARPS;  // with TRANSPOSED: rows of a tile, those of the CTA's pipelines
+constexpr int TILE_BYTES = VEC * LANES * (TILE + 1) * sizeof(T);  // read by gsbn/_plan/variants.py
+constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // threads share a column in merge_splits
 
 // Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
 // O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.
@@ -37,8 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
                 void* to_beta) {
     if (p.splits == 0) await_kernel_ahead();
-    constexpr int COLUMNS = LANES * VEC;  // at most
-    constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once, with ACROSS
     __shared__ uint4 pipeline[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];

@@ -22,9 +22,12 @@ struct Shared {
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST> of_cluster;
 };
-#ifdef SHARED
-static_assert(sizeof(Shared) <= SHARED, "gsbn/_plan/variants.py asks for as much");
-#endif
+// Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
+constexpr int TOTALS_BYTES = 2 * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
+constexpr int CLUSTER_BYTES = 16 * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
+constexpr int SHARED_BYTES =
+    (16 * STAGES * CHUNKS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUSTERS
     backward_fused(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved, T* dg,

@@ -1,23 +1,23 @@
 // forward_sm90: Linear -> per-feature scale -> BatchNorm1d, the whole forward in one launch (Hopper, sm_90a).
 //
 //   g = x w^T                                   x (m, k), w (n, k), y (m, n), row-major
-//   MODE GEMM:       y = g
-//   MODE INFERENCE:  y = f(a g + c)             a = gamma r s, c = gamma r (s bias - running_mean) + beta
-//   MODE TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
-//   MODE RECOMPUTE:  the same, g being made twice
-//   MODE CLUSTER_BATCH:      the same, all m rows being in one cluster
+//   MODE_GEMM:       y = g
+//   MODE_INFERENCE:  y = f(a g + c)             a = gamma r s, c = gamma r (s bias - running_mean) + beta
+//   MODE_TRAINING:   y = f(a (g - mean) + beta) a = gamma s r, r = 1 / sqrt(s^2 var + eps), mean and var of g over m
+//   MODE_RECOMPUTE:  the same, g being made twice
+//   MODE_CLUSTER_BATCH:      the same, all m rows being in one cluster
 //   f is the activation that the variant is compiled for (common/activation.cuh).
 //
-// Limbs (ELEMENT LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
+// Limbs (ELEMENT_LIMBS). float32 operands come from split_limbs as two float16 matrices and a power of two for every row.
 // Three of the four products of limbs are added up, the small ones first, by the tensor core for 32 of k at a time and
-// beyond that in float32 registers; docs/float32.md derives the error. With LIMBS_RS that is so for x alone: w comes as it
+// beyond that in float32 registers; docs/float32.md derives the error. With ELEMENT_LIMBS_RS that is so for x alone: w comes as it
 // is, and the consumers make its limbs in registers (sm90/limbs_rs.cuh), of which wgmma takes its A. Where rows are few,
-// reading the weight, writing its limbs and reading them again takes longer than all else. In GEMM w may lie across.
+// reading the weight, writing its limbs and reading them again takes longer than all else. In MODE_GEMM w may lie across.
 //
 // Tiles. A CTA works on one tile of BLOCK_M rows of x and BLOCK_N features at a time, transposed: w is wgmma's A and x
 // its B, so that a feature is a row of the accumulators and its statistics are sums within a thread and two shuffles.
 //
-// Across (16-bit, GEMM). With W_MN_MAJOR the w operand lies as (k, n) in memory, with X_MN_MAJOR x as (k, m): so the
+// Across (16-bit, MODE_GEMM). With W_MN_MAJOR the w operand lies as (k, n) in memory, with X_MN_MAJOR x as (k, m): so the
 // backward makes dx = dg w (w across) and dw = dg^T x (both across). wgmma takes 16-bit operands either way round; a
 // stage then holds them as columns of 64 rows (Operand).
 //
@@ -25,12 +25,12 @@
 // m64nBLOCK_M. In warpgroup 0, warp 0 is the producer, which feeds a ring of STAGES shared-memory stages through TMA; in
 // training warp 1 merges statistics, and warps 2 and 3 finish deferred tiles; in inference the three lay out a and c. Two CTAs
 // with neighbouring features form a cluster: each loads its own w tile and one half of the x tile, which it multicasts to
-// both; in CLUSTER_BATCH up to sixteen with neighbouring rows do, each of which loads its own x tile and multicasts a part of the w
+// both; in MODE_CLUSTER_BATCH up to sixteen with neighbouring rows do, each of which loads its own x tile and multicasts a part of the w
 // tile. The grid is persistent: cluster q of Q takes tiles q, q + Q, q + 2 Q, ... (TileScheduler).
 //
 // Sharing k. Where tiles are few and k is long, the CTAs of a cluster have SPLIT_K tiles, one below the other. Each multiplies
 // all of these over its range of k, and they send each other their sums (sm90/split_k.cuh): from then on a CTA has its tile as
-// if it had made it alone. It has no other, so that none is deferred. Two columns of them may share x as above, but in CLUSTER_BATCH.
+// if it had made it alone. It has no other, so that none is deferred. Two columns of them may share x as above, but in MODE_CLUSTER_BATCH.
 //
 // Training. Batch normalisation needs all m rows of a feature before it can write any. Each tile:
 //   1. consumers take the tile's mean and squared deviations about it, feature by feature, from the float32 accumulators,
@@ -82,11 +82,11 @@
 // Where all rows of a feature lie in one tile (FLAG_ALONE), no CTA reads what another has written: each takes a number
 // of its own, and the launch is an ordinary one.
 //
-// No deadlock. But for CLUSTER_BATCH, any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3)
+// No deadlock. But for MODE_CLUSTER_BATCH, any other training launch is cooperative: all CTAs are resident. Publishing a tile (1 to 3)
 // waits for its operands and for the store of the tile before it, nothing else; merging (4), in a warp of its own, waits
 // for publishing only; finishing (5) waits for merging only. The last tile of a CTA waits in registers after it has been
 // published. No wait goes the other way, whatever m, the grid and the order of the tiles. Sums wait for the main loops of
-// the cluster alone, and come before step 1. To recompute, a CTA publishes once, before it waits for anyone. In CLUSTER_BATCH it
+// the cluster alone, and come before step 1. To recompute, a CTA publishes once, before it waits for anyone. In MODE_CLUSTER_BATCH it
 // sends before it waits, and all of a cluster are resident together.
 //
 // Same bits every time. What is added to what depends on the shape and the grid alone; timing decides only which warp
@@ -99,9 +99,10 @@
 // it still holds them; g itself is never stored, g - mean once if it is kept. The workspace is 16 bytes per BLOCK_M rows
 // and feature, written once, read once or twice. To recompute, x streams twice, y is written once, and the workspace is 16
 // bytes per CTA and feature. CTAs that share k read x and w no more often than tiles of SPLIT_K * BLOCK_M rows, and send 512
-// bytes for each of these rows, once. In CLUSTER_BATCH x streams once for each block of features, w and y once.
+// bytes for each of these rows, once. In MODE_CLUSTER_BATCH x streams once for each block of features, w and y once.
 
-#if !defined(MODE) || MODE != 1  // all but INFERENCE, which wants what it fetches before a short main loop ends
+#include "sm90/modes.cuh"
+#if !defined(MODE) || MODE != MODE_INFERENCE  // which wants what it fetches before a short mainloop ends
 #define CONCURRENT_WITH_MMA 1
 #endif
 #include "sm90/deferred_epilogue.cuh"
@@ -147,9 +148,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const size_t features = (size_t)blocks * BLOCK_N;
     const int rows = BLOCK_M * W_SHARERS;  // of a cluster's tile
     const TileScheduler scheduler = {(int)((m + rows - 1) / rows), (blocks + X_SHARERS - 1) / X_SHARERS, (int)panel};
-    const Features f = {bias,        p.bias,        scale,        p.scale,        gamma,
-                        p.gamma,     beta,          p.beta,       running_mean,   p.running_mean,
-                        running_var, p.running_var, (float)p.eps, (float)p.number};
+    const Features f = {.bias = bias,
+                        .bias_code = p.bias,
+                        .scale = scale,
+                        .scale_code = p.scale,
+                        .gamma = gamma,
+                        .gamma_code = p.gamma,
+                        .beta = beta,
+                        .beta_code = p.beta,
+                        .running_mean = running_mean,
+                        .running_mean_code = p.running_mean,
+                        .running_var = running_var,
+                        .running_var_code = p.running_var,
+                        .eps = (float)p.eps,
+                        .number = (float)p.number};
 #if SAVE_DEVIATIONS
     const ForBackward for_backward = {&deviations_map, deviations, saved};
 #else
@@ -158,9 +170,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #if !RANKS
     Ranks* const ranks = nullptr;
 #endif
-    const Cta cta = {p,     x_map,   w_map,    y_map,       for_backward, y,      partial,  merged,
-                     epoch, f,       batches,  x_exponents, w_exponents,  ranks,  sh,       m,
-                     n,     y_pitch, clusters, first_step,  steps,        blocks, features, scheduler};
+    const Cta cta = {.p = p,
+                     .x_map = x_map,
+                     .w_map = w_map,
+                     .y_map = y_map,
+                     .for_backward = for_backward,
+                     .y = y,
+                     .partial = partial,
+                     .merged = merged,
+                     .epoch = epoch,
+                     .f = f,
+                     .batches = batches,
+                     .x_exponents = x_exponents,
+                     .w_exponents = w_exponents,
+                     .ranks = ranks,
+                     .sh = sh,
+                     .m = m,
+                     .n = n,
+                     .y_pitch = y_pitch,
+                     .clusters = clusters,
+                     .first_step = first_step,
+                     .steps = steps,
+                     .blocks = blocks,
+                     .features = features,
+                     .scheduler = scheduler};
 
     if (threadIdx.x == 0) {
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);
@@ -175,14 +208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
             mbar_init(&sh.summed, 1);
             mbar_expect(&sh.summed, SENT_BYTES);
         }
-        if constexpr (MODE == CLUSTER_BATCH)
+        if constexpr (MODE == MODE_CLUSTER_BATCH)
             for (int half = 0; half < WARPGROUPS; half++) mbar_init(&sh.here[half], CLUSTER_CTAS == 1 ? 64 : 1);
         sh.ready = sh.constants_ready[0] = sh.constants_ready[1] = sh.ticket = sh.merged_tiles = 0;
         for (int half = 0; half < WARPGROUPS; half++) sh.stored[half] = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     cluster_begin();
-    const bool independent = MODE == GEMM && p.flags & FLAG_INDEPENDENT;
+    const bool independent = MODE == MODE_GEMM && p.flags & FLAG_INDEPENDENT;
     if (independent)
         let_next_kernel_begin();
     else
@@ -193,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
         const int lane = lane_id(), rank = cluster_rank();
         if (warp == 0) {
             if (lane == 0) cta.produce(rank);
-        } else if constexpr (MODE == INFERENCE) {
+        } else if constexpr (MODE == MODE_INFERENCE) {
             if (warp <= CONSTANT_WARPS) cta.load_constants(warp, lane, rank);
-        } else if constexpr (MODE >= TRAINING) {
+        } else if constexpr (TRAINS) {
             if (warp == 2) cta.load_last_tile_arguments(lane);
-            if (MODE != CLUSTER_BATCH && warp == 1) {
+            if (MODE != MODE_CLUSTER_BATCH && warp == 1) {
                 cta.merge(lane, rank, 0);
             } else {  // with RANKS the consumers spill where both follow each other
 #if RANKS
@@ -205,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
 #endif
             }
         }
-        if constexpr (MODE == CLUSTER_BATCH) {
+        if constexpr (MODE == MODE_CLUSTER_BATCH) {
             __syncwarp();
             cta.merge(lane, rank, (warp + 3) % MERGERS);  // warp 0 comes last: it has loaded all
         }
@@ -217,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     } else {
         take_registers<CONSUMER_REGISTERS>();
         const Consumer consumer = {cta, warpgroup - 1, warp, lane_id(), cluster_rank()};
-        if constexpr (MODE == RECOMPUTE)
+        if constexpr (MODE == MODE_RECOMPUTE)
             Recomputer{consumer}.run();
         else
             Consumer(consumer).run();

@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
-#if ELEMENT == 3 && !SAVE_DEVIATIONS  // through limbs; products of other operands go other ways
+#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // through limbs; products of other operands go other ways
 struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements

@@ -23,8 +23,10 @@ constexpr int THREADS_HERE = TEAM * TEAMS;
 constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
 constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
 constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
-constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;
-constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;  // on their way or at hand
+constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // of all teams
+constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
+constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
+constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // on their way or at hand
 static_assert(TILES >= 2, "a tile on its way while another is multiplied");
 static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "what the others send of dx lies where d and x were");
 

@@ -26,10 +26,6 @@ struct TallProductProblem {
     long long flags;  // FLAG_VECTOR_X: rows of a and b start on 16 bytes
 };
 
-#ifndef SHARED
-#define SHARED 198 * 1024  // bytes of shared memory
-#endif
-
 constexpr int SIDE = 128;          // columns of a, and of b, of a CTA
 constexpr int COLUMNS = 2 * SIDE;  // a maker each
 constexpr int CHUNK = 32;          // rows at a time
@@ -51,7 +47,8 @@ struct Shared {
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-static_assert(sizeof(Shared) <= SHARED, "what a launch is given");
+constexpr int SHARED_BYTES = 198 * 1024;  // read by gsbn/_plan/variants.py, as SIDE and THREADS_HERE are
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 // By a warp whose lanes have all written, or read.
 __device__ __forceinline__ void arrive(unsigned long long* barrier) {
@@ -156,12 +153,14 @@ __device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 
     const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES * 16 + lane / 4;
     const float of_row[2] = {factors[row], factors[row + 8]};
 #pragma unroll
-    for (int j = 0; j < N / 2; j += 4) {
-        const float2 of_column = *reinterpret_cast<const float2*>(factors + SIDE + 2 * j + lane % 4 * 2);
+    for (int j = 0; j < N / 8; ++j) {
+        const float2 of_column =
+            *reinterpret_cast<const float2*>(factors + SIDE + 8 * j + Accumulator::first_column(lane));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            c[j + 2 * i] = c[j + 2 * i] * of_row[i] * of_column.x;
-            c[j + 2 * i + 1] = c[j + 2 * i + 1] * of_row[i] * of_column.y;
+        for (int h = 0; h < 2; ++h) {
+            float &first = c[Accumulator::at(j, h, 0)], &second = c[Accumulator::at(j, h, 1)];
+            first = first * of_row[h] * of_column.x;
+            second = second * of_row[h] * of_column.y;
         }
     }
 }
@@ -239,10 +238,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     else
         multiply<SIDE / 2>(sh, chunks, c);
     const long long pitch = wide * SIDE;
-    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 + lane % 4 * 2;
+    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 +
+                Accumulator::first_column(lane);
 #pragma unroll
-    for (int j = 0; j < SIDE / 2; j += 4)
+    for (int j = 0; j < SIDE / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            *reinterpret_cast<float2*>(to + 8 * i * pitch + 2 * j) = make_float2(c[j + 2 * i], c[j + 2 * i + 1]);
+        for (int h = 0; h < 2; ++h)
+            *reinterpret_cast<float2*>(to + 8 * h * pitch + 8 * j) =
+                make_float2(c[Accumulator::at(j, h, 0)], c[Accumulator::at(j, h, 1)]);
 }

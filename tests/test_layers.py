@@ -11,7 +11,7 @@ import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
 FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
-    {"gsbn._typing"},
+    {"gsbn._plan.sources", "gsbn._typing"},
     {
         "gsbn._check",
         "gsbn._driver",

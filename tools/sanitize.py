@@ -34,6 +34,7 @@ from gsbn._group import Group
 from gsbn._plan import Limits
 from gsbn._plan.kernel import ACTIVATIONS, with_activation
 from gsbn._plan.sm90_variants import (
+    ARCH,
     BLOCKS_M,
     CLUSTERS,
     ELEMENTS,
@@ -264,7 +265,7 @@ def variants():
         yield f"tall {inputs}", tall, (inputs,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
-    known = set(_kernels.all_kernels("sm_90a"))
+    known = set(_kernels.all_kernels(ARCH))
     yes_or_no, activations = (False, True), (None, *ACTIVATIONS)
     clusters = (*CLUSTERS, *(cluster for _, cluster in TILES_OF_ROWS))
     for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, activations, yes_or_no)):

@@ -110,7 +110,7 @@ def planned(shape, dtype, mode, among):
     decided = _plan.plan(p, training=mode == "training", precision=DTYPES[dtype][1])
     if decided.one is None:
         return "narrow" if decided.narrow else decided.gemm
-    of_kernel = int(dict(decided.one.kernel.defines)["MODE"])
+    of_kernel = dict(decided.one.kernel.defines)["MODE"]
     return name_of(decided.one, next(name for name, number in KERNEL_MODES.items() if number == of_kernel))
 
 

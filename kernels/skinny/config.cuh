@@ -2,15 +2,16 @@
 #pragma once
 #include "common/activation.cuh"
 #include "common/async_copy.cuh"
+#include "common/elements.cuh"
 #include "normalize/features.cuh"
 
 #ifndef ELEMENT
-#define ELEMENT 0
+#define ELEMENT ELEMENT_BFLOAT16
 #define FEATURES 32
 #define CHUNKS 1
 #endif
 
-enum : int { ELEMENT_BFLOAT16 = 0, ELEMENT_FLOAT16 = 1, ELEMENT_TF32 = 2, ELEMENT_LIMBS = 3, ELEMENT_FLOAT32 = 4 };
+// The type of an operand's elements.
 template <int>
 struct TypeOf {
     using type = float;
@@ -26,20 +27,28 @@ struct TypeOf<ELEMENT_FLOAT16> {
 using T = TypeOf<ELEMENT>::type;
 constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
 
+// Warps, and their tiles of g: a lane has LANE_ROWS rows by LANE_FEATURES features of one. Larger tiles take more registers of
+// fewer warps; with many rows a lane reuses what it reads of the weight.
 constexpr int LANES = 32;
-// whose tiles are larger take more registers
 constexpr int WARPS = BY_FMA || FEATURES > (BY_LIMBS ? 64 : 32) ? 8 : 12;
-constexpr int CTA = WARPS * LANES;    // threads
-constexpr int WORD = 16 / sizeof(T);  // elements of 16 bytes
-constexpr int CHUNK = 4 * WORD;       // elements of a row that its four lanes take at once: 64 bytes
+constexpr int CTA = WARPS * LANES;  // threads
 constexpr int LANE_FEATURES = FEATURES / 4;
-// of a tile; many reuse what is read of the weight
 constexpr int LANE_ROWS = BY_LIMBS ? 2 : BY_FMA && FEATURES == 32 && CHUNKS < 4 ? 8 : 4;
-constexpr int ROWS = 8 * LANE_ROWS;                          // of a tile, a warp's
-constexpr int BLOCK = WARPS * ROWS;                          // rows of a CTA at once
-constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;       // of 16 bytes
-constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;   // of all warps: the limbs of the weight want room
-constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;  // parts of tiles on their way or at hand
+constexpr int ROWS = 8 * LANE_ROWS;                    // of a warp's tile
+constexpr int TILE_ROWS = BY_LIMBS ? 4 * ROWS : ROWS;  // of the warps that make a tile together: by limbs a warpgroup
+constexpr int BLOCK_ROWS = WARPS * ROWS;               // of a CTA at once
+
+// Memory is read in words of 16 bytes. Four lanes read a row, 64 bytes of it at a time.
+constexpr int WORD = 16 / sizeof(T);                    // elements of a word
+constexpr int CHUNK = 4 * WORD;                         // elements of a row that its four lanes read at once
+constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // of a stage of a warp's pipeline
+
+// Shared memory: the weight, then the pipelines of all warps. The limbs of the weight leave less for the pipelines.
+constexpr int LIMBS_BYTES = 128 * 1024;
+constexpr int WEIGHT_BYTES = BY_LIMBS ? LIMBS_BYTES : 64 * FEATURES * CHUNKS;
+constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
+constexpr int SHARED_BYTES = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
+constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 
 // How many times CHUNKS chunks a row has: one but for limbs.
 template <typename P>

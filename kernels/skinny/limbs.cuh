@@ -140,8 +140,9 @@ struct LimbsOfX {
         wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < 2 * LANE_FEATURES; ++i) {
-            float& to = g[i / 2 % 2][i / 4 * 2 + i % 2];
-            to = fmaf(sums[i], back[i / 2 % 2], to);
+            const int row = Accumulator::row_half(i);
+            float& to = g[row][Accumulator::own_column(i)];
+            to = fmaf(sums[i], back[row], to);
         }
     }
 };

@@ -154,32 +154,11 @@ struct ByWgmma {
         }
     }
 
+    // b is MN-major in both products: rows of the weight, and rows of x.
     template <bool A_MN_MAJOR, int NUMBERS>
     static __device__ __forceinline__ void multiply(float (&d)[NUMBERS], unsigned long long a, unsigned long long b,
                                                     int accumulate) {
-#define MULTIPLY(SHAPE, PLACES, A, B, ACCUMULATE, MN_MAJOR, LIST)                                        \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ACCUMULATE ", 0;\n" SHAPE "{" PLACES "}, " A ", " B \
-                 ", p, 1, 1, " MN_MAJOR ", 1;\n}"                                                        \
-                 : LIST                                                                                  \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN_MAJOR))
-#define MULTIPLY_OF(TYPES)                                                                                            \
-    if constexpr (NUMBERS == 64)                                                                                      \
-        MULTIPLY("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPES " ", TO_64, "%64", "%65", "%66", "%67",         \
-                 D32(0) COMMA D32(32));                                                                               \
-    else if constexpr (NUMBERS == 32)                                                                                 \
-        MULTIPLY("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPES " ", TO_32, "%32", "%33", "%34", "%35", D32(0)); \
-    else                                                                                                              \
-        MULTIPLY("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPES " ", TO_16, "%16", "%17", "%18", "%19",          \
-                 D8(0) COMMA D8(8))
-#define COMMA ,
-        if constexpr (is_same<T, __half>) {
-            MULTIPLY_OF("f16.f16");
-        } else {
-            MULTIPLY_OF("bf16.bf16");
-        }
-#undef COMMA
-#undef MULTIPLY_OF
-#undef MULTIPLY
+        wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, A_MN_MAJOR, true>(d, a, b, accumulate);
     }
 
     // With CLUSTER the others send to `room`, 4 bytes for each element of dx, once the team has taken dg and x; it may overlap x.
@@ -222,7 +201,7 @@ struct ByWgmma {
                     const int at = input0 + j + lane % 4 * VEC;
                     Vector<T, VEC> out;
 #pragma unroll
-                    for (int h = 0; h < VEC; ++h) from_float(dx[j / 2 + h / 2 * 4 + 2 * i + h % 2], out.at[h]);
+                    for (int h = 0; h < VEC; ++h) from_float(dx[Accumulator::at(j / 8 + h / 2, i, h % 2)], out.at[h]);
                     if (at + VEC <= k && k % VEC == 0) {
                         store_whole(to + row * k + at, out);
                     } else {
@@ -297,9 +276,10 @@ struct ByWgmma {
         for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
             for (int i = 0; i < SIZE; i += 2) {
-                const int f = block * 64 + f0 + i % 4 / 2 * 8;
+                const int f = block * 64 + f0 + 8 * Accumulator::row_half(i);
                 if (f < FEATURES)
-                    *reinterpret_cast<float2*>(to + f * DW_ROW + i / 4 * 8 + lane % 4 * 2) =
+                    *reinterpret_cast<float2*>(to + f * DW_ROW + Accumulator::eight(i) +
+                                               Accumulator::first_column(lane)) =
                         make_float2(dw[block][i], dw[block][i + 1]);
             }
     }

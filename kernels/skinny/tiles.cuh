@@ -78,14 +78,14 @@ struct Tiles {
           parts(parts_of(p)),
           begin(cta * p.stats_rows),
           end(min(begin + p.stats_rows, p.m)),
-          tiles(static_cast<int>((end - begin + BLOCK - 1) / BLOCK)),
+          tiles(static_cast<int>((end - begin + BLOCK_ROWS - 1) / BLOCK_ROWS)),
           ldx(p.ldx),
-          step(BACKWARDS ? -BLOCK : BLOCK),
+          step(BACKWARDS ? -BLOCK_ROWS : BLOCK_ROWS),
           lane(threadIdx.x % LANES),
           whole(p.k == parts * CHUNKS * CHUNK) {
         const int warp = threadIdx.x / LANES, quarter = lane % 4;
         pipeline = pipelines + warp * STAGES * TILE_WORDS;
-        row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK) : 0);
+        row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK_ROWS) : 0);
         bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
         from = x + (row0 + lane / 4) * ldx + quarter * WORD;
         first = row0;

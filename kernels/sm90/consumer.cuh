@@ -19,7 +19,7 @@ struct Consumer : Cta {
     // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
     // would meet in a bank.
     static __device__ __forceinline__ int feature_of(int lane) {
-        return ELEMENT == LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
+        return ELEMENT == ELEMENT_LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
     }
 
     // The last STAGES are not released: nobody loads into them any more, and a CTA that has nothing left to receive may end.
@@ -47,7 +47,7 @@ struct Consumer : Cta {
             const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
             wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < BLOCK_K / MMA_K; j++) wgmma(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
+            for (int j = 0; j < BLOCK_K / MMA_K; j++) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
             wgmma_commit();
             if (step > 0) {
                 wgmma_wait<1>();
@@ -78,11 +78,11 @@ struct Consumer : Cta {
                 const u64 a_part = a + W::NEXT * STEPS * part, b_part = b + X::NEXT * STEPS * part;
                 wgmma_fence();
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
 #pragma unroll
-                for (int j = 0; j < STEPS; j++) wgmma(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
                 wgmma_commit();
                 wgmma_wait<0>();
                 if (part == PARTS - 1) release(s);
@@ -123,7 +123,7 @@ struct Consumer : Cta {
             units.follow(field, sum, factor);
             wgmma_wait<0>();
 #pragma unroll
-            for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[i / 2 % 2], sum[i]);
+            for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[Accumulator::row_half(i)], sum[i]);
         };
 #pragma unroll
         for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
@@ -156,7 +156,7 @@ struct Consumer : Cta {
             constexpr int COMMON = 10;
 #pragma unroll
             for (int i = 0; i < PRODUCT_ACC; i++) {
-                const int e = of_w[i / 2 % 2] - COMMON;
+                const int e = of_w[Accumulator::row_half(i)] - COMMON;
                 sum[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);  // 2^e may not be a float
             }
             of_w[0] = of_w[1] = COMMON;
@@ -169,19 +169,19 @@ struct Consumer : Cta {
     __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
         if constexpr (SIZE < PRODUCT_ACC) {
             float d_of_all[PRODUCT_ACC], sum_of_all[PRODUCT_ACC];
-            if constexpr (ELEMENT == LIMBS_RS) {
+            if constexpr (ELEMENT == ELEMENT_LIMBS_RS) {
                 multiply_limbs_rs(d_of_all, sum_of_all, of_w);
                 reduce_scatter(sh, rank, sum_of_all, sum);
-            } else if constexpr (ELEMENT == LIMBS) {
+            } else if constexpr (ELEMENT == ELEMENT_LIMBS) {
                 multiply_limbs(d_of_all, sum_of_all);
                 reduce_scatter(sh, rank, sum_of_all, sum);
             } else {
                 multiply(d_of_all);
                 reduce_scatter(sh, rank, d_of_all, d);
             }
-        } else if constexpr (ELEMENT == LIMBS_RS) {
+        } else if constexpr (ELEMENT == ELEMENT_LIMBS_RS) {
             multiply_limbs_rs(d, sum, of_w);
-        } else if constexpr (ELEMENT == LIMBS) {
+        } else if constexpr (ELEMENT == ELEMENT_LIMBS) {
             multiply_limbs(d, sum);
         } else {
             multiply(d);
@@ -232,20 +232,23 @@ struct Consumer : Cta {
             warpgroup_sync(half);
             if constexpr (FLOAT32) {
 #pragma unroll
-                for (int i = 0; i < ACC / PASSES; i++) {  // i = 4 j + 2 h + e
-                    const int r = i / 4 * 8 + 2 * (lane & 3) + i % 2, of_eight = feature_of(lane);
-                    const int c = (warp & 1) * 4 + i / 2 % 2 * 2 + of_eight / 4;
+                for (int i = 0; i < ACC / PASSES; i++) {
+                    const int r = i / 4 * 8 + Accumulator::first_column(lane) + Accumulator::odd(i);  // its column
+                    const int of_eight = feature_of(lane);
+                    const int c = (warp & 1) * 4 + Accumulator::row_half(i) * 2 + of_eight / 4;
                     *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
                               (of_eight & 3) * 4) = e[i];
                 }
             } else {
+                const auto packed = [&](int j, int h) {
+                    return pack_of(h, e[Accumulator::at(j, h, 0)], e[Accumulator::at(j, h, 1)]);
+                };
                 const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
                                   (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
                 for (int j = 0; j < PASS_M / 8; j += 2)
-                    stmatrix_trans(start + j * (8 * 128), pack_of(0, e[4 * j], e[4 * j + 1]),
-                                   pack_of(1, e[4 * j + 2], e[4 * j + 3]), pack_of(0, e[4 * j + 4], e[4 * j + 5]),
-                                   pack_of(1, e[4 * j + 6], e[4 * j + 7]));
+                    stmatrix_trans(start + j * (8 * 128), packed(j, 0), packed(j, 1), packed(j + 1, 0),
+                                   packed(j + 1, 1));
             }
             fence_async();
             warpgroup_sync(half);
@@ -275,7 +278,10 @@ struct Consumer : Cta {
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
-                for (int e = 0; e < 2; e++) d[4 * j + 2 * h + e] = Activation<Y>::of(line(ac, d[4 * j + 2 * h + e]));
+                for (int e = 0; e < 2; e++) {
+                    float& v = d[Accumulator::at(j, h, e)];
+                    v = Activation<Y>::of(line(ac, v));
+                }
         }
     }
 
@@ -297,11 +303,11 @@ struct Consumer : Cta {
         } else if (IN_UNITS) {
             const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
 #pragma unroll
-            for (int i = 0; i < ACC; i++) d[i] *= in_units[i / 2 % 2];
+            for (int i = 0; i < ACC; i++) d[i] *= in_units[Accumulator::row_half(i)];
         }
     }
 
-    // CLUSTER_BATCH: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
+    // MODE_CLUSTER_BATCH: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
     __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
@@ -368,7 +374,7 @@ struct Consumer : Cta {
         float2 to_deviation[2];
         of_both(own.to_deviation, to_deviation);
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = line(to_deviation[i / 2 % 2], d[i]);
+        for (int i = 0; i < ACC; i++) d[i] = line(to_deviation[Accumulator::row_half(i)], d[i]);
         of_both(own.to_y, to_y);
         store<false>(*for_backward.map, d, row, block,
                      [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
@@ -376,7 +382,7 @@ struct Consumer : Cta {
         of_both(own.to_y, to_y);
 #endif
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
     }
 
     __device__ __forceinline__ void run() {
@@ -390,15 +396,16 @@ struct Consumer : Cta {
             within = 64 * half + 16 * warp + feature_of(lane);
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
-                if constexpr (ELEMENT == LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);
+                if constexpr (ELEMENT == ELEMENT_LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);
                 if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
-                if constexpr (MODE == INFERENCE) apply_constants(d, block);
-                if constexpr (MODE == TRAINING) normalize(d, row, block, lane);
-                if constexpr (MODE == CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
+                if constexpr (MODE == MODE_INFERENCE) apply_constants(d, block);
+                if constexpr (MODE == MODE_TRAINING) normalize(d, row, block, lane);
+                if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
-            if (MODE == INFERENCE && storer) count_up(&sh.stored[half]);  // and with it, the constants have been read
-            if constexpr (SPLIT_K > 1) break;                             // a CTA has one tile
+            if (MODE == MODE_INFERENCE && storer)
+                count_up(&sh.stored[half]);    // and with it, the constants have been read
+            if constexpr (SPLIT_K > 1) break;  // a CTA has one tile
         }
         if constexpr (DEFERS) epilogue_of_deferred_tiles(SHORT_BACKOFF);
         if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it

@@ -4,16 +4,16 @@
 #include "sm90/statistics.cuh"
 
 // All else that y takes of a feature comes from the merger.
-constexpr bool LOADS_BETA = MODE == RECOMPUTE || (MODE == TRAINING && SAVE_DEVIATIONS);
+constexpr bool LOADS_BETA = MODE == MODE_RECOMPUTE || (MODE == MODE_TRAINING && SAVE_DEVIATIONS);
 
 struct Shared {                       // on 1024 bytes, as swizzled stages must be
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][STAGINGS]
                 [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
     union {                       // of a variant one of the three: the others have no size
-        float2 constants[2][MODE == INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
-        float beta[LOADS_BETA ? BLOCK_N : 1];                  // of the CTA's last tile
-        Affine arguments[MODE == INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
+        float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
+        float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
+        Affine arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, arguments_ready;
     u64 launch;                // training: the launch's number
@@ -22,14 +22,14 @@ struct Shared {                       // on 1024 bytes, as swizzled stages must 
     int constants_ready[2];    // inference: warps that have laid out constants in either slot, one may be a run ahead
     int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
     int ticket, merged_tiles;  // units of rows handed out; deferred tiles of which all features are known to be merged
-    Centred centred[MODE == RECOMPUTE ? BLOCK_N : 1];  // of all tiles
-    float2 gathered[MODE == CLUSTER_BATCH ? CLUSTER_CTAS : 1]
-                   [MODE == CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
-    u64 here[WARPGROUPS];                                  // all that a warpgroup waits for of these
+    Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    float2 gathered[MODE == MODE_CLUSTER_BATCH ? CLUSTER_CTAS : 1]
+                   [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
+    u64 here[WARPGROUPS];                                       // all that a warpgroup waits for of these
     u64 drained, summed;  // SPLIT_K: all parts have read their stages; what they send is there
 };
 
-static_assert(sizeof(Shared) <= SHARED, "the planner gives less than is used");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the planner gives less than is used");
 
 struct Tile {
     int row, block;  // of BLOCK_M rows of x, of BLOCK_N features
@@ -38,7 +38,7 @@ struct Tile {
 // The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
 // blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
 // tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
-// divides that of the clusters, so that a cluster keeps to its column. In CLUSTER_BATCH cluster i has
+// divides that of the clusters, so that a cluster keeps to its column. In MODE_CLUSTER_BATCH cluster i has
 // all rows of block i.
 struct TileScheduler {
     int rows, cols, panel;
@@ -46,13 +46,13 @@ struct TileScheduler {
     __device__ int count() const { return groups() * cols; }
     // tile i of the CTA with this rank in its cluster
     __device__ Tile at(int i, int rank) const {
-        if constexpr (MODE == CLUSTER_BATCH) return {rank, i};
+        if constexpr (MODE == MODE_CLUSTER_BATCH) return {rank, i};
         const int height = groups();
         int r = 0, c = i;
         if (height > 1) {  // else without divisions, which the first load would wait for
             const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
             int first = i / (height * panel) * panel, width = min(panel, cols - first);
-            if (MODE == TRAINING && first >= grouped) width = 1, first = i / height;
+            if (MODE == MODE_TRAINING && first >= grouped) width = 1, first = i / height;
             i -= first * height;
             r = i / width, c = first + i % width;
         }
@@ -100,29 +100,29 @@ struct Cta {
     __device__ __forceinline__ int tiles() const { return (scheduler.count() - 1 - cluster_id()) / clusters + 1; }
 
     // and how often it makes one
-    __device__ __forceinline__ int products() const { return MODE == RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
+    __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
 
     __device__ __forceinline__ bool is_there(int row, int block) const {
-        return block < blocks && (SPLIT_K == 1 || MODE == CLUSTER_BATCH || row < scheduler.rows);
+        return block < blocks && (SPLIT_K == 1 || MODE == MODE_CLUSTER_BATCH || row < scheduler.rows);
     }
 
     // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come
     // again, from the end: what was read last is still in L2.
     __device__ __forceinline__ int tile(int nth) const {
-        if constexpr (MODE == RECOMPUTE) {
+        if constexpr (MODE == MODE_RECOMPUTE) {
             const int last = tiles() - 1;
             if (nth > last) nth = nth <= 2 * last ? 2 * last - nth : last + 1;
         }
         return cluster_id() + nth * clusters;
     }
 
-    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. TRAINING folds
+    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. MODE_TRAINING folds
     // where a CTA has several, since everybody waits at the end until all parts are merged.
     __device__ __forceinline__ RowParts parts(int block) const {
-        const int tiles = MODE == CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
-        const int count = MODE == CLUSTER_BATCH ? tiles
-                          : MODE == RECOMPUTE   ? clusters / scheduler.cols
-                                                : part_count(block);
+        const int tiles = MODE == MODE_CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
+        const int count = MODE == MODE_CLUSTER_BATCH ? tiles
+                          : MODE == MODE_RECOMPUTE   ? clusters / scheduler.cols
+                                                     : part_count(block);
         const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
         return {count,
                 (int)m,
@@ -140,7 +140,7 @@ struct Cta {
 
     // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
-        size_t before = (size_t)block * (MODE == RECOMPUTE ? clusters / scheduler.cols : scheduler.rows);
+        size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? clusters / scheduler.cols : scheduler.rows);
         if (merges_tiles(block)) {
             const int in_panels = min(block, (int)p.in_panels);
             before =

@@ -1,5 +1,6 @@
 // Numbers on their way between the accumulators and memory: the powers of two of limbs, y's format, units.
 #pragma once
+#include "sm90/accumulator.cuh"
 #include "sm90/config.cuh"
 
 // 2^e for -126 <= e <= 127
@@ -28,11 +29,13 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
     if (__all_sync(0xFFFFFFFF, mild)) {
         const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = sum[i] * power_of_two(of_x[i / 4 * 2 + i % 2]) * w[i / 2 % 2];
+        for (int i = 0; i < ACC; i++)
+            d[i] = sum[i] * power_of_two(of_x[Accumulator::own_column(i)]) * w[Accumulator::row_half(i)];
     } else {
 #pragma unroll
         for (int i = 0; i < ACC; i++) {
-            const int e = max(of_x[i / 4 * 2 + i % 2] + of_w[i / 2 % 2], -252);  // two steps: 2^e may not be a float
+            const int e = max(of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)],
+                              -252);  // two steps: 2^e may not be a float
             d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
         }
     }
@@ -41,7 +44,7 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
 // two floats to one 32-bit word, the first in the low half
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 word;
-    if constexpr (ELEMENT == FLOAT16)
+    if constexpr (ELEMENT == ELEMENT_FLOAT16)
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     else
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -49,7 +52,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 
 __device__ __forceinline__ float2 unpack(u32 word) {
-    if constexpr (ELEMENT != FLOAT16)
+    if constexpr (ELEMENT != ELEMENT_FLOAT16)
         return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
     float2 f;
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
@@ -66,9 +69,9 @@ __device__ __forceinline__ float deviation_unit(float m2, int rows) {
 }
 
 // y's 16-bit type, or float
-#if FLOAT32_OUTPUT || ELEMENT >= 2
+#if FLOAT32_OUTPUT || !(ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16)
 using Y = float;
-#elif ELEMENT == 1
+#elif ELEMENT == ELEMENT_FLOAT16
 using Y = __half;
 #else
 using Y = __nv_bfloat16;

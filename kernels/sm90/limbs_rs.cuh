@@ -1,4 +1,4 @@
-// Limbs of w that the consumers make for themselves (LIMBS_RS): w comes to shared memory as it is, which saves a launch
+// Limbs of w that the consumers make for themselves (ELEMENT_LIMBS_RS): w comes to shared memory as it is, which saves a launch
 // that reads all of it, writes as much, and has it read again.
 //
 // Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/float32.md). What the tensor core
@@ -75,7 +75,7 @@ struct UnitsOfW {
                     field[h] = of_part[h];
 #pragma unroll
                     for (int i = 0; i < SIZE; i++)
-                        if (i / 2 % 2 == h) sum[i] *= down;
+                        if (Accumulator::row_half(i) == h) sum[i] *= down;
                 }
         }
 #pragma unroll

@@ -1,5 +1,5 @@
 // The merger: a warp that makes one mean and one a of a feature out of those of its tiles, for a share of the features; in
-// CLUSTER_BATCH it is four, `which` of MERGERS.
+// MODE_CLUSTER_BATCH it is four, `which` of MERGERS.
 #pragma once
 #include "sm90/deferred_epilogue.cuh"
 
@@ -31,8 +31,8 @@ __device__ __forceinline__ void Cta::merge(Welford (&own)[BLOCK_N / 32], int nth
 
 __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const {
     const long long count = batches ? *(volatile long long*)batches + 1 : 1;
-    u64 number = 0;  // of CLUSTER_BATCH, which has no words
-    if constexpr (MODE != CLUSTER_BATCH)
+    u64 number = 0;  // of MODE_CLUSTER_BATCH, which has no words
+    if constexpr (MODE != MODE_CLUSTER_BATCH)
         number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
 #if RANKS
     const Exchange exchange(ranks, nullptr, 0, p.signature);
@@ -56,14 +56,15 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     Welford own[BLOCK_N / 32];
     int nth = 0;
     for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-        if (MODE == RECOMPUTE && nth > 0) break;  // all tiles are one part, which has the number of the first one's row
+        if (MODE == MODE_RECOMPUTE && nth > 0)
+            break;  // all tiles are one part, which has the number of the first one's row
         const auto [row, block] = scheduler.at(i, rank);
         if (block >= blocks) continue;
         const bool merges_tiles = this->merges_tiles(block);
         const RowParts parts = this->parts(block);
         const int share = parts.share(), lanes = parts.lanes(),
                   first = share * (merges_tiles ? row % parts.count : row);
-        const int backoff = MODE == RECOMPUTE || i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
+        const int backoff = MODE == MODE_RECOMPUTE || i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
         if (merges_tiles) {
             merge(own, nth, row, block, backoff);
             if (row + parts.count < scheduler.rows) continue;  // more of its tiles come
@@ -88,7 +89,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             // first in this CTA, then one word of all, then all
             float mean, m2;
             u64 launch = 0;
-            if constexpr (MODE == CLUSTER_BATCH) {
+            if constexpr (MODE == MODE_CLUSTER_BATCH) {
                 for (int half = 0; half < WARPGROUPS; half++) mbar_wait_sent(&sh.here[half], 0);
                 merge_feature(Gathered{&sh.gathered[0][min(c, BLOCK_N - 1)]}, parts, 0, 1, mean, m2);
             } else {
@@ -104,7 +105,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
             const float var = m2 / (float)m;
-            const bool publishes = MODE != CLUSTER_BATCH && speaks;
+            const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
             if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
             if (SAVE_DEVIATIONS && IN_UNITS && publishes)
                 publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);

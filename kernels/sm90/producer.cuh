@@ -20,11 +20,11 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             char* w_tile = sh.stage[s];
             // w as it is comes in two parts of 32 of k, or across in four of 32 features; limbs that nobody shares in one
             // load
-            if constexpr (ELEMENT == LIMBS_RS && W_MN_MAJOR)
+            if constexpr (ELEMENT == ELEMENT_LIMBS_RS && W_MN_MAJOR)
                 for (int part = 0; part < BLOCK_N / 32; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
                                            block * BLOCK_N + part * 32, step * BLOCK_K, 0);
-            else if constexpr (ELEMENT == LIMBS_RS)
+            else if constexpr (ELEMENT == ELEMENT_LIMBS_RS)
                 for (int part = 0; part < 2; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
                                            step * BLOCK_K + part * 32, block * BLOCK_N, 0);

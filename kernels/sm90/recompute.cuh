@@ -38,7 +38,7 @@ struct Recomputer : Consumer {
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    float& v = d[4 * j + 2 * h + e];
+                    float& v = d[Accumulator::at(j, h, e)];
                     v = SAVE_DEVIATIONS && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
                 }
         }
@@ -46,7 +46,7 @@ struct Recomputer : Consumer {
             store<false>(*for_backward.map, d, row, block,
                          [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
 #pragma unroll
-        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[i / 2 % 2], d[i]));
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
     }
 

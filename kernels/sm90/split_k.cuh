@@ -25,7 +25,7 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
     for (int j = 0; j < BLOCK_M / 8; j++)
 #pragma unroll
         for (int part = 0; part < SPLIT_K; part++) {  // in turn, so that all receive at the same time
-            const float* e = of_all + 4 * (part * (BLOCK_M / 8) + j);
+            const float* e = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
             send(place(rank % SPLIT_K, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
         }
     mbar_wait_sent(&sh.summed, 0);
@@ -36,6 +36,9 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
             const float4 v = *(const float4*)place(part, j);
             const float e[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) d[4 * j + i] = part == 0 ? e[i] : d[4 * j + i] + e[i];
+            for (int i = 0; i < 4; i++) {
+                float& sum = d[Accumulator::at(j, 0, 0) + i];
+                sum = part == 0 ? e[i] : sum + e[i];
+            }
         }
 }

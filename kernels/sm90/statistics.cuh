@@ -1,5 +1,6 @@
 // The caller's per-feature arguments, and the statistics of a feature: of one tile, and merged over all.
 #pragma once
+#include "sm90/accumulator.cuh"
 #include "sm90/words.cuh"
 
 struct Affine {  // of one feature
@@ -67,7 +68,7 @@ struct RowParts {
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
-        if constexpr (MODE == CLUSTER_BATCH) return 1;  // who merges and who finishes get the same bits
+        if constexpr (MODE == MODE_CLUSTER_BATCH) return 1;  // who merges and who finishes get the same bits
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
     __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }
@@ -159,7 +160,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
 template <int FIRST, int COUNT>
 __device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
     if constexpr (COUNT == 1)
-        return d[4 * FIRST + 2 * h] + d[4 * FIRST + 2 * h + 1];
+        return d[Accumulator::at(FIRST, h, 0)] + d[Accumulator::at(FIRST, h, 1)];
     else
         return sum_by_halves<FIRST, COUNT / 2>(d, h) + sum_by_halves<FIRST + COUNT / 2, COUNT / 2>(d, h);
 }
@@ -177,7 +178,8 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
     for (int h = 0; h < 2; h++) {
         mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them
 #pragma unroll
-        for (int j = 0; j < ACC / 4; j++) d[4 * j + 2 * h] -= mean[h], d[4 * j + 2 * h + 1] -= mean[h];
+        for (int j = 0; j < ACC / 4; j++)
+            d[Accumulator::at(j, h, 0)] -= mean[h], d[Accumulator::at(j, h, 1)] -= mean[h];
     }
     if (rows < BLOCK_M) {
         float rest[2] = {};
@@ -188,10 +190,10 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const bool there = 8 * j + 2 * (lane & 3) + e < rows;
+                    const bool there = 8 * j + Accumulator::first_column(lane) + e < rows;
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        float& v = d[4 * j + 2 * h + e];
+                        float& v = d[Accumulator::at(j, h, e)];
                         v = there ? v - rest[h] : 0.f;
                     }
                 }
@@ -205,8 +207,11 @@ __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, floa
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < ACC / 4; j++) {
-            sum[j % 2 * 2] = fmaf(d[4 * j + 2 * h], d[4 * j + 2 * h], sum[j % 2 * 2]);
-            sum[j % 2 * 2 + 1] = fmaf(d[4 * j + 2 * h + 1], d[4 * j + 2 * h + 1], sum[j % 2 * 2 + 1]);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float v = d[Accumulator::at(j, h, e)];
+                sum[j % 2 * 2 + e] = fmaf(v, v, sum[j % 2 * 2 + e]);
+            }
         }
         m2[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
         m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
