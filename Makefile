@@ -83,12 +83,12 @@ lint: $(ready_lint)
 	$(bin)pyright --pythonpath $(bin)python
 	PYTHONPATH=$(CURDIR) $(bin)pyright --pythonpath $(bin)python --verifytypes gsbn --ignoreexternal --outputjson \
 		| $(bin)python tools/known_types.py
-	$(bin)clang-format --dry-run --Werror kernels/*
+	$(bin)clang-format --dry-run --Werror $$(find kernels -name '*.cu*')
 
 format: $(ready_lint)
 	$(bin)ruff check --fix .
 	$(bin)ruff format .
-	$(bin)clang-format -i kernels/*
+	$(bin)clang-format -i $$(find kernels -name '*.cu*')
 
 clean:
 	rm -rf .venv .venv-kernels build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -5,7 +5,7 @@
 //   inference:  d = g
 //
 // Where the forward put y through an activation, dy is at once made the gradient with respect to what went in (BeforeY,
-// activation.cuh), in both passes, and is what follows calls dy.
+// common/activation.cuh), in both passes, and is what follows calls dy.
 //
 // backward_sums.cu takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients
 // and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
@@ -22,28 +22,30 @@
 // backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
 //
 // Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
-// of all ranks (ranks.cuh), which are then the sums of one split.
+// of all ranks (common/ranks.cuh), which are then the sums of one split.
 //
 // Moves, the minimum for a second pass: dy and d once, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 403 MB.
-#include "backward_columns.cuh"
+#include "backward/columns.cuh"
 
-constexpr bool MERGED_BY_MANY = sizeof(G) == 4;  // threads share a column in merge_splits
+constexpr int COLUMNS = LANES * VEC;  // of a CTA, at most
+constexpr int TILE = STAGES * WARPS;  // with TRANSPOSED: rows of a tile, those of the CTA's pipelines
+constexpr int TILE_BYTES = VEC * LANES * (TILE + 1) * sizeof(T);  // read by gsbn/_plan/variants.py
+constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // threads share a column in merge_splits
 
 // Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
 // O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.
-// With ACROSS also its transpose, across (n, m), row pitch ld_across, through a tile in shared memory: cuBLAS' TF32 wants it.
+// With ACROSS also its transpose, across (n, m), row pitch ld_transposed, through a tile in shared memory: cuBLAS' TF32 wants it.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    backward_dg(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, const char* workspace,
-                T* dg, T* across, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    backward_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
+                const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
+                void* to_beta) {
     if (p.splits == 0) await_kernel_ahead();
-    constexpr int COLUMNS = LANES * VEC;  // at most
-    constexpr int TILE = STAGES * WARPS;  // rows of the CTA at once, with ACROSS
-    __shared__ uint4 ring[STAGES * CHUNKS * THREADS];
+    __shared__ uint4 pipeline[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
     extern __shared__ T tile[];  // with ACROSS [VEC][LANES][TILE + 1]: the words of lanes lie apart by an odd number
 
-    const Places<THREADS, VEC> at_once(ACROSS ? LANES : p.along);
+    const Places<THREADS, VEC> at_once(TRANSPOSED ? LANES : p.row_threads);
     const unsigned blocks = at_once.blocks(p.n);
     // in float64, where it is exact: a division of 64 bits is some hundred instructions
     const double items_of_rows = ceil(static_cast<double>(p.m) / static_cast<double>(p.dg_rows));
@@ -55,11 +57,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         const int count = inside > 0 && dg != nullptr ? count_every(height, at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, Rows> rows(count, Rows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row,
-                                                  -at_once.rows, col, inside, ring));
+        const Walk<STAGES, BackwardRows> rows(
+            count, BackwardRows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows, col,
+                                inside, pipeline));
         const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
         if (p.splits > 0) {
-            if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.ask();
+            if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.prefetch();
             // Only now: the kernel ahead, of the same call, has itself waited for whatever made what is read until here.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
@@ -79,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             store_dg(first_dg - i * at_once.rows * p.lddg, out, inside);
             return out;
         };
-        if constexpr (ACROSS) {
+        if constexpr (TRANSPOSED) {
             const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
             const auto turned = [&](int column, int row) -> T& {
                 return tile[(column % VEC * LANES + column / VEC) * (TILE + 1) + row];
@@ -95,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
                     for (int r = lane; r < TILE; r += LANES)
-                        if (row0 + r >= end - height) across[(col0 + i) * p.ld_across + row0 + r] = turned(i, r);
+                        if (row0 + r >= end - height)
+                            transposed[(col0 + i) * p.ld_transposed + row0 + r] = turned(i, r);
                 __syncthreads();
             }
         } else {
@@ -109,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // unless `totals` is null, those of all ranks are collected, added in the order of the ranks, and left in `totals` (2, n).
 // It waits for the other ranks as merge_statistics does.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_sums(const __grid_constant__ Problem p, const double* saved, const char* workspace, double* posted,
+    merge_sums(const __grid_constant__ BackwardProblem p, const double* saved, const char* workspace, double* posted,
                Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
                void* to_beta) {
     await_kernel_ahead(true);
@@ -119,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         posted[CALL_AT] = static_cast<double>(p.signature);
     }
     __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
         const auto post = [&](long long c, int, double S, double E) {
             store_gradients(p, Factors{saved, p.n, c}, S, E, to_bias, to_scale, to_gamma, to_beta);
@@ -147,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // The gradient of one scale that served all features, in float64: the sum of theirs, in a fixed order, by one CTA.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sum_features(const __grid_constant__ Problem p, const double* of_features, void* to_scale) {
+    sum_features(const __grid_constant__ BackwardProblem p, const double* of_features, void* to_scale) {
     await_kernel_ahead();
     __shared__ double sums[WARPS];
     double sum = 0.0;

@@ -1,51 +1,55 @@
 // backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows a CTA:
 // a CTA, or with CLUSTER a cluster of them, has all rows of its columns, so that their sums need nobody else's, or other ranks'
-// alone (ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
+// alone (common/ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
 //   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
 //
 // A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (walk.cuh). Once they are added up (whole_columns.cuh), several threads know the
+// through a ring of its own in shared memory (common/walk.cuh). Once they are added up (common/cluster_columns.cuh), several threads know the
 // sums of a column: one makes the coefficients of its dg, others a gradient of size O each.
 // Sums as in backward_sums.cu: GROUP rows in float32, all else in float64.
 //
 // Moves dy, d and dg once, the minimum, and from L2 once more what did not fit in the rings.
-#include "backward_columns.cuh"
-#include "whole_columns.cuh"
+#include "backward/columns.cuh"
+#include "common/cluster_columns.cuh"
 
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 
-struct Memory {
-    uint4 ring[STAGES * CHUNKS * THREADS];
+struct Shared {
+    uint4 pipeline[STAGES * CHUNKS * THREADS];
     Totals<THREADS, VEC> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST> of_cluster;
 };
-#ifdef SHARED
-static_assert(sizeof(Memory) <= SHARED, "gsbn/_plan/variants.py asks for as much");
-#endif
+// Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
+constexpr int TOTALS_BYTES = 2 * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
+constexpr int CLUSTER_BYTES = 16 * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
+constexpr int SHARED_BYTES =
+    (16 * STAGES * CHUNKS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUSTERS
-    backward_fused(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, T* dg,
+    backward_fused(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved, T* dg,
                    void* to_bias, void* to_scale, void* to_gamma, void* to_beta, unsigned* zeros, Ranks* ranks) {
     await_kernel_ahead(ranks != nullptr);
     clear(zeros, p.words);
     extern __shared__ uint4 dynamic[];
-    Memory& memory = *reinterpret_cast<Memory*>(dynamic);
+    Shared& memory = *reinterpret_cast<Shared*>(dynamic);
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster(), first_row = rank * at_once.rows + at_once.row, step = CLUSTER * at_once.rows;
     memory.of_cluster.begin(rank, at_once.columns);
     const auto work = [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), first_row, step) : 0;
-        const Walk<STAGES, Rows> rows(count, Rows(p, dy, d, first_row, step, col, inside, memory.ring));
+        const Walk<STAGES, BackwardRows> rows(count,
+                                              BackwardRows(p, dy, d, first_row, step, col, inside, memory.pipeline));
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
         const Factors of{saved, p.n, col0 + column};
-        if (of.c < p.n) of.ask(part, parts);
+        if (of.c < p.n) of.prefetch(part, parts);
         const BeforeY before(p, saved, col, inside);
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
@@ -53,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         double sum[VEC] = {}, dot[VEC] = {};
         add_rows<false>(rows, centre, before, sum, dot);
         double S, E;
-        total(memory.totals, static_cast<int>(p.along), sum, dot, S, E);
+        total(memory.totals, static_cast<int>(p.row_threads), sum, dot, S, E);
         memory.of_cluster.add(rank, column, part == 0, S, E);
         if (of.c < p.n) {
             double S_of_all = S, E_of_all = E;

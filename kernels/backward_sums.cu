@@ -11,21 +11,21 @@
 // (Knuth's two-sum).
 //
 // Moves dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
-#include "backward_columns.cuh"
-#include "whole_columns.cuh"
+#include "backward/columns.cuh"
+#include "common/cluster_columns.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
-    backward_sums(const __grid_constant__ Problem p, const T* dy, const D* d, const double* saved, char* workspace,
-                  unsigned* zeros) {
+    backward_sums(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
+                  char* workspace, unsigned* zeros) {
     await_kernel_ahead();
     clear(zeros, p.words);
     __shared__ alignas(16) union {
-        uint4 ring[STAGES * CHUNKS * THREADS];
+        uint4 pipeline[STAGES * CHUNKS * THREADS];
         double sums[2][VEC][THREADS];  // a thread's words lie beside those of its neighbours
     } memory;
     __shared__ ClusterTotals<LANES * VEC, false> of_cluster;
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();
     of_cluster.begin(rank, at_once.columns);
     const unsigned splits = static_cast<unsigned>(p.splits), ctas = splits * CLUSTER;  // of a block of columns
@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
         const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
-        const Walk<STAGES, Rows> rows(count,
-                                      Rows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.ring));
+        const Walk<STAGES, BackwardRows> rows(
+            count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.pipeline));
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         const long long c = block * at_once.columns + column;
         double S = 0.0, E = 0.0;
         if (part == 0) {
-            const int along = at_once.columns / VEC, j = column % VEC;
+            const int row_threads = at_once.columns / VEC, j = column % VEC;
 #pragma unroll 8
-            for (int i = column / VEC; i < at_once.rows * along; i += along) {
+            for (int i = column / VEC; i < at_once.rows * row_threads; i += row_threads) {
                 S += memory.sums[0][j][i];
                 E += memory.sums[1][j][i];
             }

@@ -3,15 +3,15 @@
 //   to: `bytes` of memory that starts on 16 bytes
 //
 // A thread writes 16 of them; whoever has fewer, one by one.
-#include "common.cuh"
+#include "common/common.cuh"
 
-struct Problem {
+struct ClearProblem {
     long long bytes;
 };
 
 constexpr int THREADS = 256;
 
-extern "C" __global__ void __launch_bounds__(THREADS) clear(const __grid_constant__ Problem p, char* to) {
+extern "C" __global__ void __launch_bounds__(THREADS) clear(const __grid_constant__ ClearProblem p, char* to) {
     await_kernel_ahead();
     for_each_item((p.bytes + 16 * THREADS - 1) / (16 * THREADS), [&](unsigned item) {
         long long at = (static_cast<long long>(item) * THREADS + threadIdx.x) * 16;

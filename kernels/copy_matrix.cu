@@ -6,7 +6,7 @@
 // stride, a warp taking 32 adjacent elements each time, 16 of them a thread on their way at once.
 //
 // Moves each element in and out once, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef WORD_TYPE
 #define WORD_TYPE unsigned  // an element's bits: unsigned short, unsigned, unsigned long long
@@ -16,19 +16,19 @@ using Word = WORD_TYPE;
 constexpr int THREADS = 256, TILE = 64, EACH = TILE * TILE / THREADS;
 constexpr int PITCH = TILE + (sizeof(Word) == 2 ? 2 : 1);  // a column of the tile lies in different banks
 
-struct Problem {
+struct CopyMatrixProblem {
     long long rows, cols;
     long long from_row, from_col, to_row, to_col;  // strides
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    copy_matrix(const __grid_constant__ Problem p, const Word* from, Word* to) {
+    copy_matrix(const __grid_constant__ CopyMatrixProblem p, const Word* from, Word* to) {
     await_kernel_ahead();
     __shared__ Word tile[TILE][PITCH];
     const bool read_down = llabs(p.from_row) < llabs(p.from_col), write_down = llabs(p.to_row) < llabs(p.to_col);
-    const long long across = (p.cols + TILE - 1) / TILE, height = (p.rows + TILE - 1) / TILE;
-    for_each_item(across * height, [&](long long item) {
-        const long long row0 = item / across * TILE, col0 = item % across * TILE;
+    const long long tiles_wide = (p.cols + TILE - 1) / TILE, height = (p.rows + TILE - 1) / TILE;
+    for_each_item(tiles_wide * height, [&](long long item) {
+        const long long row0 = item / tiles_wide * TILE, col0 = item % tiles_wide * TILE;
         // the row and the column, in the tile, of a thread's element
         const auto row_of = [](int i, bool down) {
             return down ? threadIdx.x % TILE : (i * THREADS + threadIdx.x) / TILE;

@@ -9,13 +9,13 @@
 // beside a row of `from`, but within the matrix, some are read. An item of work is WORDS * THREADS such words.
 //
 // Moves each byte in and out once, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 constexpr int MATRICES = 3, THREADS = 256, WORDS = 4;
 using Piece = unsigned short;
 constexpr int PIECES = 16 / sizeof(Piece);  // of a word
 
-struct Problem {
+struct CopyRowsProblem {
     long long rows[3], cols[3];        // 0 rows for no matrix
     long long from_row[3], to_row[3];  // pitches, above zero
 };
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint4 read_word(const Piece* at, const Piece* begin, 
 }
 
 // PIECES pieces of the two words, from piece `first` of `low` on.
-__device__ __forceinline__ uint4 across(const uint4& low, const uint4& high, unsigned first) {
+__device__ __forceinline__ uint4 straddling_word(const uint4& low, const uint4& high, unsigned first) {
     unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
     for (int i = 0; i < 6; ++i) w[i] = first & 4 ? w[i + 2] : w[i];
@@ -52,8 +52,8 @@ __device__ __forceinline__ uint4 across(const uint4& low, const uint4& high, uns
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    copy_rows(const __grid_constant__ Problem p, const Piece* from_a, Piece* to_a, const Piece* from_b, Piece* to_b,
-              const Piece* from_c, Piece* to_c) {
+    copy_rows(const __grid_constant__ CopyRowsProblem p, const Piece* from_a, Piece* to_a, const Piece* from_b,
+              Piece* to_b, const Piece* from_c, Piece* to_c) {
     await_kernel_ahead();
     // words of a row of `to`, wherever it starts, and items of a matrix
     const auto length = [&](int i) { return (p.cols[i] + PIECES - 2) / PIECES + 1; };
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
             if (col[i] >= cols) continue;
-            uint4 word = across(low[i], high[i], shift[i]);
+            uint4 word = straddling_word(low[i], high[i], shift[i]);
             if (col[i] >= 0 && col[i] + PIECES <= cols) {
                 *reinterpret_cast<uint4*>(line[i] + col[i]) = word;
             } else {

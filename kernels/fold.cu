@@ -4,14 +4,14 @@
 //   b_folded (n) of T = gamma r (s b - running_mean) + beta                r = 1 / sqrt(running_var + eps)
 //
 // A CTA takes one row of w, THREADS columns at a time. Moves w once in and once out, the minimum.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef X_TYPE
 #define X_TYPE float
 #endif
 using T = X_TYPE;
 
-struct Problem {
+struct FoldProblem {
     long long k, ldw;                                               // features of x; row pitch of w, in elements
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double eps, number;  // number: the scale of all features, where there is no vector
@@ -23,8 +23,8 @@ __device__ inline void round_to(double v, float& out) { out = static_cast<float>
 __device__ inline void round_to(double v, double& out) { out = v; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    fold(const __grid_constant__ Problem p, const T* w, T* w_folded, T* b_folded, const void* bias, const void* scale,
-         const void* gamma, const void* beta, const void* running_mean, const void* running_var) {
+    fold(const __grid_constant__ FoldProblem p, const T* w, T* w_folded, T* b_folded, const void* bias,
+         const void* scale, const void* gamma, const void* beta, const void* running_mean, const void* running_var) {
     await_kernel_ahead();
     const long long row = blockIdx.x;
     const double s = fetch(scale, p.scale, row).or_else(p.number);

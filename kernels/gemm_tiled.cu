@@ -3,7 +3,7 @@
 //
 //   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of C, row pitch ldg, g on 16 bytes
 //   T: float, __half, __nv_bfloat16 with G = float;  double with G = double;  C is G or T
-//   With X_ACROSS x lies transposed, (k, m) with pitch ldx, with W_ACROSS w as (k, n): so the backward makes
+//   With X_MN_MAJOR x lies transposed, (k, m) with pitch ldx, with W_MN_MAJOR w as (k, n): so the backward makes
 //   dx = dg w (w across) and dw = dg^T x (both across) of the same kernel.
 //
 // An item of work is one BLOCK_M x BLOCK_N tile of g, of which a thread makes THREAD_M x THREAD_N in registers. Both
@@ -16,7 +16,7 @@
 //
 // Moves: each x tile is read once per column of tiles and each w tile once per row of tiles, m n k (1/BLOCK_M +
 // 1/BLOCK_N) elements against the minimum (m + n) k; tiles run down the columns, so that a wave shares its w tiles in L2.
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef X_TYPE
 #define X_TYPE float
@@ -28,14 +28,14 @@
 #endif
 #ifndef C_TYPE  // the forward's
 #define C_TYPE G_TYPE
-#define X_ACROSS false
-#define W_ACROSS false
+#define X_MN_MAJOR false
+#define W_MN_MAJOR false
 #endif
 using T = X_TYPE;
 using G = G_TYPE;
 using C = C_TYPE;
 
-struct Problem {
+struct GemmTiledProblem {
     long long m, n, k;        // rows of x, rows of w, what is summed over
     long long ldx, ldw, ldg;  // row pitches in elements
     long long flags;          // FLAG_VECTOR_X, FLAG_VECTOR_W
@@ -53,10 +53,10 @@ constexpr int FRAG_N = smaller(THREAD_N, 16 / static_cast<int>(sizeof(G)));
 constexpr int PAD = 16 / sizeof(G);  // keeps rows on 16 bytes and spreads the transposing stores over the banks
 
 // One operand's ROWS x BLOCK_K block on its way from device memory to shared memory.
-template <int ROWS, bool ACROSS>
+template <int ROWS, bool MN_MAJOR>
 struct Stage {
     static constexpr int LOADS = ROWS * BLOCK_K / LOAD;
-    static constexpr int RUN = (ACROSS ? ROWS : BLOCK_K) / LOAD;  // loads that are adjacent in memory
+    static constexpr int RUN = (MN_MAJOR ? ROWS : BLOCK_K) / LOAD;  // loads that are adjacent in memory
     static constexpr int PER_THREAD = (LOADS + THREADS - 1) / THREADS;
     Vector<T, LOAD> held[PER_THREAD];
 
@@ -64,9 +64,9 @@ struct Stage {
 #pragma unroll
         for (int i = 0; i < PER_THREAD; ++i) {
             const int at = threadIdx.x + i * THREADS;
-            const long long outer = at / RUN + (ACROSS ? k0 : 0);
-            const long long inner = at % RUN * LOAD + (ACROSS ? 0 : k0), limit = ACROSS ? rows : k;
-            const bool inside = at < LOADS && outer < (ACROSS ? k : rows);
+            const long long outer = at / RUN + (MN_MAJOR ? k0 : 0);
+            const long long inner = at % RUN * LOAD + (MN_MAJOR ? 0 : k0), limit = MN_MAJOR ? rows : k;
+            const bool inside = at < LOADS && outer < (MN_MAJOR ? k : rows);
             const T* from = p + outer * ld + inner;
             if (inside && aligned && inner + LOAD <= limit) {
                 held[i] = *reinterpret_cast<const Vector<T, LOAD>*>(from);
@@ -77,7 +77,7 @@ struct Stage {
         }
     }
 
-    __device__ void park(G (*shared)[ROWS + PAD]) const {
+    __device__ void store(G (*shared)[ROWS + PAD]) const {
 #pragma unroll
         for (int i = 0; i < PER_THREAD; ++i) {
             const int at = threadIdx.x + i * THREADS;
@@ -85,7 +85,7 @@ struct Stage {
             const int outer = at / RUN, inner = at % RUN * LOAD;
 #pragma unroll
             for (int j = 0; j < LOAD; ++j)
-                shared[ACROSS ? outer : inner + j][ACROSS ? inner + j : outer] = to_float(held[i].at[j]);
+                shared[MN_MAJOR ? outer : inner + j][MN_MAJOR ? inner + j : outer] = to_float(held[i].at[j]);
         }
     }
 };
@@ -93,7 +93,7 @@ struct Stage {
 constexpr int CTAS = sizeof(G) == 8 ? 2 : 1;  // on an SM: as many as 16-bit and float32 tiles fit by themselves
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-    gemm_tiled(const __grid_constant__ Problem p, const T* x, const T* w, C* g) {
+    gemm_tiled(const __grid_constant__ GemmTiledProblem p, const T* x, const T* w, C* g) {
     await_kernel_ahead();
     __shared__ alignas(16) G xs[2][BLOCK_K][BLOCK_M + PAD];
     __shared__ alignas(16) G ws[2][BLOCK_K][BLOCK_N + PAD];
@@ -103,20 +103,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         const long long m0 = tile % tiles_m * BLOCK_M, n0 = tile / tiles_m * BLOCK_N;
         const int tm = threadIdx.x / THREADS_N, tn = threadIdx.x % THREADS_N;
 
-        const T* x_tile = x + m0 * (X_ACROSS ? 1 : p.ldx);
-        const T* w_tile = w + n0 * (W_ACROSS ? 1 : p.ldw);
+        const T* x_tile = x + m0 * (X_MN_MAJOR ? 1 : p.ldx);
+        const T* w_tile = w + n0 * (W_MN_MAJOR ? 1 : p.ldw);
         const long long x_rows = p.m - m0, w_rows = p.n - n0;
         const bool x_aligned = p.flags & FLAG_VECTOR_X, w_aligned = p.flags & FLAG_VECTOR_W;
 
-        Stage<BLOCK_M, X_ACROSS> x_stage;
-        Stage<BLOCK_N, W_ACROSS> w_stage;
+        Stage<BLOCK_M, X_MN_MAJOR> x_stage;
+        Stage<BLOCK_N, W_MN_MAJOR> w_stage;
         G sum[THREAD_M][THREAD_N] = {};
         G part[THREAD_M][THREAD_N] = {};
 
         x_stage.fetch(x_tile, x_rows, p.k, p.ldx, 0, x_aligned);
         w_stage.fetch(w_tile, w_rows, p.k, p.ldw, 0, w_aligned);
-        x_stage.park(xs[0]);
-        w_stage.park(ws[0]);
+        x_stage.store(xs[0]);
+        w_stage.store(ws[0]);
         __syncthreads();
 
         int buffer = 0;
@@ -155,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                     }
             }
             if (more) {
-                x_stage.park(xs[buffer ^ 1]);
-                w_stage.park(ws[buffer ^ 1]);
+                x_stage.store(xs[buffer ^ 1]);
+                w_stage.store(ws[buffer ^ 1]);
                 __syncthreads();
             }
         }

@@ -1,4 +1,4 @@
-// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: activation.cuh.
+// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: common/activation.cuh.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
@@ -13,22 +13,22 @@
 // The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
 //
 // Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
-#include "normalized.cuh"
+#include "normalize/normalized.cuh"
 
 #ifndef RUNNING
 #define RUNNING false
 #endif
 
 constexpr int UNROLL = 4;
-constexpr int CTAS = KEEPS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
-constexpr int WIDEST = 32 * VEC;     // columns of a block
+constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
+constexpr int WIDEST = 32 * VEC;               // columns of a block
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
-    normalize(const __grid_constant__ Problem p, const G* g, Y* y, const char* workspace, const void* bias,
+    normalize(const __grid_constant__ ForwardProblem p, const G* g, Y* y, const char* workspace, const void* bias,
               const void* scale, const void* gamma, const void* beta, void* running_mean, void* running_var,
               long long* num_batches_tracked, D* deviations, double* saved) {
     await_kernel_ahead();
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
 
     const unsigned blocks = at_once.blocks(p.n);
@@ -82,11 +82,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         }
 
         Y* to = y + row * p.y_row + col * p.y_col;
-        D* keep = deviations + row * p.ldg + col;
+        D* deviations_at = deviations + row * p.ldg + col;
         const auto put = [&](const Vector<G, VEC>& in) {
-            normalize(in, to, keep);
+            normalize(in, to, deviations_at);
             to += to_step;
-            keep += from_step;
+            deviations_at += from_step;
         };
         for (; normalize.whole && row + (UNROLL - 1) * at_once.rows < end; row += UNROLL * at_once.rows) {
             Vector<G, VEC> in[UNROLL];

@@ -1,41 +1,41 @@
 // normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows: a CTA has all rows
-// of its columns, makes their statistics (features.cuh has the formulas), and y of them.
+// of its columns, makes their statistics (normalize/features.cuh has the formulas), and y of them.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
 //   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
 //   for float16 in units of each feature's own (SAVED_UNIT).
 //
 // A thread has 16 bytes of a row of g (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (walk.cuh). It adds them up in float64, about the mean of the first PIVOT
+// through a ring of its own in shared memory (common/walk.cuh). It adds them up in float64, about the mean of the first PIVOT
 // rows. Once several threads know the moments of a column, one makes its constants, another what the backward wants, a third
 // the running statistics.
 //
 // Moves g, y and what is kept once, the minimum, and from L2 once more what of g did not fit in the rings.
-#include "normalized.cuh"
-#include "walk.cuh"
-#include "whole_columns.cuh"
+#include "normalize/normalized.cuh"
+#include "common/walk.cuh"
+#include "common/cluster_columns.cuh"
 
-constexpr int SLOTS = 4;          // rows of a thread on their way at once
+constexpr int STAGES = 4;         // rows of a thread on their way at once
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 
 // A thread's rows of g: first, first + step, ... (Walk).
-struct Rows {
+struct RowsOfG {
     const G* g;
     long long step;
-    uint4* ring;  // [slot][THREADS]
-    int inside;   // columns
+    uint4* pipeline;  // [slot][THREADS]
+    int inside;       // columns
 
-    __device__ __forceinline__ void ask(int i, int slot) const {
-        copy_async(ring + slot * THREADS, g + i * step, inside * static_cast<int>(sizeof(G)));
+    __device__ __forceinline__ void copy(int i, int stage) const {
+        copy_async(pipeline + stage * THREADS, g + i * step, inside * static_cast<int>(sizeof(G)));
     }
-    __device__ __forceinline__ Vector<G, VEC> read(int, int slot) const {
-        return *reinterpret_cast<const Vector<G, VEC>*>(ring + slot * THREADS);
+    __device__ __forceinline__ Vector<G, VEC> read(int, int stage) const {
+        return *reinterpret_cast<const Vector<G, VEC>*>(pipeline + stage * THREADS);
     }
 };
 
-struct Memory {
-    uint4 ring[SLOTS * THREADS];
+struct Shared {
+    uint4 pipeline[STAGES * THREADS];
     Totals<THREADS, VEC> totals;
     double arguments[Arguments::COUNT][WIDEST];
     alignas(16) G constants[CONSTANT_ROWS][WIDEST];
@@ -43,20 +43,21 @@ struct Memory {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    normalize_fused(const __grid_constant__ Problem p, const G* g, Y* y, const void* bias, const void* scale,
+    normalize_fused(const __grid_constant__ ForwardProblem p, const G* g, Y* y, const void* bias, const void* scale,
                     const void* gamma, const void* beta, void* running_mean, void* running_var,
                     long long* num_batches_tracked, D* deviations, double* saved) {
     await_kernel_ahead();
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
-    __shared__ Memory memory;
+    __shared__ Shared memory;
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
         const G* first_g = g + at_once.row * p.ldg + col;
-        const Walk<SLOTS, Rows> rows(count, Rows{first_g, at_once.rows * p.ldg, memory.ring + threadIdx.x, inside});
+        const Walk<STAGES, RowsOfG> rows(count,
+                                         RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
         Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (at_once.row == 0)
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-            total(memory.totals, static_cast<int>(p.along), first, second, first_of_column, second_of_column);
+            total(memory.totals, static_cast<int>(p.row_threads), first, second, first_of_column, second_of_column);
             const double about = memory.pivot[column];
             moments = Moments(about, first_of_column, second_of_column, m);
             if (sizeof(G) == 4 || again || !__syncthreads_or(c < p.n && moments.far(about, m))) break;

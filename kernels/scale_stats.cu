@@ -1,4 +1,4 @@
-// scale_stats: the statistics of g, in one pass over it; features.cuh says how. merge_statistics: all that follows from them.
+// scale_stats: the statistics of g, in one pass over it; normalize/features.cuh says how. merge_statistics: all that follows from them.
 //
 //   g (m, n) of G (float or double), row pitch ldg, rows on 16 bytes
 //
@@ -6,18 +6,18 @@
 // of every so many rows, GROUP at a time. It leaves mean and M2 of each column: the partials, (splits, 2, ldg).
 //
 // Moves: g once, and per column 16 bytes a split: at (16384, 4096) 268 MB + 1 MB.
-#include "features.cuh"
-#include "ranks.cuh"
+#include "normalize/features.cuh"
+#include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    scale_stats(const __grid_constant__ Problem p, const G* g, char* workspace) {
+    scale_stats(const __grid_constant__ ForwardProblem p, const G* g, char* workspace) {
     await_kernel_ahead();
     __shared__ double first_of[THREADS * VEC], second_of[THREADS * VEC];  // [row][column] of Places
     __shared__ __align__(16) G pivot_of[32 * VEC];
 
-    const Places<THREADS, VEC> at_once(p.along);
+    const Places<THREADS, VEC> at_once(p.row_threads);
     const unsigned splits = static_cast<unsigned>(p.splits);
     for_each_item(at_once.blocks(p.n) * p.splits, [&](unsigned item) {
         const long long block = item / splits, split = item % splits;
@@ -67,19 +67,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
 // merge_statistics: of the partials of all splits, and of those of all ranks where they share the batch, the constants of y,
 // what a backward wants and the running statistics. The splits, far apart perhaps, are pooled about the mean of the first
-// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (features.cuh):
+// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (normalize/features.cuh):
 //   first = sum n_i (mean_i - m_0),  second = sum (M2_i + n_i (mean_i - m_0)^2)
 //
 // An item is `merge_columns` columns, each of which THREADS / merge_columns threads share (parts): they fetch an argument each, add
 // up some of the splits each, and of what the first of them makes of these, one makes the constants, one what a backward wants,
 // one the running statistics.
 //
-// Ranks (ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
+// Ranks (common/ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
 // letters, 32 bytes, a feature to each. A CTA takes its items in the order in which every rank's CTAs take them, and
 // posts before it waits, so that no two ranks wait for each other, however many CTAs each has. Where another library
 // carries them there are two launches: one ends with what is `posted`, the other begins with what was `gathered`.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_statistics(const __grid_constant__ Problem p, char* workspace, double* posted, Ranks* ranks,
+    merge_statistics(const __grid_constant__ ForwardProblem p, char* workspace, double* posted, Ranks* ranks,
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,
                      void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
     await_kernel_ahead(ranks != nullptr);
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 posted[FEATURES_AT + 2 * c + 1] = m2;
             } else if (exchange != nullptr) {
                 if (gathered == nullptr) exchange->post_feature(c, mean, m2);
-                const Whole<double> all = exchange->statistics<double>(c);
+                const GroupStatistics<double> all = exchange->statistics<double>(c);
                 rows = all.right ? all.rows : 0.0;
                 mean = all.mean;
                 m2 = all.m2;

@@ -17,7 +17,7 @@
 // in full before any of it is written: its limbs may lie where it does. Bytes: 4 read and 4 written an element, the
 // minimum, but that the last SPAN of a row is written in full.
 
-#include "common.cuh"
+#include "common/common.cuh"
 
 #ifndef WIDTH
 #define WIDTH 8192  // elements of a row at most: 64, 128, 256, 512, 1024; or 8192 for any
@@ -33,7 +33,7 @@ constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA:
 constexpr int SPAN = 64;  // elements of a row whose limbs lie together: 128 bytes a limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
-struct Problem {
+struct SplitLimbsProblem {
     long long m, n, k;   // rows of x, rows of the weight, their elements
     long long ldx, ldw;  // row pitches in elements
     long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
@@ -43,7 +43,7 @@ struct Problem {
 __device__ __forceinline__ long long length_of(long long k) { return (k + SPAN - 1) / SPAN * 2 * SPAN; }
 __device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2 * SPAN + j % SPAN; }
 
-struct Operand {
+struct SplitOperand {
     const float* a;
     long long rows, pitch;
     __half* limbs;
@@ -57,19 +57,19 @@ __device__ __forceinline__ unsigned magnitude(float v) {
 }
 
 // What 2^-exponent makes of an element: in two steps, since up to 2^163 it is no float.
-struct Scale {
+struct RowScale {
     int exponent;
     float once, again;
 
     __device__ void split(float v, __half& high, __half& low) const {
-        const float scaled = times(times(v, once), again);
+        const float scaled = multiply_no_ftz(multiply_no_ftz(v, once), again);
         high = __float2half_rn(scaled);
         low = __float2half_rn(isfinite(v) ? scaled - __half2float(high) : 0.f);
     }
 };
 
 // Of the bits of the largest magnitude, 2^e f with 1 <= f < 2.
-__device__ __forceinline__ Scale scale_of(unsigned top) {
+__device__ __forceinline__ RowScale scale_of(unsigned top) {
     const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
     return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
             __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
@@ -115,14 +115,15 @@ __device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    split_limbs(const __grid_constant__ Problem p, const float* x, __half* x_limbs, int* x_exponents, const float* w,
-                __half* w_limbs, int* w_exponents) {
+    split_limbs(const __grid_constant__ SplitLimbsProblem p, const float* x, __half* x_limbs, int* x_exponents,
+                const float* w, __half* w_limbs, int* w_exponents) {
     await_kernel_ahead();
     const long long k = p.k, length = length_of(k), of_x = x_limbs ? (p.m + ROWS - 1) / ROWS : 0,
                     of_w = w_limbs ? (p.n + ROWS - 1) / ROWS : 0;
     for_each_item(of_x + of_w, [&](long long item) {
-        const Operand o = item < of_x ? Operand{x, p.m, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
-                                      : Operand{w, p.n, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
+        const SplitOperand o = item < of_x
+                                   ? SplitOperand{x, p.m, p.ldx, x_limbs, x_exponents, (p.flags & FLAG_VECTOR_X) != 0}
+                                   : SplitOperand{w, p.n, p.ldw, w_limbs, w_exponents, (p.flags & FLAG_VECTOR_W) != 0};
         const long long row = (item < of_x ? item : item - of_x) * ROWS + threadIdx.x / LANES;
         const long long first = 8 * (threadIdx.x % LANES);
 
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int g = 0; g < GROUPS; g++) {
             const long long i = row + g * ABREAST;
             if (i >= o.rows) break;
-            const Scale scale = scale_of(top[g]);
+            const RowScale scale = scale_of(top[g]);
             if (first == 0) o.exponents[i] = scale.exponent;
             auto split = [&](const float (&from)[8], long long j) {
                 if (2 * j >= length) return;
@@ -190,7 +191,7 @@ struct Matrices {
     long long vector[3];           // whether rows start on 16 bytes
     long long of_columns[3];       // where the maxima, and the exponents, of its columns start
     long long of_rows[3];          // and those of its rows; -1 where limbs of rows are not wanted
-    long long along_row[3];        // row pitch of these limbs, in float16s
+    long long ld_limbs[3];         // row pitch of these limbs, in float16s
     long long maxima_rows;         // rows of an item of take_maxima
 };
 
@@ -225,14 +226,14 @@ __device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.
 // begins.
 template <typename Work>
 __device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
-    const auto across = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
-    const auto count = [&](int i) { return across(i) * static_cast<unsigned>((p.m[i] + rows - 1) / rows); };
+    const auto blocks_wide = [&](int i) { return static_cast<unsigned>((p.n[i] + columns - 1) / columns); };
+    const auto count = [&](int i) { return blocks_wide(i) * static_cast<unsigned>((p.m[i] + rows - 1) / rows); };
     const unsigned first = count(0), second = first + count(1);
     for_each_item(second + count(2), [&](long long at) {  // below 2^31, as all items are
         unsigned item = static_cast<unsigned>(at);
         const int i = item < first ? 0 : item < second ? 1 : 2;
         item -= i == 0 ? 0 : i == 1 ? first : second;
-        const unsigned wide = across(i);
+        const unsigned wide = blocks_wide(i);
         work(i, static_cast<int>(item / wide) * rows, static_cast<int>(item % wide) * columns);
     });
 }
@@ -280,10 +281,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: with four, a small matrix takes 15 % more
     split_tiles(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c,
-                const unsigned* maxima, int* exponents, __half* a_across, __half* b_across, __half* c_across,
-                __half* a_along, __half* b_along, __half* c_along) {
+                const unsigned* maxima, int* exponents, __half* a_transposed, __half* b_transposed,
+                __half* c_transposed, __half* a_limbs, __half* b_limbs, __half* c_limbs) {
     await_kernel_ahead();
-    __shared__ __half2 turned[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
+    __shared__ __half2
+        transposed[2][TILE][TILE / 2 + 1];  // [limb][column][pair of rows]; one more against bank conflicts
     for_each_block(p, TILE, TILE, [&](int which, int row, int column) {
         const Matrix matrix(p, which, a, b, c);
         const int group = threadIdx.x % 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -300,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: w
         for (int e = 0; e < 4; e++) top[e] = j + e < matrix.n ? maxima[of_columns + e] : 0;
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const Scale scale = scale_of(top[e]);
+            const RowScale scale = scale_of(top[e]);
             if (row == 0 && threadIdx.x < 16 && j + e < matrix.n) exponents[of_columns + e] = scale.exponent;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -308,35 +310,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: w
                 __half high[2], low[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) scale.split(at(v[half][r], e), high[r], low[r]);
-                turned[0][4 * group + e][pair] = __halves2half2(high[0], high[1]);
-                turned[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
+                transposed[0][4 * group + e][pair] = __halves2half2(high[0], high[1]);
+                transposed[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
             }
         }
         __syncthreads();  // and all of the tile was read
 
         const long long of_rows = p.of_rows[which];
-        __half* along = (which == 0 ? a_along : which == 1 ? b_along : c_along) + place_of(column) + 4 * group;
+        __half* row_limbs = (which == 0 ? a_limbs : which == 1 ? b_limbs : c_limbs) + place_of(column) + 4 * group;
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int i = row + 2 * (threadIdx.x / 16 + 16 * half) + r;
                 if (of_rows < 0 || i >= matrix.m) continue;
-                const Scale of_row = scale_of(maxima[of_rows + i]);
+                const RowScale of_row = scale_of(maxima[of_rows + i]);
                 if (column == 0 && group == 0) exponents[of_rows + i] = of_row.exponent;
                 Vector<__half, 4> high, low;
 #pragma unroll
                 for (int e = 0; e < 4; e++) of_row.split(at(v[half][r], e), high.at[e], low.at[e]);
-                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which]) = high;
-                *reinterpret_cast<Vector<__half, 4>*>(along + i * p.along_row[which] + SPAN) = low;
+                *reinterpret_cast<Vector<__half, 4>*>(row_limbs + i * p.ld_limbs[which]) = high;
+                *reinterpret_cast<Vector<__half, 4>*>(row_limbs + i * p.ld_limbs[which] + SPAN) = low;
             }
 
-        __half* across = (which == 0 ? a_across : which == 1 ? b_across : c_across) + place_of(row) + 2 * lane;
+        __half* blocks_wide = (which == 0   ? a_transposed
+                               : which == 1 ? b_transposed
+                                            : c_transposed) +
+                              place_of(row) + 2 * lane;
         const long long length = length_of(matrix.m);
         for (int line = warp; line < 2 * TILE; line += WARPS) {
             const int limb = line % 2, e = line / 2;
             if (column + e < matrix.n)
-                *reinterpret_cast<__half2*>(across + (column + e) * length + limb * SPAN) = turned[limb][e][lane];
+                *reinterpret_cast<__half2*>(blocks_wide + (column + e) * length + limb * SPAN) =
+                    transposed[limb][e][lane];
         }
     });
 }

@@ -1,5 +1,5 @@
 // tall_product: the parts of c = aᵀ b that some rows each add, of float32 matrices of many rows, through limbs that are made
-// on the way: the backward's dw = dgᵀ x. add_parts adds the parts up.
+// on the way: the backward's dw = dgᵀ x. reduce_split_k adds the parts up.
 //
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
 //   parts (CTAs of a block of c, n, k), n and k rounded up to 128
@@ -13,45 +13,42 @@
 //
 // Moves a once for each 128 columns of b and b once for each 128 of a, through L2 where there are several, and 64 KB a CTA:
 // at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
-#include "async_copy.cuh"
-#include "common.cuh"
-#include "limbs.cuh"
-#include "warp_roles.cuh"
-#include "wgmma.cuh"
+#include "common/async_copy.cuh"
+#include "common/common.cuh"
+#include "common/limbs.cuh"
+#include "common/warp_roles.cuh"
+#include "sm90/wgmma.cuh"
 
-struct Problem {
+struct TallProductProblem {
     long long m, n, k;
     long long lda, ldb;
     long long rows;   // of a CTA
     long long flags;  // FLAG_VECTOR_X: rows of a and b start on 16 bytes
 };
 
-#ifndef SHARED
-#define SHARED 198 * 1024  // bytes of shared memory
-#endif
-
 constexpr int SIDE = 128;          // columns of a, and of b, of a CTA
 constexpr int COLUMNS = 2 * SIDE;  // a maker each
 constexpr int CHUNK = 32;          // rows at a time
 constexpr int LANES = 32;
-constexpr int MULTIPLIERS = 256;  // threads
-constexpr int THREADS_HERE = MULTIPLIERS + COLUMNS;
+constexpr int CONSUMERS = 256;  // threads
+constexpr int THREADS_HERE = CONSUMERS + COLUMNS;
 constexpr int WORDS = 8;          // of 16 bytes, of a column: the first limbs of a chunk, then the second
 constexpr int STAGES = 3;         // chunks of limbs
-constexpr int RING = 3;           // chunks on their way or at hand
+constexpr int COPY_STAGES = 3;    // chunks on their way or at hand
 constexpr float MOST = 65504.0f;  // of float16
-constexpr int MAKER_REGISTERS = 88, MULTIPLIER_REGISTERS = 168;
+constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 168;
 
 struct Shared {
     uint4 limbs[STAGES][COLUMNS * WORDS];
-    float ring[RING][CHUNK][COLUMNS];
+    float rows[COPY_STAGES][CHUNK][COLUMNS];
     float lower[STAGES][COLUMNS];                      // by what a column is scaled less than in the chunk before
     alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any of a warp's is
     float back[COLUMNS];                               // what sums come back by in the end
     unsigned long long full[STAGES], empty[STAGES];
 };
 
-static_assert(sizeof(Shared) <= SHARED, "what a launch is given");
+constexpr int SHARED_BYTES = 198 * 1024;  // read by gsbn/_plan/variants.py, as SIDE and THREADS_HERE are
+static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
 // By a warp whose lanes have all written, or read.
 __device__ __forceinline__ void arrive(unsigned long long* barrier) {
@@ -60,7 +57,7 @@ __device__ __forceinline__ void arrive(unsigned long long* barrier) {
 }
 
 // A CTA's rows of its columns of a and b.
-struct Rows {
+struct ChunkCopies {
     const float *a, *b;
     long long lda, ldb;
     int of_a, of_b;  // columns that there are
@@ -69,16 +66,17 @@ struct Rows {
     // Asks for a chunk, of which each maker brings a part: zeros in place of rows that are not there. Columns that are not
     // there stay as they are, since nobody looks at what becomes of them.
     template <bool WHOLE_WORDS>
-    __device__ __forceinline__ void ask(Shared& sh, int chunk) const {
-        constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ALONG = COLUMNS / WIDTH, STEP = COLUMNS / ALONG;
-        const int maker = threadIdx.x - MULTIPLIERS, column = maker % ALONG * WIDTH, row = maker / ALONG;
+    __device__ __forceinline__ void issue_copies(Shared& sh, int chunk) const {
+        constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ROW_THREADS = COLUMNS / WIDTH, STEP = COLUMNS / ROW_THREADS;
+        const int producer = threadIdx.x - CONSUMERS, column = producer % ROW_THREADS * WIDTH,
+                  row = producer / ROW_THREADS;
         const bool from_a = column < SIDE;
         const int bytes = 4 * min(from_a ? of_a - column : of_b - (column - SIDE), WIDTH);
         if (chunk < chunks && bytes > 0) {
             const long long pitch = from_a ? lda : ldb;
             const float* from = (from_a ? a + column : b + (column - SIDE)) + (chunk * CHUNK + row) * pitch;
             const int left = rows - chunk * CHUNK;
-            float* to = &sh.ring[chunk % RING][row][column];
+            float* to = &sh.rows[chunk % COPY_STAGES][row][column];
             const auto copy = [&](int i, const float* at, int inside) {
                 if constexpr (WHOLE_WORDS)
                     copy_async(reinterpret_cast<uint4*>(to + i * COLUMNS), at, inside);
@@ -98,22 +96,22 @@ struct Rows {
     }
 };
 
-__device__ __forceinline__ void makers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(COLUMNS) : "memory"); }
+__device__ __forceinline__ void producers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(COLUMNS) : "memory"); }
 
 template <bool WHOLE_WORDS>
-__device__ __forceinline__ void make_limbs(Shared& sh, const Rows& rows) {
-    const int column = threadIdx.x - MULTIPLIERS;
+__device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) {
+    const int column = threadIdx.x - CONSUMERS;
     const bool of_a = column < SIDE;
     const bool there = column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // some column of the warp is
-    for (int i = 0; i < RING - 1; ++i) rows.ask<WHOLE_WORDS>(sh, i);
-    Scale scale(0.0f);
+    for (int i = 0; i < COPY_STAGES - 1; ++i) rows.issue_copies<WHOLE_WORDS>(sh, i);
+    LimbScale scale(0.0f);
     int stage = 0, phase = 1;
 #pragma unroll 1
     for (int chunk = 0; chunk < rows.chunks; ++chunk) {
-        await_copies<RING - 2>();
-        makers_meet();  // what all have asked for is there, and the chunk before has been read by all
-        rows.ask<WHOLE_WORDS>(sh, chunk + RING - 1);
-        const float* from = &sh.ring[chunk % RING][0][column];
+        await_copies<COPY_STAGES - 2>();
+        producers_sync();  // what all have asked for is there, and the chunk before has been read by all
+        rows.issue_copies<WHOLE_WORDS>(sh, chunk + COPY_STAGES - 1);
+        const float* from = &sh.rows[chunk % COPY_STAGES][0][column];
         float v[CHUNK], top = 0.0f;
         if (there) {
 #pragma unroll
@@ -126,7 +124,7 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const Rows& rows) {
         if (there) {
             const bool lowers = chunk == 0 || top * scale.there >= MOST;
             const float before = scale.there;
-            if (lowers) scale = Scale(top);
+            if (lowers) scale = LimbScale(top);
             sh.lower[stage][column] = lowers ? scale.there / before : 1.0f;
             uint4* limbs = sh.limbs[stage] + column * WORDS;
 #pragma unroll
@@ -151,16 +149,18 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const Rows& rows) {
 
 // Multiplies what a lane has of c by a factor for each of its rows and one for each column.
 template <int N>
-__device__ __forceinline__ void bring(const float* factors, float (&c)[SIDE / 2]) {
+__device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 2]) {
     const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES * 16 + lane / 4;
     const float of_row[2] = {factors[row], factors[row + 8]};
 #pragma unroll
-    for (int j = 0; j < N / 2; j += 4) {
-        const float2 of_column = *reinterpret_cast<const float2*>(factors + SIDE + 2 * j + lane % 4 * 2);
+    for (int j = 0; j < N / 8; ++j) {
+        const float2 of_column =
+            *reinterpret_cast<const float2*>(factors + SIDE + 8 * j + Accumulator::first_column(lane));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            c[j + 2 * i] = c[j + 2 * i] * of_row[i] * of_column.x;
-            c[j + 2 * i + 1] = c[j + 2 * i + 1] * of_row[i] * of_column.y;
+        for (int h = 0; h < 2; ++h) {
+            float &first = c[Accumulator::at(j, h, 0)], &second = c[Accumulator::at(j, h, 1)];
+            first = first * of_row[h] * of_column.x;
+            second = second * of_row[h] * of_column.y;
         }
     }
 }
@@ -182,27 +182,27 @@ __device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 6; ++i)  // second limbs by first ones, first by second, first by first
-            wgmma_of_registers(sums, of_a[i < 2][i % 2], b + 2 * (i % 2) + (i / 2 == 1 ? WORDS / 2 : 0), i);
+            wgmma_rs(sums, of_a[i < 2][i % 2], b + 2 * (i % 2) + (i / 2 == 1 ? WORDS / 2 : 0), i);
         wgmma_commit();
         if (chunk > 0 && *reinterpret_cast<const unsigned long long*>(sh.lowered[stage]) != 0)
-            bring<N>(sh.lower[stage], c);
+            rescale<N>(sh.lower[stage], c);
         wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) c[i] += sums[i];
         arrive(&sh.empty[stage]);
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
-    bring<N>(sh.back, c);
+    rescale<N>(sh.back, c);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
-    tall_product(const __grid_constant__ Problem p, const float* a, const float* b, float* parts) {
+    tall_product(const __grid_constant__ TallProductProblem p, const float* a, const float* b, float* parts) {
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *reinterpret_cast<Shared*>(raw);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             mbar_init(&sh.full[i], COLUMNS / LANES);
-            mbar_init(&sh.empty[i], MULTIPLIERS / LANES);
+            mbar_init(&sh.empty[i], CONSUMERS / LANES);
         }
     }
     __syncthreads();
@@ -214,23 +214,23 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     const long long part = blockIdx.x / blocks, first = part * p.rows;
     const int of_b = static_cast<int>(min(p.k - k0, 1LL * SIDE));
     const int rows = static_cast<int>(min(p.rows, p.m - first)), chunks = (rows + CHUNK - 1) / CHUNK;
-    if (threadIdx.x >= MULTIPLIERS) {
-        give_registers<MAKER_REGISTERS>();
-        const Rows all = {a + first * p.lda + n0,
-                          b + first * p.ldb + k0,
-                          p.lda,
-                          p.ldb,
-                          static_cast<int>(min(p.n - n0, 1LL * SIDE)),
-                          of_b,
-                          rows,
-                          chunks};
+    if (threadIdx.x >= CONSUMERS) {
+        give_registers<PRODUCER_REGISTERS>();
+        const ChunkCopies all = {a + first * p.lda + n0,
+                                 b + first * p.ldb + k0,
+                                 p.lda,
+                                 p.ldb,
+                                 static_cast<int>(min(p.n - n0, 1LL * SIDE)),
+                                 of_b,
+                                 rows,
+                                 chunks};
         if (p.flags & FLAG_VECTOR_X)
             make_limbs<true>(sh, all);
         else
             make_limbs<false>(sh, all);
         return;
     }
-    take_registers<MULTIPLIER_REGISTERS>();
+    take_registers<CONSUMER_REGISTERS>();
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     float c[SIDE / 2] = {};
     if (of_b > SIDE / 2)
@@ -238,10 +238,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1)
     else
         multiply<SIDE / 2>(sh, chunks, c);
     const long long pitch = wide * SIDE;
-    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 + lane % 4 * 2;
+    float* to = parts + part * blocks * SIDE * SIDE + (n0 + warp * 16 + lane / 4) * pitch + k0 +
+                Accumulator::first_column(lane);
 #pragma unroll
-    for (int j = 0; j < SIDE / 2; j += 4)
+    for (int j = 0; j < SIDE / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            *reinterpret_cast<float2*>(to + 8 * i * pitch + 2 * j) = make_float2(c[j + 2 * i], c[j + 2 * i + 1]);
+        for (int h = 0; h < 2; ++h)
+            *reinterpret_cast<float2*>(to + 8 * h * pitch + 8 * j) =
+                make_float2(c[Accumulator::at(j, h, 0)], c[Accumulator::at(j, h, 1)]);
 }

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn._cuda import kernels as _kernels
+from gsbn._plan.sm90_variants import ARCH
 
 REGISTERS, STACK = 0x2F, 0x12  # attributes of a cubin: a function's symbol, and its number
 LAUNCH = {0x05, 0x10, 0x17, 0x19, 0x3D, 0x3E}  # threads of a CTA, its least count on an SM, parameters, the cluster
@@ -88,7 +89,7 @@ def compare(before, now):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only variants that have all of these words")
-    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--arch", default=ARCH)
     parser.add_argument("--against", type=Path, metavar="FILE", help="what this tool printed earlier")
     args = parser.parse_args()
 

@@ -36,6 +36,7 @@ from gsbn._plan import Limits
 from gsbn._plan.declared import activations
 from gsbn._plan.kernel import with_activation
 from gsbn._plan.sm90_variants import (
+    ARCH,
     BLOCKS_M,
     CLUSTERS,
     ELEMENTS,
@@ -227,7 +228,9 @@ def multiply(within, shape, dtype, precision, *, x_mn_major=False, w_mn_major=Fa
     """forward_sm90's GEMM alone."""
     m, k, n = shape
     o = bounds.make_operands(np, *shape, dtype)
-    a, b = (cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_mn_major), (o.weight, w_mn_major)))
+    a, b = (
+        cp.ascontiguousarray(cp.asarray(at.T if t else at)) for at, t in ((o.x, x_mn_major), (o.weight, w_mn_major))
+    )
     c, (a_at, b_at) = cp.empty((m, n), a.dtype), (_plan.Matrix((at.shape[1], 1), True) for at in (a, b))
     device = cp.cuda.Device().id
     a_at, b_at = a_at.T if x_mn_major else a_at, b_at.T if w_mn_major else b_at
@@ -265,7 +268,7 @@ def variants():
         yield f"tall {inputs}", tall, (inputs,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
-    known = set(_kernels.all_kernels("sm_90a"))
+    known = set(_kernels.all_kernels(ARCH))
     yes_or_no, of_y = (False, True), (None, *activations())
     clusters = (*CLUSTERS, *(cluster for _, cluster in TILES_OF_ROWS))
     for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, of_y, yes_or_no)):

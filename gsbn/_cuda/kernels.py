@@ -16,6 +16,7 @@ from typing import Any
 from .. import _plan
 from .._plan import Kernel
 from .._plan.declared import KERNEL_DIR, parameters, source
+from .._plan.sm90_variants import ARCH
 from .device import on_device
 from .driver import OVERLAPPING, LaunchConfig, check, launch_kernel_ex, resident_clusters
 
@@ -26,8 +27,8 @@ def digest() -> str:
     import hashlib  # 10 ms, which `import gsbn` need not take
 
     hasher = hashlib.sha256()
-    for path in sorted(KERNEL_DIR.glob("*.cu*")):
-        hasher.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(KERNEL_DIR.rglob("*.cu*")):
+        hasher.update(path.relative_to(KERNEL_DIR).as_posix().encode() + b"\0" + path.read_bytes())
     return hasher.hexdigest()[:16]
 
 
@@ -41,7 +42,7 @@ def usable(capability: tuple[int, int]) -> Iterator[Kernel]:
     from cupy.cuda import nvrtc
 
     sm90a = capability == (9, 0) and nvrtc.getVersion() >= _SM90A_NVRTC
-    return all_kernels("sm_90a" if sm90a else "any other")
+    return all_kernels(ARCH if sm90a else "any other")
 
 
 _SM90A_NVRTC = (12, 9)  # older ones serialise wgmma
@@ -51,7 +52,7 @@ _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by fil
 
 def _options(kernel: Kernel) -> tuple[str, ...]:
     return (
-        "-std=c++17",
+        "-std=c++20",
         "-ftz=true",  # as CuPy compiles its own
         *(f"-D{name}={value}" for name, value in kernel.defines),
     )

@@ -194,7 +194,14 @@ def plan_backward(
         build.launch(narrow.kernel, narrow.ctas, fields, passed, narrow.block, made_of=narrow)
         add_parts(build, narrow.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
-        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "transposed": transposed, **to_vectors}
+        passed = {
+            **reads,
+            "d": "deviations",
+            "workspace": of_sums,
+            "dg": dg_name,
+            "transposed": transposed,
+            **to_vectors,
+        }
         build.launch(cut.dg_kernel, cut.dg_grid, fields, passed)
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": grads["scale"]}

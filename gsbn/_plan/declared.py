@@ -5,38 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .kernel import Kernel
+from .sources import KERNEL_DIR as KERNEL_DIR
+from .sources import Constants, text
+from .sources import source as source
 
-
-def _find() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "kernels", package.parent / "kernels"):  # in a wheel; in a checkout
-        if (folder / "common.cuh").is_file():
-            return folder
-    raise ImportError(f"gsbn: no kernels/ inside or beside {package}: reinstall gsbn")
-
-
-KERNEL_DIR = _find()
 _NUMPY = {"long long": np.int64, "double": np.float64}
 _FIELD = r"(\w+)(?:\[(\d+)\])?"  # of a struct: a name, and how many there are if it is an array
-
-
-@cache
-def source(file: str) -> str:
-    """The text of a file in kernels/."""
-    return (KERNEL_DIR / file).read_text(encoding="utf-8")
-
-
-@cache
-def _text(file: str) -> str:
-    """A file without its comments, and the headers that it includes."""
-    text = re.sub(r"//.*", "", source(file))
-    return "".join(map(_text, re.findall(r'#include "(.+)"', text))) + text
+_COMMON = Constants("common/common.cuh", {})
 
 
 @cache
@@ -50,19 +30,14 @@ def activations() -> tuple[str, ...]:
 @cache
 def record_dtype(kernel: Kernel) -> np.dtype[Any]:
     """The fields of the struct that a kernel takes as its first parameter."""
-    text = _text(f"{kernel.file}.cu")
-    first = re.search(rf"\b{kernel.name}\s*\(\s*const\s+(?:__grid_constant__\s+)?(\w+)\s+p\b", text)
+    code = text(f"{kernel.file}.cu")
+    first = re.search(rf"\b{kernel.name}\s*\(\s*const\s+(?:__grid_constant__\s+)?(\w+)\s+p\b", code)
     assert first is not None, kernel
-    body = re.search(rf"struct {first[1]} \{{(.*?)\}};", text, re.DOTALL)
+    body = re.search(rf"struct {first[1]} \{{(.*?)\}};", code, re.DOTALL)
     assert body is not None, kernel
     declarations = (re.fullmatch(r"\s*(long long|double)\s+(.+)", d, re.DOTALL) for d in body[1].split(";")[:-1])
     fields = [(name, _NUMPY[d[1]], size) for d in declarations if d for name, size in re.findall(_FIELD, d[2])]
     return np.dtype([(name, number, (int(size),)) if size else (name, number) for name, number, size in fields])
-
-
-@cache
-def _constants() -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"\b((?:FLAG|KIND)_\w+) = (\d+)", _text("common.cuh"))}
 
 
 def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -84,24 +59,24 @@ def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 def flags(**given: bool) -> int:
     """The FLAG_ bits of those that are true, by the rest of their names."""
-    return sum(_constants()[f"FLAG_{name.upper()}"] for name, is_set in given.items() if is_set)
+    return sum(_COMMON[f"FLAG_{name.upper()}"] * bool(is_set) for name, is_set in given.items())
 
 
 def kind_code(dtype: str) -> int:
     """The KIND_ of a per-feature vector's elements."""
-    return _constants()[f"KIND_{dtype.upper()}"]
+    return _COMMON[f"KIND_{dtype.upper()}"]
 
 
 @cache
 def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of a kernel's parameters in order: of those that are passed by value, and then of the 64-bit words."""
-    text = _text(f"{kernel.file}.cu")
-    start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", text)
+    code = text(f"{kernel.file}.cu")
+    start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", code)
     assert start is not None, kernel
     defines, absent = dict(kernel.defines), False
     by_value: list[str] = []
     words: list[str] = []
-    for line in re.split(r"[,\n]", text[start.end() : text.index("{", start.end())].rpartition(")")[0]):
+    for line in re.split(r"[,\n]", code[start.end() : code.index("{", start.end())].rpartition(")")[0]):
         if condition := re.match(r"\s*#if (\w+)", line):
             absent = defines.get(condition[1], "0") == "0"
         elif line.strip() == "#endif":

@@ -137,7 +137,9 @@ def candidates(
     hows = [mode]
     if mode == "training" and not (ranks or cumulative):
         hows += ["cluster_batch"]
-        found += [("cluster_batch", *tile, 1) for tile in TILES_OF_ROWS] + [("cluster_batch", m, 1, split) for m, split in SPLIT_TILES]
+        found += [("cluster_batch", *tile, 1) for tile in TILES_OF_ROWS] + [
+            ("cluster_batch", m, 1, split) for m, split in SPLIT_TILES
+        ]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
         ways += [("limbs_rs", how, *tile) for how in hows for tile in TILES_OF_X]
@@ -173,7 +175,9 @@ def tile_of(
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
     two = resident(element, mode, block_m, cluster * split) == 2
     at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
-    if at_once == 0 or (mode == "cluster_batch" and (p.m > rows or tiles > at_once)):  # a cluster has one tile, of all rows
+    if at_once == 0 or (
+        mode == "cluster_batch" and (p.m > rows or tiles > at_once)
+    ):  # a cluster has one tile, of all rows
         return None
     # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)

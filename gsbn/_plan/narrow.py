@@ -17,15 +17,15 @@ from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
 from .variants import (
+    LIMBS_BYTES,
     NARROW_CHUNKS,
-    NARROW_LIMBS_KB,
     narrow,
     narrow_backward_kernel,
     narrow_backward_sizes,
     narrow_features,
     narrow_product,
+    narrow_sizes,
     narrow_teams,
-    narrow_threads,
 )
 
 LEAST_ROWS = 2048  # that g is worth making twice for
@@ -74,7 +74,7 @@ def _element(p: Matmul, precision: str) -> str:
 def _most_inputs(dtype: str, element: str, features: int) -> int:
     """The input features up to which a CTA can have so many features."""
     if element == "limbs":
-        return NARROW_LIMBS_KB * 1024 // (4 * features)
+        return LIMBS_BYTES // (4 * features)
     return 64 * NARROW_CHUNKS[element][-1] // ITEMSIZE[dtype]
 
 
@@ -103,11 +103,8 @@ def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, ra
     features = _features(p, element)
     largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
     chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
-    threads = narrow_threads(element, features)
-    # through limbs four warps take a tile together; its rows, and those of a CTA: BLOCK of kernels/skinny/config.cuh
-    team = 4 if element == "limbs" else 1
-    tile = 64 if element == "limbs" or (element == "float32" and features == 32 and chunks < 4) else 32
-    block = threads // (32 * team) * tile
+    sizes = narrow_sizes(element, features, chunks)
+    threads, tile, block = sizes["CTA"], sizes["TILE_ROWS"], sizes["BLOCK_ROWS"]
     blocks = ceil_div(p.n, features)
     splits = min(p.device.sms // blocks, ceil_div(p.m, block))
     rows = round_up(ceil_div(p.m, splits), tile)

@@ -122,7 +122,7 @@ class Limbs:
         _, kernel = tile_kernels()
         passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
         passed["exponents"] = place(self._splits.exponents)
-        for way, of in (("transposed", "transposed"), ("along", "limbs")):
+        for way, of in (("across", "transposed"), ("along", "limbs")):
             operands: list[Operand | None] = [getattr(split, way) for split in splits]
             limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
             passed |= {f"{name}_{of}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 from .kernel import Kernel
+from .sources import Constants, macros
 
-SM90_THREADS = 384  # of a CTA
-# forward_sm90's ELEMENT. From "tf32" on operands are float32; of "limbs_rs" the weight's limbs are made in registers.
-ELEMENTS = {"bfloat16": 0, "float16": 1, "tf32": 2, "limbs": 3, "limbs_rs": 4}
-# "gemm" is for limbs, the backward, and the bench; the last two are other ways to train
-MODES = {"gemm": 0, "inference": 1, "training": 2, "recompute": 3, "cluster_batch": 4}  # and its MODE
+ARCH = "sm_90a"  # what a kernel that uses wgmma, TMA or clusters is compiled for
+CONFIG = "sm90/config.cuh"
+SM90_THREADS = Constants(CONFIG, {})["THREADS"]  # of a CTA
+SM90_BLOCK_N = Constants(CONFIG, {})["BLOCK_N"]  # features in a tile
+COLUMN = Constants(CONFIG, {})["COLUMN"]  # rows of an MN-major operand that lie side by side in shared memory
+
+
+def _names(file: str, prefix: str) -> dict[str, str]:
+    """What a macro may stand for, by the rest of its name in lower case."""
+    return {name.removeprefix(prefix).lower(): name for name in macros(file, prefix)}
+
+
+# The macros ELEMENT and MODE. "float32" is the skinny kernels' alone, which have a multiply-add for it.
+ELEMENTS = {name: macro for name, macro in _names("common/elements.cuh", "ELEMENT_").items() if name != "float32"}
+MODES = _names("sm90/modes.cuh", "MODE_")
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 # BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most, and
@@ -21,10 +33,10 @@ TILES_OF_ROWS = (
     (256, 16),
 )  # fmt: skip
 CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
-# BLOCK_M and SPLIT where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
+# BLOCK_M and SPLIT_K where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
 # each other twice as many sums.
 SPLIT_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
-# BLOCK_M, CLUSTER and SPLIT, by mode; of fewer rows they train as "cluster_batch"
+# BLOCK_M, CLUSTER and SPLIT_K, by mode; of fewer rows they train as "cluster_batch"
 SPLITS_OF_K = {
     "inference": (*((block_m, 1, split) for block_m, split in SPLIT_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
@@ -32,13 +44,11 @@ SPLITS_OF_K = {
 # The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
 # reads a weight that lies across k alone, as the backward's do.
 TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLITS_OF_K["inference"][:-1]
-SM90_BLOCK_N = 128
-COLUMN = 64  # rows side by side in forward_sm90's stages, of an operand that lies across what is summed over
 
 
 def sm90_kernels() -> Iterator[Kernel]:
     """All of them, without an activation."""
-    *elements, of_x = ELEMENTS
+    elements, of_x = [element for element in ELEMENTS if element != "limbs_rs"], "limbs_rs"
     for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)
         if mode != "cluster_batch" and (block_m == largest or (block_m < largest and mode != "recompute")):
@@ -67,6 +77,7 @@ def sm90_kernels() -> Iterator[Kernel]:
         yield forward_sm90(of_x, "gemm", block_m, cluster, w_mn_major=True, split=split)
 
 
+@cache
 def forward_sm90(
     element: str,
     mode: str,
@@ -81,44 +92,30 @@ def forward_sm90(
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
 
-    `keeps`: training, any way, that also writes g - m; `x_mn_major`, `w_mn_major`: a GEMM whose x, or weight, lies across
-    k, in 16 bits, or the weight beside limbs of x; `wide`: one whose result is float32; `ranks`: training of a batch
-    that ranks share; `split`: how many CTAs share k.
+    `keeps`: training, any way, that also writes g - mean; `x_mn_major`, `w_mn_major`: a GEMM whose x, or weight, is
+    MN-major, in 16 bits, or the weight beside limbs of x; `wide`: a GEMM whose result is float32; `ranks`: training of
+    a batch that ranks share; `split`: how many CTAs share k.
     """
-    limbs, rows = 2 if by_limbs(element) else 1, split * block_m  # that a CTA multiplies
-    ring = stages(element, mode, block_m, cluster, split)
-    of_float32 = wide or element == "tf32" or by_limbs(element)
-    staging = 2 * min(block_m, 32) if of_float32 else min(block_m, 64)  # rows of 128 bytes that a buffer of y holds
-    # Beside the rings: arguments (12 bytes a feature; 4 with KEEP) or constants (2 * 8), barriers and counters; where g
-    # is made twice, beta and what makes y of it (4 and 16); where a cluster has the whole batch, mean and M2 from each
-    # of its CTAs (8), for which y has half the buffers.
-    of_features = SM90_BLOCK_N * ({"recompute": 20, "cluster_batch": 16 + 8 * cluster * split}.get(mode, 16))
-    buffers = 2 if mode == "cluster_batch" else 4
-    shared = limbs * ring * (SM90_BLOCK_N + rows) * 128 + buffers * staging * 128 + of_features + 256
-    defines = {"ELEMENT": ELEMENTS[element], "MODE": MODES[mode], "BLOCK_M": block_m}
-    defines |= {
-        "STAGES": ring,
-        "SHARED": shared,
-        "OCCUPANCY": resident(element, mode, block_m, cluster * split),
-        "CLUSTER": cluster,
-        "SPLIT_K": split,
-        "SAVE_DEVIATIONS": int(keeps),
-        "X_MN_MAJOR": int(x_mn_major),
-        "W_MN_MAJOR": int(w_mn_major),
-        "FLOAT32_OUTPUT": int(wide),
-        "RANKS": int(ranks),
+    defines = {
+        "ELEMENT": ELEMENTS[element],
+        "MODE": MODES[mode],
+        "BLOCK_M": str(block_m),
+        "STAGES": str(stages(element, mode, block_m, cluster, split)),
+        "OCCUPANCY": str(resident(element, mode, block_m, cluster * split)),
+        "CLUSTER": str(cluster),
+        "SPLIT_K": str(split),
+        "SAVE_DEVIATIONS": str(int(keeps)),
+        "X_MN_MAJOR": str(int(x_mn_major)),
+        "W_MN_MAJOR": str(int(w_mn_major)),
+        "FLOAT32_OUTPUT": str(int(wide)),
+        "RANKS": str(int(ranks)),
     }
-    return Kernel(
-        "forward_sm90",
-        "forward_sm90",
-        tuple((name, str(value)) for name, value in defines.items()),
-        arch="sm_90a",
-        shared=shared,
-    )
+    shared = Constants(CONFIG, defines)["SHARED_BYTES"]
+    return Kernel("forward_sm90", "forward_sm90", tuple(defines.items()), arch=ARCH, shared=shared)
 
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
-    """Of forward_sm90's ring: steps of k that are on their way at once."""
+    """Of forward_sm90's pipeline: steps of k that are on their way at once."""
     if resident(element, mode, block_m, cluster * split) == 2:
         return {"inference": 4, "cluster_batch": 5}[mode]
     return {256: 4, 128: 6, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 
 from .declared import activations
 from .kernel import Kernel, with_activation
-from .problem import C_TYPE, ITEMSIZE
-from .sm90_variants import ELEMENTS, MODES, sm90_kernels
+from .problem import C_TYPE
+from .sm90_variants import ARCH, MODES, sm90_kernels
+from .sources import Constants
 
-THREADS = 256  # of a CTA of most kernels
-RING = 4  # rows that a thread of backward_sums or backward_dg has on their way at once
+THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
+# rows that a thread of backward_sums or backward_dg has on their way at once
+RING = Constants("backward/rows.cuh", {})["STAGES"]
 CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
 SUMS_CLUSTER = 8  # and in backward_sums, where they do
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x skinny.cu's kernels take at once, which but for limbs is all of it.
 NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
-NARROW_LIMBS_KB = 128  # of the weight in a CTA
+LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # of the weight in a CTA
 NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward, but for wide ones, have room for
 NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
-TALL_SIDE, TALL_THREADS = 128, 512  # of tall_product: rows and columns of its block, threads
+_TALL = Constants("tall_product.cu", {})
+TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of its block, threads
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -111,22 +115,19 @@ def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
     return Kernel("normalize_fused", "normalize_fused", defines + of_kept)
 
 
+@cache
 def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
-    """The variants of narrow_stats and narrow_normalize for operands that are multiplied as `element`, one of
+    """The variants of skinny_stats and skinny_normalize for operands that are multiplied as `element`, one of
     NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
     also writes g - m."""
-    number = ELEMENTS.get(element, 4)  # ELEMENT_FLOAT32 of kernels/skinny/config.cuh: IEEE arithmetic
-    defines = {"ELEMENT": number, "FEATURES": features, "CHUNKS": chunks}
-    limbs = element == "limbs"
-    weight = 1024 * NARROW_LIMBS_KB if limbs else 64 * features * chunks
-    shared = weight + 1024 * (72 if limbs else 128)  # and rings
-    of_x = tuple((name, str(value)) for name, value in defines.items())
-    stats = Kernel("skinny_stats", "narrow", of_x, arch="sm_90a", shared=shared)
+    of_x = _skinny_defines(element, features, chunks)
+    shared = Constants("skinny/config.cuh", dict(of_x))["SHARED_BYTES"]
+    stats = Kernel("skinny_stats", "skinny", of_x, arch=ARCH, shared=shared)
     return stats, stats._replace(name="skinny_normalize", defines=(*of_x, ("SAVE_DEVIATIONS", "1")) if keeps else of_x)
 
 
 def narrow_product(features: int, chunks: int) -> Kernel:
-    """The variant of narrow_product, of limbs, for a CTA like that of narrow_stats."""
+    """The variant of skinny_product, of limbs, for a CTA like that of skinny_stats."""
     return narrow("limbs", features, chunks)[0]._replace(name="skinny_product")
 
 
@@ -135,9 +136,15 @@ def narrow_features(element: str) -> tuple[int, ...]:
     return (32, 64, 128) if element == "limbs" else (32, 64)
 
 
-def narrow_threads(element: str, features: int) -> int:
-    """Threads of a CTA of narrow_stats and narrow_normalize: CTA of kernels/skinny/config.cuh."""
-    return 256 if element == "float32" or features > (64 if element == "limbs" else 32) else 384
+@cache
+def narrow_sizes(element: str, features: int, chunks: int) -> Constants:
+    """What skinny/config.cuh makes of such a CTA: CTA is its threads, TILE_ROWS the rows of a tile, BLOCK_ROWS those of
+    all tiles that it has at once."""
+    return Constants("skinny/config.cuh", dict(_skinny_defines(element, features, chunks)))
+
+
+def _skinny_defines(element: str, features: int, chunks: int) -> tuple[tuple[str, str], ...]:
+    return ("ELEMENT", f"ELEMENT_{element.upper()}"), ("FEATURES", str(features)), ("CHUNKS", str(chunks))
 
 
 def narrow_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
@@ -149,28 +156,30 @@ def narrow_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
     return alone + (wide if dtype != "float32" else [])
 
 
+@cache
 def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
     """The variant of narrow_backward of this size, one of `narrow_backward_sizes`."""
     t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
-    row = 4 * inputs if dtype == "float32" else max(128, 2 * inputs)  # bytes of the weight, as it is multiplied by
-    shared = (192 if features <= 128 else 160) * 1024 + features * row  # after the rings
-    alone = Kernel("skinny_backward", "skinny_backward", tuple(defines.items()), arch="sm_90a", shared=shared)
+    shared = Constants("skinny_backward.cu", defines)["SHARED_BYTES"]
+    alone = Kernel("skinny_backward", "skinny_backward", tuple(defines.items()), arch=ARCH, shared=shared)
     return _in_clusters(alone, cluster)
 
 
+@cache
 def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
-    """How many teams a CTA of narrow_backward has, each with room for dw in its registers; threads and rows of each."""
+    """How many teams a CTA of skinny_backward has, each with room for dw in its registers; threads and rows of each."""
+    teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
     if dtype == "float32":
-        return (16 if features * inputs == 1024 else 8), 32, 16
-    return (1, 256, 64) if features > 128 else (4 if max(features, inputs) <= 64 else 2, 128, 64)
+        teams = 16 if features * inputs == 1024 else 8
+    sizes = Constants("skinny/products.cuh", {"T_TYPE": C_TYPE[dtype], "FEATURES": str(features)})
+    return teams, sizes["TEAM"], sizes["ROWS"]
 
 
 def tall_product() -> Kernel:
     """What makes the parts of a float32 product over many rows."""
-    shared = 198 * 1024
-    return Kernel("tall_product", "tall_product", (("SHARED", str(shared)),), arch="sm_90a", shared=shared)
+    return Kernel("tall_product", "tall_product", (), arch=ARCH, shared=_TALL["SHARED_BYTES"])
 
 
 def add_parts() -> Kernel:
@@ -196,7 +205,7 @@ def clear() -> Kernel:
 
 def fill_sm(shared: int) -> Kernel:
     """What fills an SM with one CTA, if `shared` is all of its shared memory."""
-    return Kernel("fill_sm", "fill_sm", (), arch="sm_90a", shared=shared)
+    return Kernel("fill_sm", "fill_sm", (), arch=ARCH, shared=shared)
 
 
 def tile_kernels() -> tuple[Kernel, Kernel]:
@@ -205,6 +214,7 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
     return maxima, tiles
 
 
+@cache
 def backward_kernels(
     dtype: str, kept: str, *, training: bool, across: bool = False, cluster: int = 1, sharing: int = 1
 ) -> tuple[Kernel, ...]:
@@ -220,38 +230,33 @@ def backward_kernels(
     names = ("backward_dg", "sum_features", "merge_sums")[: 2 + training]
     dg, *others = (Kernel(name, "backward", defines) for name in names)
     sums = _in_clusters(Kernel("backward_sums", "backward_sums", defines), sharing)
-    shared = _shared_of_fused(dtype, kept, cluster)
-    fused = Kernel("backward_fused", "backward_fused", (*defines, ("SHARED", str(shared))), shared=shared)
+    fused = _in_clusters(Kernel("backward_fused", "backward_fused", defines), cluster)
+    fused = fused._replace(shared=Constants("backward_fused.cu", dict(fused.defines))["SHARED_BYTES"])
     if across:
-        tile = 4 * 32 * (RING * THREADS // 32 + 1)  # float32 columns of a warp by rows of a CTA's ring, padded by one
-        dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")), shared=4 * tile)
-    return sums, dg, _in_clusters(fused, cluster), *others
+        dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
+        dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])
+    return sums, dg, fused, *others
 
 
 def _in_clusters(kernel: Kernel, cluster: int) -> Kernel:
     if cluster == 1:
         return kernel
-    return kernel._replace(defines=(*kernel.defines, ("CLUSTER", str(cluster))), arch="sm_90a")
-
-
-def _shared_of_fused(dtype: str, kept: str, cluster: int) -> int:
-    """Bytes of shared memory of a CTA of backward_fused: rings, sums in float64, coefficients, its cluster's sums."""
-    columns, chunks = 16 // ITEMSIZE[dtype], 1 + ITEMSIZE[kept] // ITEMSIZE[dtype]  # of a thread, 16 bytes each
-    rings = {2: RING, 3: 2, 5: 1}[chunks] * chunks * 16 * THREADS
-    sums = 2 * 8 * (columns * (THREADS // 2 + 16 // columns) + THREADS)
-    of_cluster = 16 * (1 if cluster == 1 else cluster * 16 * columns) + 16
-    nbytes = rings + sums + 4 * 16 * columns * max(4, ITEMSIZE[kept] * (kept == "float64")) + of_cluster
-    return nbytes + -nbytes % 64  # as coefficients lie
+    return kernel._replace(defines=(*kernel.defines, ("CLUSTER", str(cluster))), arch=ARCH)
 
 
 def split_limbs(k: int) -> Kernel:
     """The variant of split_limbs for rows of k elements."""
-    return Kernel("split_limbs", "split_limbs", (("WIDTH", str(_split_width(k))),), arch="sm_90a")
+    return Kernel("split_limbs", "split_limbs", (("WIDTH", str(_split_width(k))),), arch=ARCH)
 
 
 def split_rows_at_once(k: int) -> int:
     """Rows of k elements that a CTA of split_limbs takes at once."""
-    return SPLIT_WIDTHS[-1] // _split_width(k)
+    return _rows_at_once(_split_width(k))
+
+
+@cache
+def _rows_at_once(width: int) -> int:
+    return Constants("split_limbs.cu", {"WIDTH": str(width)})["ROWS"]
 
 
 def _split_width(k: int) -> int:

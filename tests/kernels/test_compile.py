@@ -100,7 +100,7 @@ def test_every_kernel_waits_for_the_one_ahead() -> None:
             assert ("", "") in found or any(pairs), path.name
 
 
-@pytest.mark.parametrize("name", ["common.cuh", "normalize.cu"])
+@pytest.mark.parametrize("name", ["common/common.cuh", "normalize.cu"])
 def test_an_edited_kernel_is_not_served_from_the_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

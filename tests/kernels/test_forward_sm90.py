@@ -260,7 +260,10 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
         defines = dict(kernel.defines)
         chosen = str(ELEMENTS_OF_KERNEL[element]), str(block_m)
         if kernel.name == "forward_sm90" and (defines["ELEMENT"], defines["BLOCK_M"]) == chosen:
-            size, function = int(defines["CLUSTER"]) * int(defines["SPLIT_K"]), _kernels.launcher(kernel, device).pointer
+            size, function = (
+                int(defines["CLUSTER"]) * int(defines["SPLIT_K"]),
+                _kernels.launcher(kernel, device).pointer,
+            )
             resident = _driver.resident_clusters(function, _plan.SM90_THREADS, size, kernel.shared)
             gpu = _kernels.gpu(device)
             assert resident == (gpu.ctas(2) if defines["OCCUPANCY"] == "2" else gpu.clusters(size))

@@ -40,7 +40,10 @@ def test_sums_over_parts_of_k(
     shape: tuple[int, int, int], dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int], training: bool
 ) -> None:
     """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
-    arrays, within = Case(shape, dtype, training).arrays(), Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=of_x)
+    arrays, within = (
+        Case(shape, dtype, training).arrays(),
+        Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=of_x),
+    )
     options = {"training": training, "gemm": "sm90", "precision": precision}
     got = forward(kind_of("cupy"), arrays, limits=within, **options)
     truth = reference.forward(**without_out(arrays), training=training)

@@ -109,7 +109,9 @@ class Backward(Seen):
         self.fused, self.sums = self.fused_launch is not None, self.sums_launch is not None
         self.dg = by_narrow is not None or (self.dg_launch is not None and self.dg_launch.passed["dg"] != "absent")
         fields = self.fields = next((step.fields for step in program.launches() if "lddg" in step.fields), {})
-        self.row_threads, self.pitch, self.across = (fields.get(name, 0) for name in ("row_threads", "lddg", "ld_transposed"))
+        self.row_threads, self.pitch, self.across = (
+            fields.get(name, 0) for name in ("row_threads", "lddg", "ld_transposed")
+        )
         self.splits = fields.get("splits", 0) if self.sums else 0
         self.dy = Matrix((self.fields.get("dy_row", 0), self.fields.get("dy_col", 0)), True)
 

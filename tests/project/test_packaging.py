@@ -16,7 +16,7 @@ import pytest
 import gsbn
 from tests.support import ROOT
 
-KERNELS = sorted(path.name for path in (ROOT / "kernels").iterdir() if path.suffix in {".cu", ".cuh"})
+KERNELS = sorted(path.relative_to(ROOT / "kernels").as_posix() for path in (ROOT / "kernels").rglob("*.cu*"))
 
 if not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs the source tree", allow_module_level=True)
@@ -56,7 +56,7 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_there_are_kernels() -> None:
-    assert "common.cuh" in KERNELS
+    assert "common/common.cuh" in KERNELS
     assert len(KERNELS) >= 4
 
 
@@ -122,7 +122,7 @@ print(gsbn.__file__, _declared.KERNEL_DIR, gsbn.__version__, y.shape, sep="\\n")
     module, kernels, version, shape = python(code, installed, cwd=installed)
     assert Path(module) == installed / "gsbn" / "__init__.py"
     assert Path(kernels) == installed / "gsbn" / "kernels"
-    assert sorted(path.name for path in Path(kernels).iterdir()) == KERNELS
+    assert sorted(path.relative_to(kernels).as_posix() for path in Path(kernels).rglob("*.cu*")) == KERNELS
     assert (version, shape) == (gsbn.__version__, "(4, 2)")
 
 

@@ -1,0 +1,273 @@
+// What a thread of a backward makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
+#pragma once
+#include "backward/rows.cuh"
+#include "common/ranks.cuh"
+
+constexpr int GROUP = 16;
+
+enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // of coefficients, in G
+
+// A sum of G: of a few float32 as it comes, of float64 with what its roundings left over.
+struct Sum {
+    G high = 0, low = 0;
+    __device__ void add(G v) {
+        if constexpr (sizeof(G) == 8) {
+            const G sum = high + v, back = sum - high;
+            low += (high - (sum - back)) + (v - back);
+            high = sum;
+        } else {
+            high += v;
+        }
+    }
+    __device__ void add_product(G u, G v) {
+        if constexpr (sizeof(G) == 8) {
+            const G product = u * v;
+            add(product);
+            low += fma(u, v, -product);
+        } else {
+            high = fma(u, v, high);
+        }
+    }
+};
+
+// The gradient with respect to u, y = f(u), of VEC columns from col on.
+struct BeforeY {
+    Vector<G, VEC> slope = {}, offset = {}, m = {}, m_low = {};
+
+    __device__ BeforeY(const BackwardProblem& p, const double* saved, long long col, int inside) {
+        if constexpr (ACTIVE) {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) {
+                    const double* at = saved + col + j;
+                    slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * p.n]);
+                    offset.at[j] = static_cast<G>(at[SAVED_OFFSET * p.n]);
+                    if (!TRAINING) {
+                        const HighLow<G> parts(at[SAVED_M * p.n]);
+                        m.at[j] = parts.high;
+                        m_low.at[j] = parts.low;
+                    }
+                }
+        }
+    }
+
+    __device__ G gradient(int j, G dy, G d) const {
+        if constexpr (!ACTIVE) return dy;
+        const G u = fma(slope.at[j], TRAINING ? d : (d - m.at[j]) - m_low.at[j], offset.at[j]);
+        // of few rows G is wider than what y was made of
+        return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
+    }
+};
+
+// All rows are added to sum[j] and dot[j], j < VEC. LONG: see Walk.
+template <bool LONG>
+__device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
+                                         const BeforeY& before, double (&sum)[VEC], double (&dot)[VEC]) {
+#pragma unroll 1
+    for (int first = 0; first < rows.count; first += GROUP) {
+        Sum sum_of[VEC], dot_of[VEC];
+        rows.template down<LONG>(first, min(first + GROUP, rows.count), [&](int, const Row& row) {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+                sum_of[j].add(u);
+                dot_of[j].add_product(u, TRAINING ? d : d - centre[j]);
+            }
+        });
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            sum[j] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
+            dot[j] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
+        }
+    }
+}
+
+// What is subtracted from VEC columns of d: nothing in training.
+__device__ inline void load_centre(const BackwardProblem& p, const double* saved, long long col, int inside,
+                                   G (&centre)[VEC]) {
+    if (!TRAINING) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
+    }
+}
+
+// S and E of the split rows, of the CTA's `columns` columns from col0 on: then(c, column, S, E), by a thread each. THREADS /
+// columns threads share a column, each with every so many splits, in float64; what they make of them, in `scratch` (2,
+// THREADS) in shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column
+// alone.
+template <typename Then>
+__device__ inline void merge_splits(const BackwardProblem& p, const char* workspace, int columns, long long col0,
+                                    double* scratch, const Then& then) {
+    constexpr int AT_ONCE = 8;  // splits whose sums are on their way
+    const auto [column, part, sharers] = Sharers<THREADS>(columns);
+    const int parts = scratch == nullptr ? 1 : sharers;
+    const long long c = col0 + column, step = parts * 2 * p.n;
+    double S = 0.0, E = 0.0;
+    if (part < parts && c < p.n) {
+        const double* at = reinterpret_cast<const double*>(workspace) + part * 2 * p.n + c;
+#pragma unroll 1
+        for (int left = count_every(static_cast<int>(p.splits), part, parts); left > 0; left -= AT_ONCE) {
+            double S_of[AT_ONCE], E_of[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i, at += step) {
+                S_of[i] = i < left ? at[0] : 0.0;
+                E_of[i] = i < left ? at[p.n] : 0.0;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                S += S_of[i];
+                E += E_of[i];
+            }
+        }
+    }
+    if (parts > 1) {
+        if (part < parts) {
+            scratch[threadIdx.x] = S;
+            scratch[THREADS + threadIdx.x] = E;
+        }
+        __syncthreads();
+        if (part == 0)
+#pragma unroll 4
+            for (int i = column + columns; i < THREADS; i += columns) {
+                S += scratch[i];
+                E += scratch[THREADS + i];
+            }
+    }
+    if (part == 0 && c < p.n) then(c, column, S, E);
+}
+
+// What the forward left of feature c, a row (SAVED_) each.
+struct Factors {
+    const double* saved;
+    long long n, c;
+    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients want
+
+    __device__ double operator()(int row) const { return saved[row * n + c]; }
+    // Brings every `step`-th of them into L1, so that who has sums does not wait for memory again.
+    __device__ void prefetch(int first = 0, int step = 1) const {
+#pragma unroll 1
+        for (int row = first; row < ROWS; row += step)
+            asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
+    }
+};
+
+constexpr int GRADIENTS = 4;  // of size O
+
+// Of these the one with this number, of feature c. One place for all: instructions that are executed once are to be few.
+__device__ __forceinline__ void store_gradient(int number, const BackwardProblem& p, const Factors& of, double S,
+                                               double E, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    double value = S;
+    void* to = to_beta;
+    long long code = p.to_beta;
+    if (number == 0) {
+        value = TRAINING ? 0.0 : of(SAVED_A) * S;
+        to = to_bias;
+        code = p.to_bias;
+    } else if (number == 1) {
+        value = of(SAVED_SCALE) * (TRAINING ? E : fma(of(SAVED_BIASED), S, E));
+        to = to_scale;
+        code = p.to_scale;
+    } else if (number == 2) {
+        value = of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S));
+        to = to_gamma;
+        code = p.to_gamma;
+    }
+    store_vector(to, code, of.c, value);
+}
+
+__device__ inline void store_gradients(const BackwardProblem& p, const Factors& of, double S, double E, void* to_bias,
+                                       void* to_scale, void* to_gamma, void* to_beta) {
+#pragma unroll 1
+    for (int number = 0; number < GRADIENTS; ++number)
+        store_gradient(number, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+}
+
+// In training, the coefficients of dg of a feature, rows of `pitch`, at `at`.
+__device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, double S, double E,
+                                          G* coefficients, long long pitch, long long at) {
+    if (!TRAINING) return;
+    const double a = of(SAVED_A), rows = static_cast<double>(p.m);
+    const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
+    const G mean_high = static_cast<G>(mean);
+    coefficients[DG_A * pitch + at] = static_cast<G>(a);
+    coefficients[DG_MEAN * pitch + at] = mean_high;
+    coefficients[DG_MEAN_LOW * pitch + at] = static_cast<G>(isfinite(mean_high) ? mean - mean_high : 0.0);
+    coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
+}
+
+// Of feature c, everything of size O: its gradients, if `gradients`, and the coefficients.
+__device__ inline void store_feature(const BackwardProblem& p, const Factors& of, double S, double E, bool gradients,
+                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
+                                     long long pitch, long long at) {
+    if (gradients) store_gradients(p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+    store_coefficients(p, of, S, E, coefficients, pitch, at);
+}
+
+// S and D of feature c of this rank; with the first one goes the header.
+__device__ inline void post_sums(const Exchange& exchange, const BackwardProblem& p, long long c, double unit, double S,
+                                 double E) {
+    if (c == 0) exchange.post_header(static_cast<double>(p.m));
+    exchange.post_feature(c, S, unit * E);
+}
+
+// S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
+// the rows of all.
+__device__ inline void merge_totals(const Exchange& exchange, const BackwardProblem& p, long long c, double unit,
+                                    double& S, double& E) {
+    double rows, D;
+    exchange.sums(c, rows, S, D);
+    const double own = static_cast<double>(p.m) / rows;
+    S *= own;
+    E = D / unit * own;
+}
+
+// dg of the VEC columns from col on: in training of what store_coefficients left at `coefficients`, in shared memory, of which
+// col is `at`.
+struct Coefficients {
+    Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
+    BeforeY before;
+
+    // in training
+    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at)
+        : before(before_) {
+        const auto row = [&](int i) { return *reinterpret_cast<const Vector<G, VEC>*>(coefficients + i * pitch + at); };
+        a = row(DG_A);
+        mean = row(DG_MEAN);
+        mean_low = row(DG_MEAN_LOW);
+        rate = row(DG_RATE);
+    }
+    __device__ Coefficients(const BeforeY& before_, const G* coefficients, long long pitch, long long at,
+                            const BackwardProblem& p, const double* saved, long long col, int inside)
+        : before(before_) {
+        if (TRAINING) {
+            *this = Coefficients(before_, coefficients, pitch, at);
+        } else {
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (j < inside) a.at[j] = static_cast<G>(saved[SAVED_A * p.n + col + j]);
+        }
+    }
+
+    __device__ Vector<T, VEC> dg(const Row& row) const {
+        Vector<T, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
+            const G centred = TRAINING ? fma(-rate.at[j], d, (u - mean.at[j]) - mean_low.at[j]) : u;
+            from_float(a.at[j] * centred, out.at[j]);
+        }
+        return out;
+    }
+};
+
+// The first `inside` of them.
+__device__ __forceinline__ void store_dg(T* to, const Vector<T, VEC>& out, int inside) {
+    if (inside == VEC) {
+        store_whole(to, out);
+    } else {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            if (j < inside) to[j] = out.at[j];
+    }
+}

@@ -1,0 +1,110 @@
+// What the kernels of a backward are compiled for and told, and how their threads come by rows of dy and d: through rings
+// in shared memory. No kernels.
+#pragma once
+#include "common/activation.cuh"
+#include "common/walk.cuh"
+
+#ifndef T_TYPE
+#define T_TYPE float
+#define D_TYPE float
+#define G_TYPE float
+#define TRAINING true
+#endif
+using T = T_TYPE;
+using D = D_TYPE;
+using G = G_TYPE;
+
+#ifndef TRANSPOSED
+#define TRANSPOSED false
+#endif
+
+struct BackwardProblem {
+    long long m, n, k;                   // B, O, I
+    long long ldx, ldw;                  // row pitches of x and of the weight, in elements
+    long long skinny_rows;               // rows of a CTA, or a cluster, of skinny_backward
+    long long skinny_features;           // features of each CTA of its clusters
+    long long dy_row, dy_col;            // strides of dy, in elements
+    long long ldd, lddg, ld_transposed;  // row pitches of d, of dg and of its transpose, in elements
+    long long row_threads;               // threads along a row of dy
+    long long sums_rows, dg_rows;        // rows of a CTA of backward_sums, in an item of backward_dg
+    long long splits;     // clusters of backward_sums that share a column block; 0 where there are no sums
+    long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; else dy_col is 0
+    long long words;      // zeros that the first launch writes for a later one
+    long long signature;  // what this call is, of a group
+    long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
+};
+
+constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put through something
+
+constexpr int VEC = 16 / sizeof(T);
+constexpr int LANES = 32, WARPS = 8;
+constexpr int THREADS = LANES * WARPS;
+constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);              // of 16 bytes: VEC columns of a row of dy and of d
+constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has on their way at once
+
+// One access of 16 bytes: where the elements were made one by one, the compiler would write them in four.
+template <typename E>
+__device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
+    const unsigned* word = reinterpret_cast<const unsigned*>(&v);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+                 "r"(word[3])
+                 : "memory");
+}
+
+// VEC columns of a row of dy and of d; zeros for columns that there are not, and for a d that there is not.
+struct Row {
+    Vector<T, VEC> dy;
+    Vector<D, VEC> d;
+};
+
+// A thread's rows of both: first, first + step, ... (Walk).
+struct BackwardRows {
+    const T* dy;
+    const D* d;  // may be null
+    long long dy_step, d_step;
+    uint4* pipeline;  // [slot][chunk][THREADS]
+    int inside;       // columns
+    bool vector_dy;
+
+    __device__ BackwardRows(const BackwardProblem& p, const T* dy_, const D* d_, long long first, long long step,
+                            long long col, int inside_, uint4* memory)
+        : dy(dy_ + first * p.dy_row + col * p.dy_col),
+          d(d_ == nullptr ? d_ : d_ + first * p.ldd + col),
+          dy_step(step * p.dy_row),
+          d_step(step * p.ldd),
+          pipeline(memory + threadIdx.x),
+          inside(inside_),
+          vector_dy(p.vector_dy) {}
+    __device__ __forceinline__ void copy(int i, int stage) const {
+        uint4* to = pipeline + stage * CHUNKS * THREADS;
+        if (vector_dy) copy_async(to, dy + i * dy_step, inside * static_cast<int>(sizeof(T)));
+        if (d == nullptr) return;
+#pragma unroll
+        for (int j = 1; j < CHUNKS; ++j) {
+            const int left = inside * static_cast<int>(sizeof(D)) - 16 * (j - 1);
+            copy_async(to + j * THREADS, d + i * d_step + (j - 1) * 16 / sizeof(D), max(min(left, 16), 0));
+        }
+    }
+    __device__ __forceinline__ Row read(int i, int stage) const {
+        const uint4* from = pipeline + stage * CHUNKS * THREADS;
+        Row row;
+        *reinterpret_cast<uint4*>(&row.dy) = from[0];
+        if (!vector_dy) {  // columns of stride 0: one value for all
+            const T value = dy[i * dy_step];
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) row.dy.at[j] = value;
+        }
+        row.d = {};
+        if (d != nullptr)
+#pragma unroll
+            for (int j = 1; j < CHUNKS; ++j) reinterpret_cast<uint4*>(&row.d)[j - 1] = from[j * THREADS];
+        return row;
+    }
+};
+
+// Zeros in place of a memset: of the maxima that take_maxima will raise. By the first launch, every thread of it.
+__device__ inline void clear(unsigned* zeros, long long words) {
+#pragma unroll 1
+    for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)
+        zeros[i] = 0;
+}

@@ -1,0 +1,95 @@
+// For kernels whose CTA has all rows of its columns, or with CLUSTER a cluster of CTAs has them: how they add up what each
+// thread has of a column. No kernels.
+#pragma once
+#include "common/common.cuh"
+#include "common/cluster.cuh"
+
+template <int THREADS, int VEC>
+struct Totals {
+    static constexpr int PAD = 16 / VEC;  // so that neither writers nor readers meet in a bank
+    double of_threads[2][VEC][THREADS / 2 + PAD];
+    double of_parts[2][THREADS];
+};
+
+// The sums over the CTA of what its threads have of their VEC columns (Places, `along` up to 16), in an order that depends on
+// `along` alone. Afterwards a thread has one column (Sharers), of which it gets the two sums.
+template <int THREADS, int VEC>
+__device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_threads, double (&first)[VEC],
+                                      double (&second)[VEC], double& first_of_column, double& second_of_column) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        first[j] += __shfl_xor_sync(~0u, first[j], 16);
+        second[j] += __shfl_xor_sync(~0u, second[j], 16);
+        if (lane < 16) {
+            shared.of_threads[0][j][thread / 32 * 16 + lane] = first[j];
+            shared.of_threads[1][j][thread / 32 * 16 + lane] = second[j];
+        }
+    }
+    __syncthreads();
+    const int columns = row_threads * VEC;
+    const Sharers<THREADS> of(columns);
+    double of_part[2] = {};
+#pragma unroll
+    for (int i = 0; i < VEC / 2; ++i) {
+        const int at = (of.part * (VEC / 2) + i) * row_threads + of.column / VEC;
+        of_part[0] += shared.of_threads[0][of.column % VEC][at];
+        of_part[1] += shared.of_threads[1][of.column % VEC][at];
+    }
+    shared.of_parts[0][thread] = of_part[0];
+    shared.of_parts[1][thread] = of_part[1];
+    __syncthreads();
+    double high[2] = {}, low[2] = {};  // with what the roundings of high leave over (Knuth): parts may be 32
+#pragma unroll 2
+    for (int at = of.column; at < THREADS; at += columns) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const double v = shared.of_parts[i][at], sum = high[i] + v, back = sum - high[i];
+            low[i] += (high[i] - (sum - back)) + (v - back);
+            high[i] = sum;
+        }
+    }
+    first_of_column = high[0] + (isfinite(high[0]) ? low[0] : 0.0);
+    second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
+}
+
+// The sums of all CTAs of a cluster, of up to WIDEST columns each, once. Each CTA gets those of every column, or, unless
+// EVERYWHERE, a column's go to CTA column % CLUSTER alone.
+template <int WIDEST, bool EVERYWHERE = true>
+struct ClusterTotals {
+    double2 of_rank[CLUSTER][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
+    unsigned long long here;  // a barrier: all of them
+
+    // By all threads, before anything is sent.
+    __device__ __forceinline__ void begin(int rank, int columns) {
+        if constexpr (CLUSTER > 1) {
+            if (threadIdx.x == 0) {
+                mbar_init(&here, 1);
+                asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+                const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
+                mbar_expect(&here, CLUSTER * own * static_cast<int>(sizeof(double2)));
+            }
+            __syncthreads();
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        }
+    }
+    // By all threads: of one column each, the CTA's sums become the cluster's. One of those with the same column `sends` it. They
+    // are pushed, so that no CTA has to stay for others once it has all; and added in the order of the ranks.
+    __device__ __forceinline__ void add(int rank, int column, bool sends, double& first, double& second) {
+        if constexpr (CLUSTER > 1) {
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            const int at = EVERYWHERE ? column : column / CLUSTER;
+            if (sends)
+#pragma unroll
+                for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
+                    send(&of_rank[rank][at], first, second, &here, EVERYWHERE ? i : column % CLUSTER);
+            mbar_wait_sent(&here, 0);
+            first = second = 0.0;
+#pragma unroll
+            for (int cta = 0; cta < CLUSTER; ++cta) {
+                first += of_rank[cta][at].x;
+                second += of_rank[cta][at].y;
+            }
+        }
+    }
+};

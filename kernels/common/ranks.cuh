@@ -1,0 +1,225 @@
+// How GPUs that share a batch bring their numbers together: a rank posts doubles, and collects those of all ranks in the
+// order of the ranks. No kernels.
+//
+// Peer memory. Every rank has a mailbox in its own memory, which all others can write to: two slots that alternate from
+// call to call, in each a row of letters for every rank. A letter is 16 bytes that are written and read at once, a double
+// and the number of the call that it belongs to: no flag is ever reset, and no fence is needed. A slot is free again
+// when it is written: a rank posts call c + 2 after it has collected c + 1 from all, who posted that after they had
+// collected c. The number is counted on the device, so that a replayed graph counts on.
+//
+// Gathered. Where another library has brought the numbers, they lie in rows of doubles, one for every rank.
+//
+// What a rank posts: its rows, what it calls (a rank that calls something else is found by it), then two doubles for
+// every feature.
+//
+// Waiting ends: after `timeout` a call fails, leaves a status in the host's memory, and so does every later one.
+#pragma once
+#include "common/common.cuh"
+
+enum : int { STATUS_TIMEOUT = 1, STATUS_OTHER_CALL = 2, STATUS_ONE_ROW = 3 };
+enum : int { ROWS_AT = 0, CALL_AT = 1, FEATURES_AT = 2 };  // of what a rank posts
+
+struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
+    long long rank, size;
+    long long letters;           // of a row of a mailbox
+    unsigned long long timeout;  // ns
+    volatile long long* status;  // in the host's memory
+    unsigned long long call;     // calls of this rank that have ended
+    unsigned long long leaving;  // CTAs of the present call that need it no more
+    unsigned long long broken;   // a call has failed
+    char* mailbox[1];            // of each rank, its own too
+};
+
+template <typename R>
+struct GroupStatistics {  // a feature's statistics over all ranks
+    R rows, mean, m2;
+    bool right;
+};
+
+// One call, as a thread sees it.
+struct Exchange {
+    static constexpr int BATCH = 4;  // ranks whose letters are on their way at once
+
+    Ranks* ranks;
+    const double* gathered;  // rows of `pitch` numbers, or null
+    long long pitch;
+    double signature;
+    unsigned long long call, deadline;
+    int rank, size;
+    const char* own;  // where this rank's letters of the call begin, a row for every rank
+    long long letters;
+
+    __device__ static unsigned long long time() {
+        unsigned long long t;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+        return t;
+    }
+
+    __device__ Exchange(Ranks* ranks, const double* gathered, long long pitch, long long signature)
+        : ranks(ranks),
+          gathered(gathered),
+          pitch(pitch),
+          signature(static_cast<double>(signature)),
+          call(*static_cast<volatile unsigned long long*>(&ranks->call) + 1),
+          deadline(time() + ranks->timeout),
+          rank(static_cast<int>(ranks->rank)),
+          size(static_cast<int>(ranks->size)),
+          letters(ranks->letters) {
+        if (gathered == nullptr) own = ranks->mailbox[rank] + row(0);
+    }
+
+    // Where the letters of a rank begin in anybody's mailbox, in bytes.
+    __device__ long long row(int from) const { return ((call & 1) * size + from) * letters * 16; }
+
+    __device__ void post(long long i, double value) const {
+#pragma unroll 4
+        for (int to = 0; to < size; ++to)
+            asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.sys.global.b128 [%0], all;\n}" ::"l"(
+                             ranks->mailbox[to] + row(rank) + i * 16),
+                         "l"(__double_as_longlong(value)), "l"(call)
+                         : "memory");
+    }
+
+    __device__ void post_header(double rows) const {
+        post(ROWS_AT, rows);
+        post(CALL_AT, signature);
+    }
+
+    __device__ void post_feature(long long c, double first, double second) const {
+        post(FEATURES_AT + 2 * c, first);
+        post(FEATURES_AT + 2 * c + 1, second);
+    }
+
+    __device__ bool peek(int from, long long i, double& value) const {
+        if (gathered != nullptr) {
+            value = gathered[from * pitch + i];
+            return true;
+        }
+        unsigned long long bits, of;
+        asm volatile("{\n.reg .b128 all;\nld.relaxed.sys.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
+                     : "=l"(bits), "=l"(of)
+                     : "l"(own + (from * letters + i) * 16)
+                     : "memory");
+        value = __longlong_as_double(bits);
+        return of == call;
+    }
+
+    __device__ void fail(int status) const {
+        *static_cast<volatile unsigned long long*>(&ranks->broken) = 1;
+        *ranks->status = status;
+        __threadfence_system();
+    }
+
+    enum Found { NOT_YET, HERE, NEVER };
+
+    // What BATCH ranks from `from` on have posted of feature c, without rows for ranks that there are not. It is never here
+    // where one calls something else, or has not come in time.
+    __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
+                          double (&second)[BATCH]) const {
+        bool here = true, wrong = false;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            rows[i] = first[i] = second[i] = 0.0;
+            if (from + i >= size) continue;
+            double theirs;
+            const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
+            here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
+                    peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
+            // A rank without rows has nothing else to say where another library gathers.
+            const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
+            wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
+        }
+        if (wrong) fail(STATUS_OTHER_CALL);
+        if (wrong || *static_cast<volatile unsigned long long*>(&ranks->broken)) return NEVER;
+        if (here) return HERE;
+        if (time() > deadline) fail(STATUS_TIMEOUT);
+        return NOT_YET;
+    }
+
+    // The same after a wait; false where it will never be here.
+    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
+                            double (&second)[BATCH]) const {
+        Found found;
+        while ((found = look(from, c, rows, first, second)) == NOT_YET) __nanosleep(20);
+        return found == HERE;
+    }
+
+    // Whether `statistics` would not wait.
+    __device__ bool ready(long long c) const {
+        double rows[BATCH], first[BATCH], second[BATCH];
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH)
+            if (look(from, c, rows, first, second) == NOT_YET) return false;
+        return true;
+    }
+
+    // Mean and M2 of feature c over all rows, of what each rank posted: in the order of the ranks, about the mean of the
+    // first one that has rows, so that equal means stay exact. Every rank computes the same bits. In float64, or in float32
+    // beside a main loop, whose tensor core waits tens of cycles for every instruction of float64.
+    template <typename R>
+    __device__ GroupStatistics<R> statistics(long long c) const {
+        GroupStatistics<R> all = {R(0), R(0), R(0), true};
+        R pivot = R(0), sum = R(0);
+        double rows[BATCH], mean[BATCH], m2[BATCH];
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
+            all.right &= collect(from, c, rows, mean, m2);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const R r = from + i < size ? R(rows[i]) : R(0);
+                if (r == R(0)) continue;
+                if (all.rows == R(0)) pivot = R(mean[i]);
+                all.rows += r;
+                sum += r * (R(mean[i]) - pivot);
+            }
+        }
+        if (!all.right) {
+            all.mean = all.m2 = R(__int_as_float(0x7FC00000));
+            return all;
+        }
+        if (all.rows == R(0)) return all;
+        const R shift = sum / all.rows;
+        all.mean = pivot + shift;
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
+            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // else they are still there
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const R r = from + i < size ? R(rows[i]) : R(0);
+                if (r == R(0)) continue;
+                const R d = R(mean[i]) - pivot - shift;
+                all.m2 += R(m2[i]) + r * d * d;
+            }
+        }
+        if (all.rows == R(1)) {
+            fail(STATUS_ONE_ROW);
+            all.right = false;
+        }
+        return all;
+    }
+
+    // The sums of what all ranks posted of feature c, and of their rows; NaN where a rank is missing.
+    __device__ void sums(long long c, double& rows, double& first, double& second) const {
+        double of_rows[BATCH], of_first[BATCH], of_second[BATCH];
+        rows = first = second = 0.0;
+#pragma unroll 1
+        for (int from = 0; from < size; from += BATCH) {
+            if (!collect(from, c, of_rows, of_first, of_second)) first = __longlong_as_double(0x7FF8000000000000LL);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                rows += of_rows[i];
+                first += of_first[i];
+                second += of_second[i];
+            }
+        }
+    }
+
+    // By one thread of each of `ctas` CTAs when its CTA needs the call no more. True for the last one of all.
+    __device__ bool leave(unsigned ctas) const {
+        __threadfence();
+        if (atomicAdd(&ranks->leaving, 1ULL) != ctas - 1) return false;
+        ranks->leaving = 0;
+        ranks->call = call;
+        return true;
+    }
+};

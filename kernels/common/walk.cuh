@@ -1,0 +1,55 @@
+// How a thread walks over rows of matrices through a ring of its own in shared memory. No kernels.
+//
+// Loops are not unrolled unless a walk is LONG: where rows are few, most of a kernel's time is that of fetching its instructions,
+// once.
+#pragma once
+#include "common/async_copy.cuh"
+
+// A thread's `count` rows, SLOTS of them on their way or in shared memory at once. rows.ask(i, slot) starts the copies of row i,
+// which nobody else reads, and rows.read(i, slot) is what came; take(i, that) is called for one row after the other.
+template <int STAGES, typename Rows>
+struct Walk {
+    int count;
+    Rows rows;
+
+    __device__ Walk(int count_, const Rows& rows_) : count(count_), rows(rows_) {
+#pragma unroll 1
+        for (int i = 0; i < STAGES; ++i) {
+            if (i < count) rows.copy(i, i);
+            commit_copies();
+        }
+    }
+    // From row `begin`, a multiple of SLOTS, to `end`. LONG: many rows, of which several at once hide what each waits for, and
+    // are worth their instructions.
+    template <bool LONG = false, typename Take>
+    __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
+        int i = begin;
+        if (LONG) {
+#pragma unroll 1
+            for (; i + STAGES <= end; i += STAGES)
+#pragma unroll
+                for (int stage = 0; stage < STAGES; ++stage) step(i + stage, stage, i + stage + STAGES, take);
+        }
+#pragma unroll 1
+        for (; i < end; ++i) step(i, i % STAGES, i + STAGES, take);
+    }
+    // And back: the last SLOTS rows are where the way down left them.
+    template <typename Take>
+    __device__ __forceinline__ void up(const Take& take) const {
+#pragma unroll 1
+        for (int i = count - 1; i >= 0; --i) step(i, i % STAGES, i - STAGES, take);
+    }
+
+    template <typename Take>
+    __device__ __forceinline__ void step(int i, int stage, int next, const Take& take) const {
+        await_copies<STAGES - 1>();
+        take(i, rows.read(i, stage));
+        if (next >= 0 && next < count) rows.copy(next, stage);
+        commit_copies();
+    }
+};
+
+// How many of `rows` are those of offset `first` and every `step` on; step is a power of two.
+__device__ inline int count_every(int rows, int first, int step) {
+    return max((rows - first + step - 1) >> (31 - __clz(step)), 0);
+}

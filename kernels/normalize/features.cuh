@@ -1,0 +1,221 @@
+// What the portable passes share: the statistics of a feature, and the constants that y is made with. No kernels.
+//
+//   m_j = mean_i g_ij     v_j = mean_i (g_ij - m_j)^2     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
+//   running_mean <- (1 - mu) running_mean + mu s (m + b)
+//   running_var  <- (1 - mu) running_var + mu s^2 v B / (B - 1)
+//
+// The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
+//
+// A thread has VEC columns of a group of rows in registers. It takes their mean, then the squared deviations about that
+// mean (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT
+// rows:
+//   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
+//   mean = p + first / n,  M2 = second - first^2 / n
+// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
+// PIVOT (p - mean)^2 <= M2 by convexity. Where g is float64 itself, and that is more than a few bits (`Moments::far`), because
+// the first rows are unlike the others, the CTA does it again about the mean that it found. In an order that depends on the
+// shape and the data alone; equal rows give exactly M2 = 0.
+#pragma once
+#include "common/common.cuh"
+
+#ifndef G_TYPE
+#define G_TYPE float
+#endif
+using G = G_TYPE;
+
+struct ForwardProblem {
+    long long m, n, k;           // B, O, I
+    long long ldx, ldw;          // row pitches of x and of the weight, in elements
+    long long ldg;               // row pitch of g, of the deviations and of the rows in the workspace, in elements
+    long long y_row, y_col;      // strides of y, in elements
+    long long row_threads;       // threads along a row of g
+    long long stats_rows;        // rows of g in an item of scale_stats
+    long long normalize_rows;    // and of normalize
+    long long splits;            // items of scale_stats that share a column block
+    long long merge_columns;     // columns in an item of merge_statistics
+    long long affine, partials;  // where they start in the workspace, in bytes
+    long long flags;             // FLAG_VECTOR_W, FLAG_VECTOR_Y, _CUMULATIVE, _UNITS, _RUNNING, _LIMBS
+    long long signature;         // what this call is, of a group
+    long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
+    double momentum, eps, number;  // number: the scale of all features, where there is no vector
+};
+
+constexpr int VEC = 16 / sizeof(G);
+constexpr int THREADS = 256;
+constexpr int PIVOT = sizeof(G) == 8 ? 16 : 1;
+
+// A power of two of float32 within a factor of 2 above the spread: a deviation is at most sqrt(B) of them. 1 for none.
+__device__ inline double unit_near(double spread) {
+    return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
+}
+
+// The arguments of a feature: what there is in place of those that are absent.
+struct Arguments {
+    static constexpr int COUNT = 6;
+    double s, gamma, beta, b, mean, var;
+    // The COUNT that `argument` gave, `pitch` apart.
+    __device__ Arguments(const double* from, int pitch)
+        : s(from[0]),
+          gamma(from[pitch]),
+          beta(from[2 * pitch]),
+          b(from[3 * pitch]),
+          mean(from[4 * pitch]),
+          var(from[5 * pitch]) {}
+};
+
+// The argument with this number of feature c. One place for all: a thread fetches one, beside others, in few instructions.
+__device__ __forceinline__ double argument(int number, const ForwardProblem& p, long long c, const void* bias,
+                                           const void* scale, const void* gamma, const void* beta,
+                                           const void* running_mean, const void* running_var) {
+    const void* from = running_var;
+    long long code = p.running_var;
+    double absent = 1.0;
+    if (number == 0) from = scale, code = p.scale, absent = p.number;
+    if (number == 1) from = gamma, code = p.gamma;
+    if (number == 2) from = beta, code = p.beta, absent = 0.0;
+    if (number == 3) from = bias, code = p.bias, absent = 0.0;
+    if (number == 4) from = running_mean, code = p.running_mean, absent = 0.0;
+    return fetch(from, code, c).or_else(absent);
+}
+
+// All that follows from mean and M2 of feature c over `rows` rows, M2 being unbiased (M2_OF_LIMBS).
+struct Feature {
+    Arguments of;
+    double rows, mean, m2, v, a;
+
+    __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of)
+        : of(of),
+          rows(rows),
+          mean(mean),
+          m2(m2),
+          v(m2 / rows * (p.flags & FLAG_LIMBS ? M2_AS_MADE : 1.0)),
+          a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
+
+    // What the backward wants, if anybody does.
+    __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
+        if (saved == nullptr) return;
+        const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
+        store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(of.beta));
+    }
+    // The running statistics, if there are any; `batches`: the count before this one.
+    __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
+                                          void* running_var) const {
+        if (p.running_mean == 0) return;
+        const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
+        const double to_mean = of.s * (mean + of.b), to_var = of.s * of.s * (m2 / (rows - 1.0));
+        store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean + mu * to_mean);
+        store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var + mu * to_var);
+    }
+};
+
+// The mean of the first `rows` rows of VEC columns, at most PIVOT of them.
+__device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long pitch, long long rows, int inside) {
+    if constexpr (PIVOT == 1) return load<G, VEC>(from, inside);
+    Vector<G, VEC> pivot = {};
+    const int pivots = static_cast<int>(min(rows, static_cast<long long>(PIVOT)));
+    for (int i = 0; i < pivots; ++i) {
+        const Vector<G, VEC> at = load<G, VEC>(from + i * pitch, inside);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
+    }
+    return pivot;
+}
+
+// One over the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one before
+__constant__ double RECIPROCAL[] = {0.0,      1.0,      1.0 / 2,  1.0 / 3,  1.0 / 4,  1.0 / 5,
+                                    1.0 / 6,  1.0 / 7,  1.0 / 8,  1.0 / 9,  1.0 / 10, 1.0 / 11,
+                                    1.0 / 12, 1.0 / 13, 1.0 / 14, 1.0 / 15, 1.0 / 16};
+
+// Adds a group of rows, of which a thread has every so many, to `first` and `second`: `count` of them, at least one.
+template <int GROUP>
+__device__ __forceinline__ void add_group(const G* from, long long step, int count, int inside,
+                                          const Vector<G, VEC>& pivot, double (&first)[VEC], double (&second)[VEC]) {
+    static_assert(GROUP < sizeof(RECIPROCAL) / sizeof(double), "a reciprocal for every number of rows");
+    Vector<G, VEC> at[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) at[i] = load<G, VEC>(from + i * step, i < count ? inside : 0);
+    const double inverse = RECIPROCAL[count];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        G centre = 0;  // summed already scaled: no overflow where the mean itself has none
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
+        G left = 0, squares = 0;  // left: what the rounding of centre left over
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            const G d = i < count ? at[i].at[j] - centre : G(0);
+            left += d;
+            squares += d * d;
+        }
+        const double shift = left * inverse;
+        const double d = static_cast<double>(centre) - pivot.at[j] + shift;
+        first[j] += count * d;
+        second[j] += squares - shift * left + count * d * d;
+    }
+}
+
+// Adds all of a thread's rows from `row` to `end`, in groups.
+template <int GROUP>
+__device__ __forceinline__ void add_rows(const G* from, long long row, long long end, int at_once, long long pitch,
+                                         int inside, const Vector<G, VEC>& pivot, double (&first)[VEC],
+                                         double (&second)[VEC]) {
+    const long long step = at_once * pitch;
+    for (; row < end; row += GROUP * at_once, from += GROUP * step) {
+        const int left = static_cast<int>(min(end - row, static_cast<long long>(GROUP * at_once)));
+        const int count = left == GROUP * at_once ? GROUP : (left + at_once - 1) / at_once;
+        add_group<GROUP>(from, step, count, inside, pivot, first, second);
+    }
+}
+
+struct Moments {
+    double mean, m2;
+    Moments() = default;
+    // Of `rows` rows about a pivot.
+    __device__ Moments(double pivot, double first, double second, double rows) {
+        const double shift = first / rows, spread = second - first * shift;
+        mean = pivot + shift;
+        m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
+    }
+    // Whether the subtraction has cancelled bits that a G in float64 has: never for float32, of which float64 has 29 to spare.
+    __device__ bool far(double pivot, double rows) const {
+        return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > 4.0 * m2;
+    }
+};
+
+// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
+// s = 0: where g + b is zero), if that lies among a few rows of the whole batch; else the first of them, which is no further
+// from the others than they are.
+__device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
+    const double first = isfinite(*g) ? *g : 0.0;
+    double spread = 0.0;
+    const long long step = max(p.m / 8, 1LL);  // not the first eight: they may be padding
+    for (long long i = step; i < p.m; i += step) spread = fmax(spread, fabs(g[i * p.ldg] - first));
+    return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
+}
+
+// The same constants of feature c from the running statistics, for inference.
+//   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
+// Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
+// with all that they multiply, m is 0 and what it stands for moves into beta.
+__device__ __forceinline__ void store_running(const ForwardProblem& p, long long c, const Arguments& of, const G* g,
+                                              G* affine, long long pitch, long long at, double* saved) {
+    const double s = of.s, b = of.b, r = 1.0 / sqrt(of.var + p.eps), gamma_r = of.gamma * r;
+    const double middle = (s == 0.0 ? 0.0 : of.mean / s) - b;
+    constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
+    const double a = gamma_r * s;
+    const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
+    const double m = within ? middle : 0.0;
+    const double offset = (within ? 0.0 : gamma_r * fma(s, b, -of.mean)) + of.beta;
+    store_affine(affine, pitch, at, m, a, offset);
+    if (saved == nullptr) return;
+    const double centre = centre_near(middle, g + c, p);
+    saved[SAVED_A * p.n + c] = a;
+    saved[SAVED_SCALE * p.n + c] = gamma_r;
+    saved[SAVED_GAMMA * p.n + c] = r;
+    saved[SAVED_CENTRE * p.n + c] = centre;
+    saved[SAVED_BIASED * p.n + c] = centre + b;
+    saved[SAVED_Z * p.n + c] = fma(s, centre + b, -of.mean);
+    saved[SAVED_S * p.n + c] = s;
+    saved[SAVED_M * p.n + c] = m;
+    saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);
+}

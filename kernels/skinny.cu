@@ -1,0 +1,318 @@
+// narrow: a forward of many rows that are short, without g in memory. skinny_stats makes g from x, and keeps its statistics
+// alone; skinny_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
+// merge_statistics comes between them. skinny_product, of limbs alone, writes g itself: the backward's dx = dg w, x being dg, and
+// the weight w's columns in rows. It stands for split_limbs and forward_sm90's GEMM.
+//
+//   x (m, k) of T, row pitch ldx, rows that start on 16 bytes and take CHUNKS * 64 at most      weight (n, k), row pitch ldw
+//   y (m, n) of T, any strides; with SAVE_DEVIATIONS, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
+//   g (m, n) of T, skinny_product's, row pitch ldg
+//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
+//   rows of x are as long as shared memory takes limbs of the weight
+//
+// A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
+// weight out in shared memory, and each warp takes tiles of the rows (Tiles). Warps wait for each other when all are done, and
+// through limbs four take a tile together. In skinny_stats a lane adds d = g - p and d^2 of each of its features: GROUP rows in
+// float32, then those of all lanes of a feature, and what that makes in float64. p is the mean of the warp's first tile, and
+// as often as its rows have doubled the mean of all before: so the sum of d^2 is at most a few M2, whatever the data, since the
+// rows before and those since are M2's own parts (n1 n2 / (n1 + n2) (mean1 - mean2)^2, Chan). About a row of the data it would
+// be as large as that row is far, and its rounding in float32 would be all there is of M2.
+//
+// Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
+// would add 256 MB: g is float32. skinny_normalize begins where skinny_stats ended, with what L2 still holds.
+// skinny_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
+#include "skinny/tiles.cuh"
+
+// rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
+constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
+
+#ifndef SAVE_DEVIATIONS
+#define SAVE_DEVIATIONS 0
+#endif
+
+extern __shared__ __align__(1024) char shared[];
+
+// Sums over the lanes that have the same features, of which each gets N / 8 sums: those of `v` from lane / 4 * N / 8 on.
+template <int N, int BIT = 16>
+__device__ __forceinline__ void sum_over_rows(float* v, int lane) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+        const float low = v[i], high = v[i + N / 2];
+        const bool upper = lane & BIT;
+        v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, BIT);
+    }
+    if constexpr (BIT > 4) sum_over_rows<N / 2, BIT / 2>(v, lane);
+}
+
+// Which FEATURES features a CTA has, the first of them, and which of the rows' p.splits CTAs it is.
+struct CtaWork {
+    unsigned block, cta;
+    int first;
+    template <typename P>
+    __device__ explicit CtaWork(const P& p) {
+        const unsigned blocks = static_cast<unsigned>((p.n + FEATURES - 1) / FEATURES);
+        block = blockIdx.x % blocks;
+        cta = blockIdx.x / blocks;
+        first = static_cast<int>(block) * FEATURES;
+    }
+};
+
+// g as it is, of what limbs make of it.
+__device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* backs) {
+    if constexpr (BY_LIMBS)
+#pragma unroll
+        for (int j = 0; j < LANE_FEATURES; ++j)
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) g[i][j] *= backs[feature_of(lane % 4, j)];
+}
+
+template <typename P>
+__device__ inline void load_operand(const P& p, const T* w, int first, uint4* weight, float* backs) {
+    if constexpr (BY_LIMBS) {
+        if (p.flags & FLAG_VECTOR_W && p.k % 4 == 0)
+            load_limbs<true>(p, w, first, weight, backs);
+        else
+            load_limbs<false>(p, w, first, weight, backs);
+    } else
+        load_weight(p, w, first, weight);
+}
+
+// take(j, g - pivot) of a lane's elements in the first `inside` rows of a tile, feature by feature.
+template <typename Take>
+__device__ __forceinline__ void for_each_deviation(const OfLane& g, const float* pivots, int lane, int inside,
+                                                   bool whole, const Take& take) {
+#pragma unroll
+    for (int j = 0; j < LANE_FEATURES; j += WORD) {
+        const auto pivot = *reinterpret_cast<const Vector<float, WORD>*>(&pivots[feature_of(lane % 4, j)]);
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            if (!whole && lane / 4 + i * 8 >= inside) break;
+#pragma unroll
+            for (int l = 0; l < WORD; ++l) take(j + l, g[i][j + l] - pivot.at[l]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    skinny_stats(const __grid_constant__ ForwardProblem p, const T* x, const T* w, char* workspace) {
+    await_kernel_ahead();
+    const CtaWork work(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    uint4* pipeline = weight + weight_words(p);
+    Tiles<false> tiles(p, x, work.cta, weight, pipeline);
+    load_operand(p, w, work.first, weight, backs);
+    __syncthreads();
+
+    constexpr int N = LANE_FEATURES, M = N / 8;
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    __shared__ __align__(16) float pivots[WARPS][FEATURES], origins[WARPS][FEATURES];  // p, and the first of each warp
+    const int own = feature_of(lane % 4, lane / 4 * M);  // of M features, side by side, whose sums this lane gets
+    static_assert(WORD % M == 0, "they lie in one word");
+    float* const pivot = pivots[warp] + own;
+    float* const origin = origins[warp] + own;
+    float sum[N] = {}, squares[N] = {};    // about p, since settle_sums
+    double first[M] = {}, second[M] = {};  // about the origins, of the warp's rows so far
+    int rows = 0, settled = 0, moved = 0;  // of the warp: so far, in first and second, and when its pivots last moved
+    const auto settle_sums = [&] {
+        if (rows == settled) return;
+        sum_over_rows<N>(sum, lane);
+        sum_over_rows<N>(squares, lane);
+        const double count = static_cast<double>(rows - settled);
+#pragma unroll
+        for (int i = 0; i < M; ++i) {
+            const double apart = static_cast<double>(pivot[i]) - origin[i];
+            first[i] += sum[i] + count * apart;
+            second[i] += squares[i] + apart * (2.0 * sum[i] + count * apart);
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
+        settled = rows;
+        if (rows < 2 * moved) return;
+        moved = rows;
+        const double inverse = 1.0 / static_cast<double>(rows);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < M; ++i) pivot[i] = static_cast<float>(origin[i] + first[i] * inverse);
+        __syncwarp();
+    };
+    int since = 0;  // a lane's rows in sum and squares
+    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+        bring_back(g, lane, backs);
+        const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
+        if (rows == 0 && inside > 0) {
+            // the tile's mean: its first row and what the others are from it, exact where all are equal
+            if (lane < 4)
+#pragma unroll
+                for (int j = 0; j < N; ++j) pivots[warp][feature_of(lane, j)] = g[0][j];
+            __syncwarp();
+            for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) { sum[j] += d; });
+            sum_over_rows<N>(sum, lane);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < M; ++i) origin[i] = pivot[i] += sum[i] / static_cast<float>(inside);
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < N; ++j) sum[j] = 0.0f;
+        }
+        rows += inside;
+        for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) {
+            sum[j] += d;
+            squares[j] = fmaf(d, d, squares[j]);
+        });
+        since += LANE_ROWS;
+        if (since >= GROUP) {
+            settle_sums();
+            since = 0;
+        }
+    });
+    if constexpr (GROUP > LANE_ROWS) settle_sums();  // else nothing is left
+    __syncthreads();                                 // the weight is read no more
+
+    double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+        const int at = own + i;
+        const double d = rows > 0 ? static_cast<double>(origin[i]) - origins[0][at] : 0.0;
+        sums[warp * FEATURES + at] = first[i] + rows * d;
+        sums[(WARPS + warp) * FEATURES + at] = second[i] + d * (2.0 * first[i] + rows * d);
+    }
+    __syncthreads();
+
+    const int at = threadIdx.x;  // from here on a thread has one feature
+    const long long c = work.first + at;
+    if (at >= FEATURES || c >= p.n) return;
+    double of_cta = 0.0, squares_of_cta = 0.0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+        of_cta += sums[i * FEATURES + at];
+        squares_of_cta += sums[(WARPS + i) * FEATURES + at];
+    }
+    const Moments pooled(origins[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * work.cta * p.ldg + c;
+    partials[0] = pooled.mean;
+    partials[p.ldg] = pooled.m2;
+}
+
+// Stores what becomes of all tiles of g. For WORD features, from one of the CTA's on, `of` gives what takes an element of g and
+// its number among them, and makes of it what y gets and what is kept. Strides as values would cost registers.
+template <typename P, typename Of>
+__device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
+                                            const long long& y_row, const long long& y_col, T* deviations,
+                                            const Of& of) {
+    const int lane = threadIdx.x % LANES, quarter = lane % 4;
+    tiles.for_each([&](OfLane& g, long long row0, bool whole) {
+        bring_back(g, lane, backs);
+#pragma unroll
+        for (int j = 0; j < LANE_FEATURES; j += WORD) {
+            const int at = feature_of(quarter, j), col = first + at;
+            const int inside = static_cast<int>(min(p.n - col, 1LL * WORD));
+            if (inside <= 0) break;
+            const auto make = of(at);
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i) {
+                const long long row = row0 + lane / 4 + i * 8;
+                if (!whole && row >= tiles.end) break;
+                Vector<T, WORD> out, deviation;
+#pragma unroll
+                for (int l = 0; l < WORD; ++l) make(g[i][j + l], l, out.at[l], deviation.at[l]);
+                T* to = y + row * y_row + col * y_col;
+                T* deviations_at = deviations + row * p.ldg + col;
+                if (inside == WORD && p.flags & FLAG_VECTOR_Y) {
+                    *reinterpret_cast<Vector<T, WORD>*>(to) = out;
+                    if constexpr (SAVE_DEVIATIONS) *reinterpret_cast<Vector<T, WORD>*>(deviations_at) = deviation;
+                } else {
+#pragma unroll
+                    for (int l = 0; l < WORD; ++l)
+                        if (l < inside) {
+                            to[l * y_col] = out.at[l];
+                            if constexpr (SAVE_DEVIATIONS) deviations_at[l] = deviation.at[l];
+                        }
+                }
+            }
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    skinny_normalize(const __grid_constant__ ForwardProblem p, const T* x, const T* w, T* y, const char* workspace,
+                     const void* bias, const void* scale, const void* gamma, const void* beta, void* running_mean,
+                     void* running_var, long long* num_batches_tracked, T* deviations, const double* saved) {
+    const CtaWork work(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    const bool running = p.flags & FLAG_RUNNING;
+    __shared__ float backs[BY_LIMBS ? FEATURES : 1];
+    if (running) await_kernel_ahead();  // in training skinny_stats has waited for whoever wrote x and the weight
+    Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
+    load_operand(p, w, work.first, weight, backs);
+    if (!running) await_kernel_ahead();
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+    __shared__ __align__(32) float made[AFFINE_ROWS][FEATURES], slopes[FEATURES], inverse_units[FEATURES];
+    __shared__ double arguments[Arguments::COUNT][FEATURES];
+    if (running) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < Arguments::COUNT * FEATURES; i += blockDim.x) {
+            const int feature = i % FEATURES, number = i / FEATURES;
+            if (work.first + feature < p.n)
+                arguments[number][feature] =
+                    argument(number, p, work.first + feature, bias, scale, gamma, beta, running_mean, running_var);
+        }
+        __syncthreads();
+    }
+    const long long c = work.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
+    if (threadIdx.x < FEATURES && c < p.n) {
+        if (running) {
+            store_running(p, c, Arguments(&arguments[0][threadIdx.x], FEATURES), nullptr, made[0], FEATURES,
+                          threadIdx.x, nullptr);
+        } else {
+            const float* from = reinterpret_cast<const float*>(workspace + p.affine) + c;
+#pragma unroll
+            for (int i = 0; i < AFFINE_ROWS; ++i) made[i][threadIdx.x] = from[i * p.ldg];
+        }
+        if constexpr (SAVE_DEVIATIONS && in_units<T>) {
+            inverse_units[threadIdx.x] = 1.0 / saved[SAVED_UNIT * p.n + c];
+            slopes[threadIdx.x] = saved[SAVED_SLOPE * p.n + c];
+        }
+    }
+    __syncthreads();
+
+    const auto of = [&](int at) {
+        const auto row = [&](const float* from) { return *reinterpret_cast<const Vector<float, WORD>*>(from + at); };
+        const Vector<float, WORD> m = row(made[AFFINE_M]), m_low = row(made[AFFINE_M_LOW]), a = row(made[AFFINE_A]);
+        const Vector<float, WORD> offset = row(made[AFFINE_BETA]);
+        Vector<float, WORD> inverse_unit = {}, slope = a;
+        if constexpr (SAVE_DEVIATIONS && in_units<T>) {
+            inverse_unit = row(inverse_units);
+            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // which nobody else reads
+        }
+        return [=](float g, int l, T& out, T& deviation) {
+            const float d = (g - m.at[l]) - m_low.at[l];
+            const float u = fmaf(a.at[l], d, offset.at[l]);
+            if constexpr (SAVE_DEVIATIONS)
+                deviation = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
+            from_float(Activation<T>::of(u), out);
+        };
+    };
+    store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
+}
+
+#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // through limbs; products of other operands go other ways
+struct ProductProblem {
+    long long m, n, k;
+    long long ldx, ldw, ldg;  // row pitches in elements
+    long long stats_rows;     // rows of a CTA
+    long long flags;          // FLAG_VECTOR_W, FLAG_VECTOR_Y of g
+};
+
+extern "C" __global__ void __launch_bounds__(CTA, 1)
+    skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
+    await_kernel_ahead();  // which may have copied the weight
+    const CtaWork work(p);
+    uint4* weight = reinterpret_cast<uint4*>(shared);
+    __shared__ float backs[FEATURES];
+    Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
+    load_operand(p, w, work.first, weight, backs);
+    __syncthreads();
+    const auto as_it_is = [](int) { return [](float v, int, T& out, T&) { out = v; }; };
+    store_tiles(p, tiles, work.first, backs, g, p.ldg, 1, static_cast<T*>(nullptr), as_it_is);
+}
+#endif

@@ -1,0 +1,71 @@
+// What the kernels of narrow.cu are compiled for: operands, and the shape of their tiles.
+#pragma once
+#include "common/activation.cuh"
+#include "common/async_copy.cuh"
+#include "common/elements.cuh"
+#include "normalize/features.cuh"
+
+#ifndef ELEMENT
+#define ELEMENT ELEMENT_BFLOAT16
+#define FEATURES 32
+#define CHUNKS 1
+#endif
+
+// The type of an operand's elements.
+template <int>
+struct TypeOf {
+    using type = float;
+};
+template <>
+struct TypeOf<ELEMENT_BFLOAT16> {
+    using type = __nv_bfloat16;
+};
+template <>
+struct TypeOf<ELEMENT_FLOAT16> {
+    using type = __half;
+};
+using T = TypeOf<ELEMENT>::type;
+constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
+
+// Warps, and their tiles of g: a lane has LANE_ROWS rows by LANE_FEATURES features of one. Larger tiles take more registers of
+// fewer warps; with many rows a lane reuses what it reads of the weight.
+constexpr int LANES = 32;
+constexpr int WARPS = BY_FMA || FEATURES > (BY_LIMBS ? 64 : 32) ? 8 : 12;
+constexpr int CTA = WARPS * LANES;  // threads
+constexpr int LANE_FEATURES = FEATURES / 4;
+constexpr int LANE_ROWS = BY_LIMBS ? 2 : BY_FMA && FEATURES == 32 && CHUNKS < 4 ? 8 : 4;
+constexpr int ROWS = 8 * LANE_ROWS;                    // of a warp's tile
+constexpr int TILE_ROWS = BY_LIMBS ? 4 * ROWS : ROWS;  // of the warps that make a tile together: by limbs a warpgroup
+constexpr int BLOCK_ROWS = WARPS * ROWS;               // of a CTA at once
+
+// Memory is read in words of 16 bytes. Four lanes read a row, 64 bytes of it at a time.
+constexpr int WORD = 16 / sizeof(T);                    // elements of a word
+constexpr int CHUNK = 4 * WORD;                         // elements of a row that its four lanes read at once
+constexpr int TILE_WORDS = CHUNKS * LANE_ROWS * LANES;  // of a stage of a warp's pipeline
+
+// Shared memory: the weight, then the pipelines of all warps. The limbs of the weight leave less for the pipelines.
+constexpr int LIMBS_BYTES = 128 * 1024;
+constexpr int WEIGHT_BYTES = BY_LIMBS ? LIMBS_BYTES : 64 * FEATURES * CHUNKS;
+constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
+constexpr int SHARED_BYTES = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
+constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
+
+// How many times CHUNKS chunks a row has: one but for limbs.
+template <typename P>
+__device__ inline int parts_of(const P& p) {
+    return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
+}
+// 16 bytes each, of FEATURES rows of the weight as load_weight leaves them.
+template <typename P>
+__device__ inline int weight_words(const P& p) {
+    return parts_of(p) * CHUNKS * FEATURES * 4;
+}
+
+// Feature j of a lane's LANE_FEATURES, `quarter` being its place among the four of a row.
+__device__ constexpr int feature_of(int quarter, int j) { return CHUNK * (j / WORD) + WORD * quarter + j % WORD; }
+
+__device__ inline unsigned rounded_to_tf32(unsigned v) {
+    unsigned out;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(__uint_as_float(v)));
+    return out;
+}

@@ -1,0 +1,148 @@
+// Limbs of float32 for the kernels of narrow.cu, and what wgmma makes of them. No kernels.
+//
+// They are what split_limbs makes (docs/design/limbs.md), but of x in registers, scaled for each row and 32 of k: x is read as it
+// is, and nothing but x. Per part of 32 of k the tensor core takes the small products first, from zero, and the part is added
+// to g in float32. The smallest one, of both second limbs, is taken, too: where a mean is 1e4 deviations, x's first limb is
+// the mean, and its second one the deviation, so that this product has as much of the variance as the weight's second limb
+// has of the weight.
+//
+// A warpgroup multiplies 64 rows by all FEATURES. Each of its lanes has what wgmma wants of x, of two rows 8 apart, from the
+// 16 bytes that it asked for itself: four neighbours of each 16 of k. The weight lies in shared memory as sm90/wgmma.cuh says, a
+// row having a feature's first limbs of 32 of k, then its second ones. wgmma gives a lane pairs of features that lie 8 apart:
+// which feature is called which, and which of the 16 of k, is for load_limbs to say.
+#pragma once
+#include "common/limbs.cuh"
+#include "skinny/config.cuh"
+#include "sm90/wgmma.cuh"
+
+constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the weight
+
+// FEATURES rows of the weight as limbs in shared memory, from row `first` on, and for each feature what its sums come back
+// by. Zeros beyond n and k. WORDS: rows can be read by four elements.
+template <bool WORDS, typename P>
+__device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
+    constexpr int SHARE = 8;  // threads, neighbours, that share a feature
+    constexpr int BATCH = 8;  // reads of a thread that are on their way
+    const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = static_cast<int>(p.n) - first;
+    for (int feature = threadIdx.x / SHARE; feature < FEATURES; feature += CTA / SHARE) {
+        const T* row = w + (first + feature) * p.ldw;
+        const int k = feature < n ? static_cast<int>(p.k) : 0;
+        Vector<T, 4> v[BATCH];
+        const auto read = [&](int batch) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int at = 4 * (batch + i * SHARE + share);
+                v[i] = {};
+                if constexpr (WORDS) {
+                    if (at < k) v[i] = *reinterpret_cast<const Vector<T, 4>*>(row + at);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        if (at + j < k) v[i].at[j] = row[at + j];
+                }
+            }
+        };
+        float top = 0.0f;
+#pragma unroll 1
+        for (int batch = (steps - 1) / (BATCH * SHARE) * (BATCH * SHARE); batch >= 0; batch -= BATCH * SHARE) {
+            read(batch);
+#pragma unroll
+            for (int i = 0; i < BATCH * 4; ++i) top = fmaxf(top, fabsf(to_float(v[i / 4].at[i % 4])));
+        }
+#pragma unroll
+        for (int apart = SHARE / 2; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, apart));
+        const LimbScale scale(top);
+        if (share == 0) back[feature] = scale.back * 0x1p28f;
+        const int place = feature % 16;
+        const int column = feature - place + place % 4 / 2 * 8 + place / 4 * 2 + place % 2;  // of wgmma's
+        unsigned* column_words = reinterpret_cast<unsigned*>(weight + column * 8);
+#pragma unroll 1
+        for (int batch = 0; batch < steps; batch += BATCH * SHARE) {
+            if (batch > 0) read(batch);  // the first was read last
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int step = batch + i * SHARE + share;
+                if (step >= steps) break;
+                unsigned* of_part = column_words + step / 8 * LIMB_WORDS * 4 + step % 4;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int number = step % 8 / 4 * 2 + half;  // of 16 bytes in its row
+                    const auto scaled = [&](int j) { return to_float(v[i].at[2 * half + j]) * scale.there; };
+                    unsigned high, low;
+                    split(scaled(0), scaled(1), high, low);
+                    of_part[(number ^ column % 8) * 4] = high;
+                    of_part[((number + 4) ^ column % 8) * 4] = low;
+                }
+            }
+        }
+    }
+    fence_async();
+}
+
+// Whose turn it is to multiply: the warpgroups' in a circle, each making limbs while the others multiply. Left to themselves
+// they do the same at the same time.
+struct OrderedBarrier {
+    static constexpr int TEAMS = CTA / 128;
+    int team;
+    __device__ OrderedBarrier() : team(threadIdx.x / 128) {
+        if (BY_LIMBS && team == TEAMS - 1) pass();
+    }
+    __device__ void await() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + team) : "memory"); }
+    __device__ void pass() const { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (team + 1) % TEAMS) : "memory"); }
+    __device__ void end() const {
+        if (BY_LIMBS && team == 0) await();
+    }
+};
+
+// The limbs of a lane's two rows of x, of 32 of k.
+struct LimbsOfX {
+    unsigned high[CHUNKS][4], low[CHUNKS][4];
+    float back[LANE_ROWS];
+
+    // `at`: the lane's 16 bytes of its first row
+    __device__ __forceinline__ explicit LimbsOfX(const uint4* at) {
+        float v[LANE_ROWS][CHUNKS][4];
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) {
+            float top = 0.0f;
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                *reinterpret_cast<uint4*>(v[i][chunk]) = at[(chunk * LANE_ROWS + i) * LANES];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) top = fmaxf(top, fabsf(v[i][chunk][j]));
+            }
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const LimbScale scale(top);
+            back[i] = scale.back;
+#pragma unroll
+            for (int j = 0; j < CHUNKS * 2; ++j)
+                split(v[i][j / 2][j % 2 * 2] * scale.there, v[i][j / 2][j % 2 * 2 + 1] * scale.there,
+                      high[j / 2][j % 2 * 2 + i], low[j / 2][j % 2 * 2 + i]);
+        }
+    }
+
+    // Has the tensor core make `sums` of this and a part of the weight.
+    __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
+        const unsigned long long w = operand_descriptor(static_cast<unsigned>(__cvta_generic_to_shared(weight)), 0);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4 * CHUNKS; ++i) {
+            const int chunk = i % CHUNKS;
+            const bool high_x = i >= 2 * CHUNKS, high_w = i / CHUNKS % 2;
+            wgmma_rs(sums, high_x ? high[chunk] : low[chunk], w + 2 * chunk + (high_w ? 0 : 4), i);
+        }
+        wgmma_commit();
+    }
+
+    // Adds what became of them to g.
+    __device__ __forceinline__ void end(float (&sums)[2 * LANE_FEATURES], float (&g)[LANE_ROWS][LANE_FEATURES]) const {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 2 * LANE_FEATURES; ++i) {
+            const int row = Accumulator::row_half(i);
+            float& to = g[row][Accumulator::own_column(i)];
+            to = fmaf(sums[i], back[row], to);
+        }
+    }
+};

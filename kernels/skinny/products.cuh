@@ -1,0 +1,296 @@
+// What a team of skinny_backward makes of a tile of dg and of x: dx, or with CLUSTER what its CTA's features are of it, and its
+// part of dw, which stays in registers. No kernels.
+//
+// A tile of dg, as one of x, lies in blocks of 8 pieces, 16 bytes each, of all ROWS rows: place says where. That is how wgmma
+// wants its operands (sm90/wgmma.cuh), dg along what dx sums over, all else across; and 8 rows of a piece meet in no bank.
+#pragma once
+#include "backward/columns.cuh"
+#include "common/cluster.cuh"
+#include "sm90/wgmma.cuh"
+
+#ifndef FEATURES
+#define FEATURES 32
+#define INPUTS 32
+#define TEAMS 16  // of a CTA, which have tiles of their own
+#endif
+
+constexpr bool BY_FMA = sizeof(T) == 4;
+constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team, where it is no warp
+constexpr int TEAM = BY_FMA ? LANES : GROUPS * 128;  // threads
+constexpr int ROWS = BY_FMA ? 16 : 64;               // of a tile
+constexpr int DW_ROW = INPUTS + 8;  // a row of dw in shared memory: lanes that store side by side meet in no bank
+
+__device__ __forceinline__ int place(int row, int piece) {
+    return piece / 8 * (8 * ROWS) + row * 8 + ((piece ^ row) & 7);
+}
+
+// A number that all lanes have, where the compiler knows that they have: descriptors of wgmma then stay in uniform registers.
+__device__ __forceinline__ int uniform(int number) { return __shfl_sync(~0u, number, 0); }
+
+__device__ __forceinline__ void team_sync(int team) {
+    if constexpr (BY_FMA)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM) : "memory");
+}
+
+// With CLUSTER, how the teams of its CTAs that have the same tile meet: barriers in the shared memory of each.
+struct ClusterBarriers {
+    unsigned long long ready;  // all have done with what lies where the others will send to
+    unsigned long long sent;   // all that the others send is here
+};
+
+// Float32, by FMAs. Of dx a lane has rows lane / 4 and 8 more, of dw FEATURES / 8 features of lane / 4; of both INPUTS / 4
+// input features of lane % 4, in pieces of 4. The weight lies as it is.
+struct ByFma {
+    static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
+    static constexpr int AT_ONCE =
+        8192 / (FEATURES * INPUTS);  // unrolled: all of the loop stays in the instruction cache
+    float dw[FS * KS] = {};
+
+    static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
+
+    static __device__ void load_weight(const BackwardProblem& p, const float* w, int features, float* shared_weight) {
+#pragma unroll
+        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are on their way at once
+            const int f = i / INPUTS, k = i % INPUTS;
+            shared_weight[i] = f < features && k < p.k ? w[f * p.ldw + k] : 0.0f;
+        }
+    }
+
+    // `to` is the first of `left` rows of dx, of k elements, or null
+    __device__ __forceinline__ void take(const uint4* dg, uint4*, const uint4* x, const float* weight, float* to,
+                                         int left, int k, ClusterBarriers&, int) {
+        const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
+        if (to != nullptr) {
+            float sums[2][KS] = {};
+#pragma unroll AT_ONCE
+            for (int piece = 0; piece < FEATURES / 4; ++piece) {
+                Vector<float, 4> a[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    a[i] = *reinterpret_cast<const Vector<float, 4>*>(dg + place(f0 + 8 * i, piece));
+#pragma unroll
+                for (int l = 0; l < 4; ++l)
+#pragma unroll
+                    for (int j = 0; j < KS; j += 4) {
+                        const auto b = *reinterpret_cast<const Vector<float, 4>*>(weight + (piece * 4 + l) * INPUTS +
+                                                                                  input_of(k0, j));
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+#pragma unroll
+                            for (int h = 0; h < 4; ++h) sums[i][j + h] = fmaf(a[i].at[l], b.at[h], sums[i][j + h]);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = f0 + 8 * i;
+                if (row >= left) continue;
+#pragma unroll
+                for (int j = 0; j < KS; ++j)
+                    if (input_of(k0, j) < k) to[row * k + input_of(k0, j)] = sums[i][j];
+            }
+        }
+#pragma unroll AT_ONCE
+        for (int row = 0; row < ROWS; ++row) {
+            Vector<float, 4> b[KS / 4];
+#pragma unroll
+            for (int j = 0; j < KS / 4; ++j)
+                b[j] = *reinterpret_cast<const Vector<float, 4>*>(x + place(row, k0 + 4 * j));
+#pragma unroll
+            for (int i = 0; i < FS / 4; ++i) {
+                const auto a = *reinterpret_cast<const Vector<float, 4>*>(dg + place(row, f0 + 8 * i));
+#pragma unroll
+                for (int l = 0; l < 4; ++l)
+#pragma unroll
+                    for (int j = 0; j < KS; ++j)
+                        dw[(4 * i + l) * KS + j] = fmaf(a.at[l], b[j / 4].at[j % 4], dw[(4 * i + l) * KS + j]);
+            }
+        }
+    }
+
+    // dw (FEATURES, INPUTS), rows of DW_ROW
+    __device__ void leave(float* to) const {
+        const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
+#pragma unroll
+        for (int i = 0; i < FS; ++i)
+#pragma unroll
+            for (int j = 0; j < KS; ++j) to[(i / 4 * 32 + f0 * 4 + i % 4) * DW_ROW + input_of(k0, j)] = dw[i * KS + j];
+    }
+};
+
+// 16 bits, by wgmma: m64, of rows of dx and of features of dw (of 32, half of what it makes is left), by all INPUTS. Of both a
+// lane has rows lane / 4 and 8 more of its warp's 16, and of every 8 columns those of 2 (lane % 4). dx's columns are input
+// features in an order, the weight's, that gives a lane 8 adjacent ones of 32, which it stores at once; with CLUSTER in their own.
+// Two warpgroups share the input features of dx, the features of dw.
+struct ByWgmma {
+    static constexpr int OF_DX = INPUTS / GROUPS, OF_DW = FEATURES / GROUPS;
+    static constexpr int BLOCKS = (OF_DW + 63) / 64, SIZE = INPUTS / 2, DX_SIZE = OF_DX / 2;
+    float dw[BLOCKS][SIZE] = {};
+
+    static __device__ __forceinline__ int group() { return uniform(threadIdx.x % TEAM / 128); }
+
+    static __device__ void load_weight(const BackwardProblem& p, const T* w, int features, T* shared_weight) {
+        constexpr int OF_ROW = INPUTS / VEC;
+        const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0;
+#pragma unroll
+        for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are on their way at once
+            const int f = i / OF_ROW, k = i % OF_ROW * VEC;
+            const int inside = f < features ? static_cast<int>(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
+            const T* from = w + f * p.ldw + k;
+            Vector<T, VEC> v = {};
+            if (whole && inside == VEC)
+                *reinterpret_cast<uint4*>(&v) = *reinterpret_cast<const uint4*>(from);
+            else
+                for (int h = 0; h < VEC; ++h)
+                    if (h < inside) v.at[h] = from[h];
+#pragma unroll
+            for (int h = 0; h < VEC; h += 2) {
+                const int column = CLUSTER > 1 ? k + h : k / 32 * 32 + h * 4 + k % 32 / 4;
+                unsigned* to = reinterpret_cast<unsigned*>(shared_weight + column / 64 * (64 * FEATURES) + f * 64 +
+                                                           ((column / 8 ^ f) & 7) * 8 + column % 8);
+                *to = reinterpret_cast<const unsigned*>(&v)[h / 2];
+            }
+        }
+    }
+
+    // b is MN-major in both products: rows of the weight, and rows of x.
+    template <bool A_MN_MAJOR, int NUMBERS>
+    static __device__ __forceinline__ void multiply(float (&d)[NUMBERS], unsigned long long a, unsigned long long b,
+                                                    int accumulate) {
+        wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, A_MN_MAJOR, true>(d, a, b, accumulate);
+    }
+
+    // With CLUSTER the others send to `room`, 4 bytes for each element of dx, once the team has taken dg and x; it may overlap x.
+    __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
+                                         int k, ClusterBarriers& barriers, int phase) {
+        const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
+        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // from 16 of k to the next, a block in bytes
+        const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
+        const int input0 = group() * OF_DX;
+        const T* const own = weight + input0 / 64 * (64 * FEATURES) + input0 % 64;
+        const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(own), FEATURES * 128);
+        wgmma_fence();
+        // made even where nobody wants it: a branch here would make each wgmma wait for the one before
+        float dx[DX_SIZE];
+#pragma unroll
+        for (int i = 0; i < FEATURES / 16; ++i)
+            multiply<false>(dx, dg_k_major + (i / 4 * (BLOCK / 16) + i % 4 * 2), of_w + NEXT_K * i, i);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < ROWS / 16; ++i)
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block)
+                multiply<true>(dw[block], dg_mn_major + ((group() * BLOCKS + block) * (BLOCK / 16) + NEXT_K * i),
+                               of_x + NEXT_K * i, 1);
+        wgmma_commit();
+        if constexpr (CLUSTER > 1) {
+            wgmma_wait<0>();
+            if (to != nullptr) add_up(dx, room, to, left, k, barriers, phase);
+            return;
+        }
+        wgmma_wait<1>();
+        if (to != nullptr) {
+            const int lane = threadIdx.x % LANES, row0 = threadIdx.x % 128 / LANES * 16 + lane / 4;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int row = row0 + 8 * i;
+                if (row >= left) continue;
+#pragma unroll
+                for (int j = 0; j < OF_DX; j += 32) {
+                    const int at = input0 + j + lane % 4 * VEC;
+                    Vector<T, VEC> out;
+#pragma unroll
+                    for (int h = 0; h < VEC; ++h) from_float(dx[Accumulator::at(j / 8 + h / 2, i, h % 2)], out.at[h]);
+                    if (at + VEC <= k && k % VEC == 0) {
+                        store_whole(to + row * k + at, out);
+                    } else {
+#pragma unroll
+                        for (int h = 0; h < VEC; ++h)
+                            if (at + h < k) to[row * k + at + h] = out.at[h];
+                    }
+                }
+            }
+        }
+        wgmma_wait<0>();
+    }
+
+    // dx of a tile is a sum over the CTAs of a cluster: CTA i gets the numbers of every thread from i OWN on from all of them,
+    // and adds them in the order of the ranks.
+    __device__ __forceinline__ void add_up(const float (&dx)[DX_SIZE], uint4* room, T* to, int left, int k,
+                                           ClusterBarriers& barriers, int phase) {
+        constexpr int OWN = DX_SIZE / CLUSTER, PIECES = OWN / 4;  // of a thread, of 16 bytes
+        static_assert(OWN % 4 == 0, "a CTA gets whole pieces");
+        const int member = threadIdx.x % TEAM, rank = rank_in_cluster();
+        const auto piece = [&](int cta, int i) { return room + (cta * PIECES + i) * TEAM + member; };
+        team_sync(threadIdx.x / TEAM);  // all of the team have taken dg and x
+        if (member == 0) {
+            mbar_expect(&barriers.sent, TEAM * DX_SIZE * 4);
+#pragma unroll
+            for (int cta = 0; cta < CLUSTER; ++cta) mbar_arrive_at(&barriers.ready, cta);
+        }
+        mbar_wait_sent(&barriers.ready, phase);
+#pragma unroll
+        for (int cta = 0; cta < CLUSTER; ++cta)
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                const float* of = dx + cta * OWN + 4 * i;
+                send(piece(rank, i), of[0], of[1], of[2], of[3], &barriers.sent, cta);
+            }
+        mbar_wait_sent(&barriers.sent, phase);
+        const int lane = member % LANES, row0 = member % 128 / LANES * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            Vector<float, 4> sum = {};
+#pragma unroll
+            for (int cta = 0; cta < CLUSTER; ++cta) {
+                const auto part = *reinterpret_cast<const Vector<float, 4>*>(piece(cta, i));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum.at[j] += part.at[j];
+            }
+            const int column = group() * OF_DX + (rank * PIECES + i) * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int row = row0 + 8 * j;
+                if (row >= left) continue;
+                Vector<T, 2> out;
+                from_float(sum.at[2 * j], out.at[0]);
+                from_float(sum.at[2 * j + 1], out.at[1]);
+                T* const there = to + row * k + column;
+                if (column + 2 <= k && k % 2 == 0) {
+                    *reinterpret_cast<Vector<T, 2>*>(there) = out;
+                } else {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        if (column + h < k) there[h] = out.at[h];
+                }
+            }
+        }
+    }
+
+    // dw (FEATURES, INPUTS), rows of DW_ROW
+    __device__ void leave(float* to) const {
+        const int lane = threadIdx.x % LANES;
+        const int f0 = group() * OF_DW + threadIdx.x % 128 / LANES * 16 + lane / 4;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+            for (int i = 0; i < SIZE; i += 2) {
+                const int f = block * 64 + f0 + 8 * Accumulator::row_half(i);
+                if (f < FEATURES)
+                    *reinterpret_cast<float2*>(to + f * DW_ROW + Accumulator::eight(i) +
+                                               Accumulator::first_column(lane)) =
+                        make_float2(dw[block][i], dw[block][i + 1]);
+            }
+    }
+};
+
+template <bool, typename A, typename B>
+struct Either {
+    using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    using type = B;
+};
+using Products = Either<BY_FMA, ByFma, ByWgmma>::type;

@@ -1,0 +1,233 @@
+// How the kernels of narrow.cu make g = x wᵀ of rows that are short: tiles of rows by FEATURES features. No kernels.
+//
+// A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs, and waits for no other; through limbs four
+// warps make one together (skinny/limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
+// of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features that lie 8 apart; which feature is
+// called which is for load_weight to say.
+#pragma once
+#include "skinny/limbs.cuh"
+
+// FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
+// features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.
+template <typename P>
+__device__ inline void load_weight(const P& p, const T* w, int first, uint4* weight) {
+    constexpr int PIECES = 4 * CHUNKS;  // of a row, 16 bytes each
+    for (int i = threadIdx.x; i < FEATURES * PIECES; i += CTA) {
+        const int feature = i / PIECES, piece = i % PIECES, k = piece * WORD;
+        const T* from = w + (first + feature) * p.ldw + k;
+        const int inside = first + feature < p.n ? static_cast<int>(max(min(p.k - k, 1LL * WORD), 0LL)) : 0;
+        const bool at_once = inside == WORD && p.flags & FLAG_VECTOR_W;
+        Vector<T, WORD> v;
+        if (at_once) v = *reinterpret_cast<const Vector<T, WORD>*>(from);
+#pragma unroll
+        for (int j = 0; j < WORD; ++j) {
+            if (!at_once) v.at[j] = j < inside ? from[j] : T(0.0f);
+            if constexpr (BY_FMA) reinterpret_cast<float*>(weight)[(k + j) * FEATURES + feature] = to_float(v.at[j]);
+        }
+        if constexpr (!BY_FMA) {
+            const int place = feature % CHUNK, eight = feature / CHUNK * (WORD / 2) + place % WORD / 2;
+            const int column = place / WORD * 2 + place % 2;  // of mma's eight
+            unsigned* to =
+                reinterpret_cast<unsigned*>(weight + (piece / 4 * (FEATURES / 8) + eight) * LANES + column * 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const unsigned bits = reinterpret_cast<const unsigned*>(&v)[j];
+                to[j * 4 + piece % 4] = ELEMENT == ELEMENT_TF32 ? rounded_to_tf32(bits) : bits;
+            }
+        }
+    }
+}
+
+__device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#define MMA(what)                                                               \
+    asm(what " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (ELEMENT == ELEMENT_BFLOAT16) MMA("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32");
+    if constexpr (ELEMENT == ELEMENT_FLOAT16) MMA("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32");
+    if constexpr (ELEMENT == ELEMENT_TF32) MMA("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32");
+#undef MMA
+}
+
+// What a lane has of a tile: element [i][j] is of row lane / 4 + 8 i and feature feature_of(lane % 4, j).
+using OfLane = float[LANE_ROWS][LANE_FEATURES];
+
+// A warp's tiles, one after the other: every WARPS of its CTA's rows, p.stats_rows of them from cta * p.stats_rows on; from the
+// last to the first if BACKWARDS. They come through a ring of the warp's own, the first ones as soon as this is made. All warps
+// have as many, some of the last with no rows.
+template <bool BACKWARDS>
+struct Tiles {
+    const T* x;
+    const uint4* weight;
+    uint4* pipeline;
+    const T* from;         // of the next part of a tile to ask for, at this lane's first row and 16 bytes
+    long long row0;        // its first row
+    long long first;       // of the first of the warp's tiles
+    int part, parts;       // which of those of a tile
+    long long begin, end;  // the CTA's rows
+    int tiles;             // of a warp
+    long long ldx, step;   // row pitch; rows from tile to tile
+    int bytes, lane;       // of a row from this lane's first 16 on
+    bool whole;            // no lane has less than 16
+
+    template <typename P>
+    __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* pipelines)
+        : x(x_),
+          weight(weight_),
+          part(0),
+          parts(parts_of(p)),
+          begin(cta * p.stats_rows),
+          end(min(begin + p.stats_rows, p.m)),
+          tiles(static_cast<int>((end - begin + BLOCK_ROWS - 1) / BLOCK_ROWS)),
+          ldx(p.ldx),
+          step(BACKWARDS ? -BLOCK_ROWS : BLOCK_ROWS),
+          lane(threadIdx.x % LANES),
+          whole(p.k == parts * CHUNKS * CHUNK) {
+        const int warp = threadIdx.x / LANES, quarter = lane % 4;
+        pipeline = pipelines + warp * STAGES * TILE_WORDS;
+        row0 = begin + warp * ROWS + (BACKWARDS ? (tiles - 1) * static_cast<long long>(BLOCK_ROWS) : 0);
+        bytes = static_cast<int>(p.k - quarter * WORD) * static_cast<int>(sizeof(T));
+        from = x + (row0 + lane / 4) * ldx + quarter * WORD;
+        first = row0;
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; ++stage) issue_copies(stage);
+    }
+
+    // Where 16 bytes lie among those of 8 rows, so that the rows that are read at once meet in no bank.
+    __device__ static int place(int row, int quarter) { return row * 4 + (quarter ^ (row >> 1 & 3)); }
+
+    __device__ void issue_copies(int stage) {
+        uint4* to = pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4);
+        if (row0 >= begin && row0 + ROWS <= end && whole) {
+            const T* row = from;
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS; ++i, row += 8 * ldx)
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                    copy_async(to + (chunk * LANE_ROWS + i) * LANES, row + chunk * CHUNK);
+        } else if (row0 >= begin && row0 < end) {
+            const T* row = from;
+#pragma unroll 1
+            for (int i = 0; i < LANE_ROWS; ++i, row += 8 * ldx)
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const int inside = row0 + lane / 4 + i * 8 < end ? max(min(bytes - chunk * 64, 16), 0) : 0;
+                    copy_async(to + (chunk * LANE_ROWS + i) * LANES, inside > 0 ? row + chunk * CHUNK : x, inside);
+                }
+        }
+        from += CHUNKS * CHUNK;
+        bytes -= CHUNKS * 64;
+        if (++part == parts) {
+            row0 += step;
+            from += step * ldx - parts * CHUNKS * CHUNK;
+            bytes += parts * CHUNKS * 64;
+            part = 0;
+        }
+        commit_copies();
+    }
+
+    // Adds g in IEEE float32.
+    __device__ __forceinline__ void add_products(const uint4* rows, OfLane& g) const {
+        const float* w = reinterpret_cast<const float*>(weight) + lane % 4 * WORD;
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk, rows += LANE_ROWS * LANES)
+#pragma unroll 2
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                Vector<float, 4> a[LANE_ROWS];
+#pragma unroll
+                for (int i = 0; i < LANE_ROWS; ++i)
+                    a[i] = *reinterpret_cast<const Vector<float, 4>*>(rows + i * LANES + place(lane / 4, quarter));
+#pragma unroll
+                for (int k = 0; k < 4; ++k, w += FEATURES)
+#pragma unroll
+                    for (int j = 0; j < LANE_FEATURES; j += WORD) {
+                        const auto of = *reinterpret_cast<const Vector<float, 4>*>(w + j * 4);
+#pragma unroll
+                        for (int i = 0; i < LANE_ROWS; ++i)
+#pragma unroll
+                            for (int l = 0; l < 4; ++l) g[i][j + l] = fmaf(a[i].at[k], of.at[l], g[i][j + l]);
+                    }
+            }
+    }
+
+    // g by mma of numbers as they are.
+    __device__ __forceinline__ void multiply(const uint4* rows, OfLane& g) const {
+        const int at = place(lane % 8, lane / 16), next = place(lane % 8, lane / 16 + 2);
+        float sums[LANE_ROWS / 2][FEATURES / 8][4] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            unsigned a[LANE_ROWS / 2][2][4];
+#pragma unroll
+            for (int i = 0; i < LANE_ROWS / 2; ++i) {
+                const uint4* of = rows + (chunk * LANE_ROWS + 2 * i + lane / 8 % 2) * LANES;
+                load_matrices(a[i][0], of + at);
+                load_matrices(a[i][1], of + next);
+            }
+            if constexpr (ELEMENT == ELEMENT_TF32)
+#pragma unroll
+                for (int i = 0; i < LANE_ROWS * 4; ++i)
+                    a[i / 8][i / 4 % 2][i % 4] = rounded_to_tf32(a[i / 8][i / 4 % 2][i % 4]);
+#pragma unroll
+            for (int eight = 0; eight < FEATURES / 8; ++eight) {
+                const uint4 w = weight[(chunk * (FEATURES / 8) + eight) * LANES + lane];
+#pragma unroll
+                for (int i = 0; i < LANE_ROWS / 2; ++i) {
+                    mma(sums[i][eight], a[i][0], w.x, w.y);
+                    mma(sums[i][eight], a[i][1], w.z, w.w);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+    }
+
+    // then(g, first row, whether all of its rows are there) of every tile. g of limbs is still to be multiplied by what
+    // load_limbs left for its feature.
+    template <typename Then>
+    __device__ void for_each(const Then& then) {
+        long long row = first;
+        int stage = 0;
+        const auto taken = [&] {  // of a part whose words this lane no longer reads
+            issue_copies(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        };
+        [[maybe_unused]] const OrderedBarrier turns;
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile, row += step) {
+            OfLane g;
+            if constexpr (BY_FMA || BY_LIMBS)
+#pragma unroll
+                for (int i = 0; i < LANE_ROWS; ++i)
+#pragma unroll
+                    for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = 0.0f;
+            if constexpr (BY_LIMBS) {
+#pragma unroll 1
+                for (int at_part = 0; at_part < parts; ++at_part) {
+                    await_copies<STAGES - 1>();
+                    const LimbsOfX limbs(pipeline + stage * TILE_WORDS + place(lane / 4, lane % 4));
+                    float sums[2 * LANE_FEATURES];
+                    turns.await();
+                    limbs.begin(sums, weight + at_part * LIMB_WORDS);
+                    turns.pass();
+                    taken();
+                    limbs.end(sums, g);
+                }
+            } else {
+                await_copies<STAGES - 1>();
+                __syncwarp();
+                const uint4* rows = pipeline + stage * TILE_WORDS;
+                if constexpr (BY_FMA)
+                    add_products(rows, g);
+                else
+                    multiply(rows, g);
+                __syncwarp();  // all lanes have read
+                taken();
+            }
+            then(g, row, row + ROWS <= end);
+        }
+        if constexpr (BY_LIMBS) turns.end();
+        await_copies<0>();
+    }
+};

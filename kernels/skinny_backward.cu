@@ -1,0 +1,183 @@
+// skinny_backward: of many rows that are short, dg, dx = dg w and dw = dgᵀ x from one reading of dy, d and x; dg is never
+// written. It takes the place of backward_dg and of two products. reduce_split_k adds up what its CTAs made of dw.
+//
+//   dy (m, n) of T, row pitch dy_row      d (m, n) of T, row pitch ldd      x (m, k), row pitch ldx: rows on 16 bytes
+//   weight (n, k), row pitch ldw, n <= FEATURES CLUSTER, k <= INPUTS      dx (m, k), contiguous, or null
+//   partials (CTAs or clusters, features, INPUTS), float32: what each made of dw (n, k)
+//
+// dg is made as backward_dg makes it, from the sums in the workspace, and rounded to T; the first CTA, or cluster, writes the
+// gradients of size O. A CTA has skinny_rows rows, of which its TEAMS (skinny/products.cuh) take tiles of ROWS in turn, each
+// through a ring of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its
+// team then multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end. The CTAs of
+// a cluster share the features, skinny_features each: they have the same rows at the same time, and send each other what their
+// features are of dx.
+//
+// It runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds. What it reads but for
+// the sums it may ask for while backward_sums still runs.
+//
+// Moves dy, d and x once (a cluster x once from memory, its other CTAs from L2), dx once, and FEATURES INPUTS floats a CTA: at
+// (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
+#include "skinny/products.cuh"
+
+constexpr int THREADS_HERE = TEAM * TEAMS;
+constexpr int OF_DY = FEATURES / VEC, OF_X = INPUTS / VEC;                     // pieces of 16 bytes in a row
+constexpr int DY = (OF_DY + 7) / 8 * 8 * ROWS, X = (OF_X + 7) / 8 * 8 * ROWS;  // pieces of a tile, in whole blocks
+constexpr int TILE = 2 * DY + X;                                               // dy, then dg; d; x
+constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // of all teams
+constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
+constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
+constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // on their way or at hand
+static_assert(TILES >= 2, "a tile on its way while another is multiplied");
+static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "what the others send of dx lies where d and x were");
+
+extern __shared__ __align__(1024) uint4 skinny_shared[];
+
+extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
+    skinny_backward(const __grid_constant__ BackwardProblem p, const T* dy, const T* d, const T* x, const T* w,
+                    const double* saved, const char* workspace, float* partials, T* dx, void* to_bias, void* to_scale,
+                    void* to_gamma, void* to_beta) {
+    __shared__ alignas(16) G coefficients[GROUPS > 1 ? 1 : DG_ROWS * FEATURES];
+    __shared__ ClusterBarriers barriers[TEAMS];
+    T* weight = reinterpret_cast<T*>(skinny_shared + PIPELINE_WORDS);
+    const int team = uniform(threadIdx.x / TEAM), member = threadIdx.x % TEAM;
+    uint4* pipeline = skinny_shared + team * TILES * TILE;
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x < TEAMS) {
+            mbar_init(&barriers[threadIdx.x].ready, CLUSTER);
+            mbar_init(&barriers[threadIdx.x].sent, 1);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncthreads();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+
+    const int width = CLUSTER == 1 ? FEATURES : static_cast<int>(p.skinny_features);
+    const long long col0 = 1LL * rank_in_cluster() * width;
+    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // of the CTA
+    dy += col0, d += col0;
+    const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
+    const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces of 16 bytes
+    const int inside = max(min(features - of_dy * VEC, VEC), 0);
+    const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
+    constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
+    constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it makes dg of any
+    // where these begin in a row, which is never beyond it
+    const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;
+    const int first = member / OF_DY, first_x = member / OF_X;  // and its rows, STEP apart
+    const auto issue_copies = [&](int stage, long long row0) {
+        uint4* to = pipeline + stage * TILE;
+        const int left = row0 < begin ? 0 : static_cast<int>(min(end - row0, 1LL * ROWS));
+        const T* from_dy = dy + (row0 + first) * p.dy_row + at_dy;
+        const T* from_d = d + (row0 + first) * p.ldd + at_dy;
+        const T* from_x = x + (row0 + first_x) * p.ldx + at_x;
+        const auto copy_all = [&](bool whole) {
+            const auto copy = [&](uint4* at, const T* from, const T* any, int i, int columns) {
+                const bool there = whole || i < left;
+                copy_async(at, there ? from : any, there ? columns * static_cast<int>(sizeof(T)) : 0);
+            };
+#pragma unroll
+            for (int i = first; i < ROWS; i += STEP, from_dy += STEP * p.dy_row, from_d += STEP * p.ldd) {
+                copy(to + place(i, of_dy), from_dy, dy, i, inside);
+                copy(to + DY + place(i, of_dy), from_d, d, i, inside);
+            }
+#pragma unroll
+            for (int i = first_x; i < ROWS; i += STEP_X, from_x += STEP_X * p.ldx)
+                copy(to + 2 * DY + place(i, of_x), from_x, x, i, inside_x);
+        };
+        if (left == ROWS)
+            copy_all(true);
+        else
+            copy_all(false);
+        commit_copies();
+    };
+    const long long last = begin + ((end - begin - 1) / ROWS - team) * ROWS;  // where the team's first tile begins
+    long long next_row = last;
+#pragma unroll 1
+    for (int i = 0; i < TILES - 1; ++i, next_row -= TEAMS * ROWS) issue_copies(i, next_row);
+
+    Products::load_weight(p, w + col0 * p.ldw, features, weight);
+    for (int i = threadIdx.x; i < features; i += THREADS_HERE) Factors{saved, p.n, col0 + i}.prefetch();
+    // Only now: the kernel ahead, of the same call, has itself waited for whatever made what is read until here.
+    await_kernel_ahead();
+    double* scratch =
+        reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);  // the last stage of the last team
+    // two warpgroups leave no room for them to stay: threads have theirs in registers
+    G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + 2 * THREADS) : coefficients;
+    // dg of columns that there are not is zero: products take it
+    for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
+        if (i % FEATURES >= features) stored[i] = G(0);
+    // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
+    const int columns = static_cast<int>(p.row_threads) * VEC;
+#pragma unroll 1
+    for (int at = 0; at < features; at += columns) {
+        if (at > 0) __syncthreads();
+        merge_splits(p, workspace, columns, col0 + at, scratch, [&](long long c, int column, double S, double E) {
+            if (at + column < features)
+                store_feature(p, Factors{saved, p.n, c}, S, E, blockIdx.x < CLUSTER, to_bias, to_scale, to_gamma,
+                              to_beta, stored, FEATURES, at + column);
+        });
+    }
+    if constexpr (!BY_FMA) fence_async();
+    __syncthreads();
+    const BeforeY before(p, saved, col0 + of_dy * VEC, inside);
+    Coefficients of(before, stored, FEATURES, of_dy * VEC);
+    if constexpr (GROUPS > 1) __syncthreads();
+    issue_copies(TILES - 1, next_row);
+    next_row -= TEAMS * ROWS;
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    Products products;
+    int stage = 0, phase = 0;
+#pragma unroll 1
+    for (long long row0 = last; row0 >= begin; row0 -= TEAMS * ROWS, next_row -= TEAMS * ROWS) {
+        await_copies<TILES - 1>();
+        const int left = static_cast<int>(min(end - row0, 1LL * ROWS));
+        uint4* dg = pipeline + stage * TILE;
+        if constexpr (GROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
+#pragma unroll
+        for (int i = first; i < ROWS; i += AT_ONCE * STEP) {
+            Row row[AT_ONCE];  // read by whole words: element by element the compiler reads them from the ring
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const uint4* at = dg + place(i + j * STEP, of_dy);
+                *reinterpret_cast<uint4*>(&row[j].dy) = *at;
+                *reinterpret_cast<uint4*>(&row[j].d) = at[DY];
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const Vector<T, VEC> out = of.dg(row[j]);
+                dg[place(i + j * STEP, of_dy)] =  // zeros of dy are no zeros of dg
+                    i + j * STEP < left ? *reinterpret_cast<const uint4*>(&out) : uint4{};
+            }
+        }
+        if constexpr (!BY_FMA) fence_async();
+        team_sync(team);
+        products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
+                      static_cast<int>(p.k), barriers[team], phase);
+        phase ^= 1;
+        team_sync(team);  // all have read
+        issue_copies(stage, next_row);
+        stage = stage + 1 == TILES ? 0 : stage + 1;
+    }
+    await_copies<0>();
+    __syncthreads();  // all rings are free
+
+    float* of_teams = reinterpret_cast<float*>(skinny_shared);  // [TEAMS][FEATURES][DW_ROW]
+    products.leave(of_teams + team * FEATURES * DW_ROW);
+    __syncthreads();
+    float4* to = reinterpret_cast<float4*>(partials) + blockIdx.x * (width * (INPUTS / 4));
+#pragma unroll 2
+    for (int i = threadIdx.x; i < width * (INPUTS / 4); i += THREADS_HERE) {
+        float4 sum = {};
+#pragma unroll
+        for (int j = 0; j < TEAMS; ++j) {
+            const int row = j * FEATURES + i / (INPUTS / 4);
+            const float4 part = *reinterpret_cast<const float4*>(of_teams + row * DW_ROW + i % (INPUTS / 4) * 4);
+            sum.x += part.x;
+            sum.y += part.y;
+            sum.z += part.z;
+            sum.w += part.w;
+        }
+        to[i] = sum;
+    }
+}

@@ -1,0 +1,413 @@
+// The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
+//
+// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h of the tile, and its row
+// 8 j + 2 (lane % 4) + e: a thread has two features, h = 0, 1.
+#pragma once
+#include "sm90/deferred_epilogue.cuh"
+#include "sm90/limbs_rs.cuh"
+#include "sm90/split_k.cuh"
+#include "sm90/operand.cuh"
+
+struct Consumer : Cta {
+    const int half, warp, lane, rank;              // half: which of the two warpgroups
+    const bool storer = warp == 0 && lane == 0;    // one thread of the warpgroup issues its TMA stores
+    int phase = 0, s = 0, nth = 0;                 // of the stage to be read next; this stage; the tile
+    int to_release = products() * steps - STAGES;  // stages
+    int within = 0;                                // the first of the thread's two features, in the tile
+    Run run_of_tile = {};                          // inference
+
+    // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
+    // would meet in a bank.
+    static __device__ __forceinline__ int feature_of(int lane) {
+        return ELEMENT == ELEMENT_LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
+    }
+
+    // The last STAGES are not released: nobody loads into them any more, and a CTA that has nothing left to receive may end.
+    __device__ __forceinline__ void release(int stage) {
+        if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT_K + rank % SPLIT_K);
+    }
+
+    __device__ __forceinline__ void next_stage(int step) {
+        if constexpr (DEFERS)
+            // the last tile's store has long arrived: a wait for it costs nothing here
+            if (step == min(4, steps - 1) && storer && nth > 0) {
+                tma_store_wait();
+                count_up(&sh.stored[half]);
+            }
+        if (++s == STAGES) s = 0, phase ^= 1;
+    }
+
+    // The main loop: the product over the CTA's steps, to d. One stage's wgmmas stay in flight while the next one's are
+    // issued.
+    __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
+        int before = 0;  // the stage before s
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(&sh.full[s], phase);
+            const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < BLOCK_K / MMA_K; j++) multiply_add(d, a + W::NEXT * j, b + X::NEXT * j, step | j);
+            wgmma_commit();
+            if (step > 0) {
+                wgmma_wait<1>();
+                release(before);
+            }
+            before = s;
+            next_stage(step);
+        }
+        wgmma_wait<0>();
+        release(before);
+    }
+
+    // The same of limbs, to `sum`; d is what the tensor core adds in. It truncates as it adds, and always towards zero: the
+    // sum of a part of a stage starts anew, takes the small products first, and is added to `sum`, which rounds. The other
+    // warpgroup's wgmmas run meanwhile.
+    __device__ __forceinline__ void multiply_limbs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC]) {
+        constexpr int PARTS = 2;  // of a stage, each with a sum of its own
+#pragma unroll
+        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            mbar_wait(&sh.full[s], phase);
+            const u64 a = W::descriptor(sh.stage[s] + half * (64 * 128)), b = X::descriptor(sh.stage[s] + W_BYTES);
+            constexpr u64 A_LOW = BLOCK_N * 128 / 16, B_LOW = PRODUCT_M * 128 / 16;
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                constexpr int STEPS = BLOCK_K / MMA_K / PARTS;
+                const u64 a_part = a + W::NEXT * STEPS * part, b_part = b + X::NEXT * STEPS * part;
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + A_LOW + W::NEXT * j, b_part + X::NEXT * j, j);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + B_LOW + X::NEXT * j, 1);
+#pragma unroll
+                for (int j = 0; j < STEPS; j++) multiply_add(d, a_part + W::NEXT * j, b_part + X::NEXT * j, 1);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (part == PARTS - 1) release(s);
+#pragma unroll
+                for (int i = 0; i < PRODUCT_ACC; i++) sum[i] += d[i];
+            }
+            next_stage(step);
+        }
+    }
+
+    // A part of a stage, the limbs of w being registers: d anew, small products first.
+    __device__ __forceinline__ void begin_part(float (&d)[PRODUCT_ACC], const LimbsOfW& w, int stage, int part) const {
+        constexpr int STEPS = BLOCK_K / MMA_K / 2;
+        constexpr u64 LOW = PRODUCT_M * 128 / 16;
+        const u64 b = X::descriptor(sh.stage[stage] + W_BYTES) + X::NEXT * STEPS * part;
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.low[j], b + X::NEXT * j, j);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + LOW + X::NEXT * j, 1);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) wgmma_rs(d, w.high[j], b + X::NEXT * j, 1);
+        wgmma_commit();
+    }
+
+    // The same where the limbs of w are made here, in registers: those of a part while the one before is multiplied, or
+    // the other warpgroup's. What `unscale` takes of w goes to `of_w`.
+    __device__ __forceinline__ void multiply_limbs_rs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
+                                                      int (&of_w)[2]) {
+        constexpr bool AHEAD = PRODUCT_M < 128;  // else there are no registers for the limbs of two parts
+        UnitsOfW units;
+        const auto limbs_of = [&](int part) {
+            return LimbsOfW(sh.stage[s] + part * ((W_MN_MAJOR ? 32 : BLOCK_N) * 128),
+                            64 * half + 16 * warp + feature_of(lane), lane);
+        };
+        const auto end_part = [&](const int (&field)[2]) {
+            float factor[2];
+            units.follow(field, sum, factor);
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = fmaf(d[i], factor[Accumulator::row_half(i)], sum[i]);
+        };
+#pragma unroll
+        for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
+        LimbsOfW first;
+        const auto begin_step = [&] {
+            mbar_wait(&sh.full[s], phase);
+            first = limbs_of(0);
+        };
+        if (AHEAD) begin_step();
+#pragma unroll 1
+        for (int step = 0; step < steps; step++) {
+            if (!AHEAD) begin_step();
+            begin_part(d, first, s, 0);
+            if (!AHEAD) end_part(first.field);
+            const LimbsOfW second = limbs_of(1);
+            if (AHEAD) end_part(first.field);
+            begin_part(d, second, s, 1);
+            if (!AHEAD) end_part(second.field);
+            const int before = s;
+            next_stage(step);
+            if (AHEAD) {
+                if (step + 1 < steps) begin_step();
+                end_part(second.field);
+            }
+            release(before);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
+        if constexpr (SPLIT_K > 1) {  // in one unit before those of several CTAs are added; x is below 2^15
+            constexpr int COMMON = 10;
+#pragma unroll
+            for (int i = 0; i < PRODUCT_ACC; i++) {
+                const int e = of_w[Accumulator::row_half(i)] - COMMON;
+                sum[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);  // 2^e may not be a float
+            }
+            of_w[0] = of_w[1] = COMMON;
+        }
+    }
+
+    // g of the tile, to d; of limbs what `unscale` takes, to `sum` and `of_w`. A template, so that only its own branch is
+    // compiled.
+    template <int SIZE>
+    __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
+        if constexpr (SIZE < PRODUCT_ACC) {
+            float d_of_all[PRODUCT_ACC], sum_of_all[PRODUCT_ACC];
+            if constexpr (ELEMENT == ELEMENT_LIMBS_RS) {
+                multiply_limbs_rs(d_of_all, sum_of_all, of_w);
+                reduce_scatter(sh, rank, sum_of_all, sum);
+            } else if constexpr (ELEMENT == ELEMENT_LIMBS) {
+                multiply_limbs(d_of_all, sum_of_all);
+                reduce_scatter(sh, rank, sum_of_all, sum);
+            } else {
+                multiply(d_of_all);
+                reduce_scatter(sh, rank, d_of_all, d);
+            }
+        } else if constexpr (ELEMENT == ELEMENT_LIMBS_RS) {
+            multiply_limbs_rs(d, sum, of_w);
+        } else if constexpr (ELEMENT == ELEMENT_LIMBS) {
+            multiply_limbs(d, sum);
+        } else {
+            multiply(d);
+        }
+    }
+
+    // The rows of y from row0 on, staged by a warpgroup, to rows that start anywhere. A warp takes every fourth row, so that
+    // all of its rows start alike, and a lane 4 bytes of it; where those lie across two words of y, it stores the word
+    // that begins in its neighbour's, and what is left at both ends are halves.
+    __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
+        const int rows = min((int)m - row0, PASS_M);
+#pragma unroll 1
+        for (int box = 0; box < BOXES; box++) {
+            const int col0 = column + box * (64 / BOXES);
+            const int left = min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
+            char* to = y + (row0 + warp) * y_pitch + (size_t)col0 * Y_BYTES + 4 * lane;
+            const bool straddles = !FLOAT32 && (size_t)to & 2, begins_before = straddles && lane > 0;
+            const bool word = begins_before ? left >= 2 : !straddles && left >= 4;
+            const bool half_word = begins_before ? left == 0 : !FLOAT32 && (straddles ? left >= 2 : left == 2);
+            const bool last_half = straddles && lane == 31 && left >= 4;
+            const u32 bytes = begins_before ? 0x5432 : 0x7654;  // of a lane's and its neighbour's
+            if (begins_before) to -= 2;
+            int from = box * (PASS_M * 128) + warp * 128 + (((lane / 4) ^ warp) << 4) + (lane & 3) * 4;
+#pragma unroll 4
+            for (int r = warp; r < rows; r += 4) {
+                const u32 own = *(const u32*)(staging + from);
+                const u32 piece = FLOAT32 ? own : __byte_perm(__shfl_up_sync(0xFFFFFFFF, own, 1), own, bytes);
+                if (word) *(u32*)to = piece;
+                if (half_word) *(unsigned short*)to = (unsigned short)piece;
+                if (last_half) *(unsigned short*)(to + 4) = (unsigned short)(own >> 16);
+                from = (from ^ 64) + 4 * 128;  // chunk c of row r lies at c ^ (r & 7)
+                to += 4 * y_pitch;
+            }
+        }
+    }
+
+    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
+    // pack_of(h, ...) makes one word of two rows of feature h.
+    template <bool TO_Y = true, typename Pack>
+    __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
+                                          const Pack& pack_of) const {
+        const int lane = lane_id();  // anew, as in run
+#pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            char* staging = sh.staging[half][pass % STAGINGS];
+            const float* e = d + pass * (ACC / PASSES);
+            if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from here
+            warpgroup_sync(half);
+            if constexpr (FLOAT32) {
+#pragma unroll
+                for (int i = 0; i < ACC / PASSES; i++) {
+                    const int r = i / 4 * 8 + Accumulator::first_column(lane) + Accumulator::odd(i);  // its column
+                    const int of_eight = feature_of(lane);
+                    const int c = (warp & 1) * 4 + Accumulator::row_half(i) * 2 + of_eight / 4;
+                    *(float*)(staging + warp / 2 * (PASS_M * 128) + r * 128 + ((c ^ (r & 7)) << 4) +
+                              (of_eight & 3) * 4) = e[i];
+                }
+            } else {
+                const auto packed = [&](int j, int h) {
+                    return pack_of(h, e[Accumulator::at(j, h, 0)], e[Accumulator::at(j, h, 1)]);
+                };
+                const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                  (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+                for (int j = 0; j < PASS_M / 8; j += 2)
+                    stmatrix_trans(start + j * (8 * 128), packed(j, 0), packed(j, 1), packed(j + 1, 0),
+                                   packed(j + 1, 1));
+            }
+            fence_async();
+            warpgroup_sync(half);
+            if (TO_Y && !(p.flags & FLAG_VECTOR_Y)) {
+                store_pieces(staging, row * BLOCK_M + pass * PASS_M, block * BLOCK_N + 64 * half, lane);
+            } else if (storer && block < blocks) {
+                for (int box = 0; box < BOXES; box++)
+                    tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),
+                              row * BLOCK_M + pass * PASS_M);
+            }
+            if (storer) tma_store_commit();  // of nothing, too: the wait above counts passes
+        }
+        if (PASSES % STAGINGS) {  // an odd number would leave the slots out of step
+            if (storer) tma_store_wait_read<0>();
+            warpgroup_sync(half);
+        }
+    }
+
+    // Inference: y = f(a g + c), of the thread's features `within` and `within` + 8 of the tile.
+    __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
+        run_of_tile.ends_before(block);
+        const int slot = run_of_tile.number % 2;
+        wait_count(&sh.constants_ready[slot], (run_of_tile.number / 2 + 1) * CONSTANT_WARPS, SHORT_BACKOFF);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float2 ac = sh.constants[slot][within + 8 * h];
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& v = d[Accumulator::at(j, h, e)];
+                    v = Activation<Y>::of(line(ac, v));
+                }
+        }
+    }
+
+    // Training: g to the deviations from the tile's means. They are deferred in y, except the last tile's, which becomes y.
+    __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
+        const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+        float mean[2], m2[2];
+        centre(d, rows, lane, mean, m2);
+        mbar_wait(&sh.agreed, 0);
+        const u64 launch = sh.launch;
+        const int h = lane & 1;  // of four lanes with the same two features, two speak for one each
+        const float own = h ? mean[1] : mean[0];
+        if ((lane & 2) == 0)
+            publish(partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
+                    launch);
+        if (lane == 0) hint(&sh.ready);
+        if (!DEFERS || cluster_id() + (nth + 1) * clusters >= scheduler.count()) {
+            epilogue_of_last_tile(d, row, block, h, own, launch);
+        } else if (IN_UNITS) {
+            const float in_units[2] = {1.f / deviation_unit(m2[0], rows), 1.f / deviation_unit(m2[1], rows)};
+#pragma unroll
+            for (int i = 0; i < ACC; i++) d[i] *= in_units[Accumulator::row_half(i)];
+        }
+    }
+
+    // MODE_CLUSTER_BATCH: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
+    __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
+        float mean[2], m2[2];
+        centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
+        u64* here = &sh.here[half];
+        const int h = lane & 1, mine = within + 8 * h;
+        const float own = h ? mean[1] : mean[0];
+        Merged all = {own, 0.f, 1.f};
+        float m2_of_all = h ? m2[1] : m2[0];
+        // of four lanes with the same two features, two speak for one each
+        if constexpr (CLUSTER_CTAS == 1) {
+            if ((lane & 2) == 0) {  // to the merger alone
+                sh.gathered[0][mine] = make_float2(own, m2_of_all);
+                mbar_arrive(here);
+            }
+        } else {
+            if (storer) mbar_expect(here, CLUSTER_CTAS * 64 * sizeof(float2));
+            for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // one to every other CTA
+                send(&sh.gathered[rank][mine], own, m2_of_all, here, cta);
+            mbar_wait_sent(here, 0);
+            merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, all.mean, m2_of_all);
+        }
+        const float var = m2_of_all / (float)m;
+        mbar_wait(&sh.arguments_ready, 0);
+        const Affine u = sh.arguments[mine];
+        all.a = u.slope(var, f.eps), all.unit = deviation_unit(var, 1);
+        epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+    }
+
+    // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
+    // mean in the tile is `own`.
+    __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
+                                                          u64 launch) const {
+        mbar_wait(&sh.arguments_ready, 0);
+        if constexpr (SAVE_DEVIATIONS) {
+            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            epilogue_in_registers(d, row, block, h,
+                                  epilogue_of(1.f, own - all.mean, all.a, all.unit, sh.beta[within + 8 * h]));
+        } else {
+            const Affine u = sh.arguments[within + 8 * h];
+            Merged all = {0.f, 0.f, 1.f};
+            if (!RANKS && parts(block).lanes() == 1) {  // few parts: merging them here saves a round trip
+                float m2;
+                const Word* words = words_of(block) + within + 8 * h;
+                merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);
+                all.a = u.slope(m2 / (float)m, f.eps);
+            } else {
+                all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
+            }
+            epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
+        }
+    }
+
+    // A tile in registers, of whose feature h the thread has what becomes of it; a neighbouring lane has that of its other
+    // feature.
+    __device__ __forceinline__ void epilogue_in_registers(float (&d)[ACC], int row, int block, int h,
+                                                          const Epilogue& own) const {
+        const auto of_both = [&](float2 xy, float2(&both)[2]) {  // what the thread's two features have of it
+            const float2 other =
+                make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
+            both[0] = h ? other : xy, both[1] = h ? xy : other;
+        };
+        float2 to_y[2];
+#if SAVE_DEVIATIONS
+        float2 to_deviation[2];
+        of_both(own.to_deviation, to_deviation);
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = line(to_deviation[Accumulator::row_half(i)], d[i]);
+        of_both(own.to_y, to_y);
+        store<false>(*for_backward.map, d, row, block,
+                     [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
+#else
+        of_both(own.to_y, to_y);
+#endif
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
+    }
+
+    __device__ __forceinline__ void run() {
+        float d[ACC];
+        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+            const auto [row, block] = scheduler.at(i, rank);
+            float sum[ACC];
+            int of_w[2];
+            make(d, sum, of_w);
+            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            within = 64 * half + 16 * warp + feature_of(lane);
+            const int feature = block * BLOCK_N + within;
+            if (is_there(row, block)) {
+                if constexpr (ELEMENT == ELEMENT_LIMBS) load_exponents(w_exponents, (int)n, feature, of_w);
+                if constexpr (BY_LIMBS) unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
+                if constexpr (MODE == MODE_INFERENCE) apply_constants(d, block);
+                if constexpr (MODE == MODE_TRAINING) normalize(d, row, block, lane);
+                if constexpr (MODE == MODE_CLUSTER_BATCH) normalize_in_cluster(d, row, block, lane);
+            }
+            store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
+            if (MODE == MODE_INFERENCE && storer)
+                count_up(&sh.stored[half]);    // and with it, the constants have been read
+            if constexpr (SPLIT_K > 1) break;  // a CTA has one tile
+        }
+        if constexpr (DEFERS) epilogue_of_deferred_tiles(SHORT_BACKOFF);
+        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+    }
+};

@@ -1,0 +1,129 @@
+// The finishers: warps that turn the deviations of deferred tiles into y, beside the main loop of later tiles.
+#pragma once
+#include "sm90/cta.cuh"
+
+// The coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all of
+// the tile's are merged. A lane makes those of EACH neighbouring features, with all words in flight at once, and
+// shuffles pass them on.
+__device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
+    const u64 launch = *(volatile u64*)&sh.launch;
+    constexpr int EACH = BLOCK_N / 32;
+    const int lane = lane_id(), first = block * BLOCK_N + EACH * lane;
+    const Word *of_all = merged + first,
+               *of_tile = partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + EACH * lane;
+    Fetched beta[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        beta[e] = first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
+    Word all[EACH], tile[EACH], units[EACH];
+    while (true) {
+        bool here = true;
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            all[e] = peek(of_all + e), tile[e] = peek(of_tile + e);
+            if (SAVE_DEVIATIONS && IN_UNITS) units[e] = peek(of_all + features + e);
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; e++) {
+            here &= all[e].launch == launch && tile[e].launch == launch;
+            if (SAVE_DEVIATIONS && IN_UNITS) here &= units[e].launch == launch;
+        }
+        if (__all_sync(0xFFFFFFFF, here)) break;
+        __nanosleep(backoff);
+    }
+    Epilogue made[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
+        const float unit = SAVE_DEVIATIONS && IN_UNITS ? units[e].x : 1.f;
+        made[e] = epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, beta[e].or_else(0.f));
+    }
+#pragma unroll
+    for (int e = 0; e < CHUNK; e++) {
+        const int from = lane % (BLOCK_N / CHUNK) * (CHUNK / EACH) + e / EACH;
+        const auto given = [&](float2 of) {
+            return make_float2(__shfl_sync(0xFFFFFFFF, of.x, from), __shfl_sync(0xFFFFFFFF, of.y, from));
+        };
+#if SAVE_DEVIATIONS
+        coef[e].to_deviation = given(made[e % EACH].to_deviation);
+#endif
+        coef[e].to_y = given(made[e % EACH].to_y);
+    }
+}
+
+// Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order. A unit is
+// one warp's own business: no warp waits for what another does.
+__device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
+    const int nth = unit / DEFERRED_PIECES;
+    const auto [row, block] = scheduler.at(tile(nth), cluster_rank());
+    if (block >= blocks) return;
+    // first in this CTA, then one word of all, the last to be merged, then all: polling must not crowd others out of L2
+    for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
+    if (look(&sh.merged_tiles) <= nth)
+        await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
+    constexpr int LANES_PER_ROW = BLOCK_N / CHUNK, STEP = 32 / LANES_PER_ROW;  // lanes along a row, rows of an access
+    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; SAVE_DEVIATIONS's coefficients take the other registers
+    const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * CHUNK;
+    const int first = row * BLOCK_M + unit % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
+    int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
+        to_write = to_read;  // accesses
+    const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
+    char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
+    char* deviations_at = for_backward.deviations + ((size_t)first * p.ld_deviations + (size_t)feature) * Y_BYTES;
+    // deviations are read past L1, which might hold older lines
+    const auto read = [&](uint4(&d)[BATCH]) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, from += step)
+            if (i < to_read) d[i] = __ldcg((const uint4*)from);
+        to_read -= BATCH;
+    };
+    Epilogue coef[CHUNK];
+    const auto write = [&](const uint4(&d)[BATCH]) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++, to += step, deviations_at += deviations_step) {
+            uint4 of_y, of_deviations;
+            apply_epilogue(d[i], coef, of_y, of_deviations);
+            if (i < to_write) {
+                *(uint4*)to = of_y;
+                if constexpr (SAVE_DEVIATIONS) *(uint4*)deviations_at = of_deviations;
+            }
+        }
+        to_write -= BATCH;
+    };
+    uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is on its way while the other is finished
+    read(even);
+    load_epilogue(coef, row, block, backoff);
+    if (lane == 0) atomicMax(&sh.merged_tiles, nth + 1);
+#pragma unroll 1
+    for (int r = 0; r < DEFERRED_ROWS / STEP; r += 2 * BATCH) {
+        read(odd);
+        write(even);
+        read(even);
+        write(odd);
+    }
+}
+
+__device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
+    const int pieces = (tiles() - 1) * DEFERRED_PIECES;
+    while (true) {
+        int unit;
+        if (lane_id() == 0) unit = atomicAdd(&sh.ticket, 1);
+        unit = __shfl_sync(0xFFFFFFFF, unit, 0);
+        if (unit >= pieces) break;
+        epilogue_of_deferred_rows(unit, backoff);
+    }
+}
+
+// What the consumers need for the CTA's last tile, which they finish themselves. By one warp.
+__device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
+    const auto [row, block] = scheduler.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
+#pragma unroll
+    for (int c = lane; c < BLOCK_N; c += 32)
+        if (block * BLOCK_N + c < n) {
+            if constexpr (LOADS_BETA)
+                sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
+            else
+                sh.arguments[c] = f.affine(block * BLOCK_N + c);
+        }
+    mbar_arrive(&sh.arguments_ready);
+}

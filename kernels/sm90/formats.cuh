@@ -1,0 +1,145 @@
+// Numbers on their way between the accumulators and memory: the powers of two of limbs, y's format, units.
+#pragma once
+#include "sm90/accumulator.cuh"
+#include "sm90/config.cuh"
+
+// 2^e for -126 <= e <= 127
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
+
+// Those of w's features `feature` + 8 h.
+__device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
+}
+
+// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and w_exponent `of_w`[h] of d[4 j + 2 h + e]: exact,
+// but for what falls below float32's normal numbers.
+__device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
+                                        int row, const int (&of_w)[2]) {
+    int of_x[ACC / 2];
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) {
+        const int r = row + i / 2 * 8 + i % 2;
+        of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
+    }
+    // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
+    bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
+#pragma unroll
+    for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
+    if (__all_sync(0xFFFFFFFF, mild)) {
+        const float w[2] = {power_of_two(of_w[0]), power_of_two(of_w[1])};
+#pragma unroll
+        for (int i = 0; i < ACC; i++)
+            d[i] = sum[i] * power_of_two(of_x[Accumulator::own_column(i)]) * w[Accumulator::row_half(i)];
+    } else {
+#pragma unroll
+        for (int i = 0; i < ACC; i++) {
+            const int e = max(of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)],
+                              -252);  // two steps: 2^e may not be a float
+            d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
+        }
+    }
+}
+
+// two floats to one 32-bit word, the first in the low half
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+    if constexpr (ELEMENT == ELEMENT_FLOAT16)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+__device__ __forceinline__ float2 unpack(u32 word) {
+    if constexpr (ELEMENT != ELEMENT_FLOAT16)
+        return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+    float2 f;
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(word));
+    return f;
+}
+
+// Deviations wait in y in units of this power of two, about their standard deviation: in float16 they might not fit otherwise.
+__device__ __forceinline__ float deviation_unit(float m2, int rows) {
+    if (!IN_UNITS) return 1.f;
+    const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
+    return __uint_as_float((u32)(127 + (exponent >> 1)) << 23);
+}
+
+// y's 16-bit type, or float
+#if FLOAT32_OUTPUT || !(ELEMENT == ELEMENT_BFLOAT16 || ELEMENT == ELEMENT_FLOAT16)
+using Y = float;
+#elif ELEMENT == ELEMENT_FLOAT16
+using Y = __half;
+#else
+using Y = __nv_bfloat16;
+#endif
+
+__device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
+
+// Two deviations as they are kept (settle), y being f(line(to_y, d)) of each.
+__device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
+    u32 word = pack(low, high);
+    if constexpr (Activation<Y>::JUMPS) {
+        const float2 deviations = unpack(word);
+        const auto crosses = [](float2 to_y, float d, float saved) {
+            return Activation<Y>::side(line(to_y, saved)) != Activation<Y>::side(line(to_y, d));
+        };
+        if (crosses(low_to_y, low, deviations.x)) word += fabsf(deviations.x) < fabsf(low) ? 1u : ~0u;
+        if (crosses(high_to_y, high, deviations.y)) word += fabsf(deviations.y) < fabsf(high) ? 0x10000u : 0xFFFF0000u;
+    }
+    return word;
+}
+
+// What becomes of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS line(to_deviation, d) is kept, and what
+// to_y takes.
+struct Epilogue {
+#if SAVE_DEVIATIONS
+    float2 to_deviation;
+#endif
+    float2 to_y;
+};
+
+// The same of deviations from a tile's mean, which lies `shift` above that of all rows, in units of `unit_of`.
+__device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
+#if SAVE_DEVIATIONS
+    return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
+#else
+    return {make_float2(a * unit_of, fmaf(a, shift, beta))};
+#endif
+}
+
+// What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what SAVE_DEVIATIONS
+// keeps; per_unit is 1 otherwise.
+struct Centred {
+    float mean, per_unit, slope, offset;
+};
+
+// The 16 bytes of one access to y and, with SAVE_DEVIATIONS, to what is kept.
+__device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[CHUNK], uint4& y,
+                                               uint4& deviations) {
+    u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (FLOAT32) {
+            float d = __uint_as_float(word[i]);
+#if SAVE_DEVIATIONS
+            d = line(coef[i].to_deviation, d);
+            deviation[i] = __float_as_uint(d);
+#endif
+            word[i] = __float_as_uint(Activation<Y>::of(line(coef[i].to_y, d)));
+        } else {
+            const Epilogue &even = coef[2 * i], &odd = coef[2 * i + 1];
+            float2 d = unpack(word[i]);
+#if SAVE_DEVIATIONS
+            d = make_float2(line(even.to_deviation, d.x), line(odd.to_deviation, d.y));
+            deviation[i] = pack_deviations(d.x, d.y, even.to_y, odd.to_y);
+#endif
+            word[i] = pack(Activation<Y>::of(line(even.to_y, d.x)), Activation<Y>::of(line(odd.to_y, d.y)));
+        }
+    }
+    y = make_uint4(word[0], word[1], word[2], word[3]);
+    if constexpr (SAVE_DEVIATIONS) deviations = make_uint4(deviation[0], deviation[1], deviation[2], deviation[3]);
+}

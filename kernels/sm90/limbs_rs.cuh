@@ -1,0 +1,86 @@
+// Limbs of w that the consumers make for themselves (ELEMENT_LIMBS_RS): w comes to shared memory as it is, which saves a launch
+// that reads all of it, writes as much, and has it read again.
+//
+// Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/design/limbs.md). What the tensor core
+// makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
+#pragma once
+#include "common/limbs.cuh"
+#include "sm90/formats.cuh"
+#include "sm90/operand.cuh"
+
+// Of float32's exponents: where scales end, at which yet smaller parts keep all their digits, too; and how far a part may
+// lie above the units of its sum.
+constexpr int LEAST_FIELD = 15, SLACK = 8;
+
+// The limbs of a thread's two features h (Consumer), in one part, as wgmma_rs takes them in two steps of 16; and
+// the fields of the exponents that they were scaled by.
+struct LimbsOfW {
+    u32 high[2][4], low[2][4];
+    int field[2];
+
+    LimbsOfW() = default;
+    // `tile` is the part's: rows of 128 bytes, swizzled, of a feature each or, across, of a k each and 32 features, the next 32
+    // following all BLOCK_K of k; `row` is the thread's first feature in it.
+    __device__ __forceinline__ LimbsOfW(const char* tile, int row, int lane) {
+        const int quarter = lane & 3;
+        float2 v[2][2][2];  // feature, step, half of it
+        float top[2] = {};
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if constexpr (W_MN_MAJOR) {
+                        const int k = 16 * j + 8 * i + 2 * quarter, feature = row + 8 * h, of_box = feature % 32;
+                        const char* box = tile + feature / 32 * (BLOCK_K * 128) + of_box % 4 * 4;
+                        const auto at = [&](int k) {
+                            return *(const float*)(box + k * 128 + ((of_box / 4 ^ k) & 7) * 16);
+                        };
+                        v[h][j][i] = make_float2(at(k), at(k + 1));
+                    } else {
+                        const int chunk = (4 * j + 2 * i + quarter / 2) ^ (row & 7);
+                        v[h][j][i] = *(const float2*)(tile + (row + 8 * h) * 128 + chunk * 16 + quarter % 2 * 8);
+                    }
+                    top[h] = fmaxf(top[h], fmaxf(fabsf(v[h][j][i].x), fabsf(v[h][j][i].y)));
+                }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 1));
+            top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 2));
+            field[h] = max(__float_as_int(top[h]) >> 23, LEAST_FIELD);
+            const float scale = power_of_two(127 + 14 - field[h]);  // the largest becomes a number in [2^14, 2^15)
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    split(multiply_no_ftz(v[h][j][i].x, scale), multiply_no_ftz(v[h][j][i].y, scale),
+                          high[j][2 * i + h], low[j][2 * i + h]);
+        }
+    }
+};
+
+// Units of the sums of a thread's two features, as such fields.
+struct UnitsOfW {
+    int field[2] = {-1000, -1000};  // of nothing yet
+
+    // Before a part is added: what it is to be multiplied by; sums whose unit has become too small are brought to its own.
+    template <int SIZE>
+    __device__ __forceinline__ void follow(const int (&of_part)[2], float (&sum)[SIZE], float (&factor)[2]) {
+        if (__any_sync(0xFFFFFFFF, max(of_part[0] - field[0], of_part[1] - field[1]) > SLACK)) {
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (of_part[h] - field[h] > SLACK) {
+                    const float down = power_of_two(max(field[h] - of_part[h], -127));  // 2^-127 is 0 here
+                    field[h] = of_part[h];
+#pragma unroll
+                    for (int i = 0; i < SIZE; i++)
+                        if (Accumulator::row_half(i) == h) sum[i] *= down;
+                }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) factor[h] = power_of_two(max(of_part[h] - field[h], -127));
+    }
+    // of feature h: an element is 2^exponent times its limbs
+    __device__ __forceinline__ int exponent(int h) const { return max(field[h], LEAST_FIELD) - 127 - 14; }
+};

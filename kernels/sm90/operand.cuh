@@ -1,0 +1,37 @@
+// How the two operands of forward_sm90 lie in a stage of the pipeline, and how TMA loads them there.
+#pragma once
+#include "sm90/ptx.cuh"
+#include "sm90/wgmma.cuh"
+
+// An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. K-major it is one block; MN-major it
+// is [rows / COLUMN][BLOCK_K][128 bytes]. Either way so many rows take 128 bytes each, and whole columns can be split off.
+template <bool MN_MAJOR>
+struct SmemOperand {
+    static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; ignored if K-major
+    static constexpr u64 NEXT = (MN_MAJOR ? MMA_K * 128 : 32) / 16;    // what one wgmma's k adds to a descriptor
+
+    static __device__ __forceinline__ u64 descriptor(const void* tile) {
+        return operand_descriptor(smem(tile), BLOCK_BYTES);
+    }
+
+    // Loads ROWS rows from `row` on, at one step of k; with ALL to all CTAs that share the tile.
+    template <int ROWS, bool ALL>
+    static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
+#pragma unroll
+        for (int r = 0; r < (MN_MAJOR ? ROWS : 1); r += COLUMN) {
+            const int x = MN_MAJOR ? row + r : step * BLOCK_K, y = MN_MAJOR ? step * BLOCK_K : row;
+            if constexpr (MATRICES == 2)  // both limbs of a step lie next to each other in a row: split_limbs.cu
+                tma_load<ALL>(to, map, bar, 0, y, 2 * step + limb);
+            else
+                tma_load<ALL>(to + r * 128, map, bar, x, y, limb);
+        }
+    }
+};
+typedef SmemOperand<W_MN_MAJOR> W;
+typedef SmemOperand<X_MN_MAJOR> X;
+
+// d += w x^T of 32 bytes of k, or d = w x^T where `accumulate` is 0; a and b are descriptors of W and X.
+template <int SIZE>
+__device__ __forceinline__ void multiply_add(float (&d)[SIZE], u64 a, u64 b, int accumulate) {
+    wgmma<ELEMENT, W_MN_MAJOR, X_MN_MAJOR>(d, a, b, accumulate);
+}

@@ -1,0 +1,59 @@
+// What feeds the consumers: the producer, a thread that loads x and w, and in inference the warps that lay out constants.
+#pragma once
+#include "sm90/cta.cuh"
+#include "sm90/operand.cuh"
+
+__device__ __forceinline__ void Cta::produce(int rank) const {
+    int phase = 0, s = 0;
+    int nth = 0;
+    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+        const auto [row, block] = scheduler.at(i, rank);
+        // Of x that a pair shares a CTA loads half of the rows, or one limb of all; of w that a cluster shares, some rows of
+        // each limb.
+        const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
+                  w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
+        const int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
+#pragma unroll 1
+        for (int step = first_step; step < first_step + steps; step++) {
+            mbar_wait(&sh.empty[s], phase ^ 1);
+            mbar_expect(&sh.full[s], STAGE_BYTES);
+            char* w_tile = sh.stage[s];
+            // w as it is comes in two parts of 32 of k, or across in four of 32 features; limbs that nobody shares in one
+            // load
+            if constexpr (ELEMENT == ELEMENT_LIMBS_RS && W_MN_MAJOR)
+                for (int part = 0; part < BLOCK_N / 32; part++)
+                    tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
+                                           block * BLOCK_N + part * 32, step * BLOCK_K, 0);
+            else if constexpr (ELEMENT == ELEMENT_LIMBS_RS)
+                for (int part = 0; part < 2; part++)
+                    tma_load<false, false>(w_tile + part * (BLOCK_N * 128), &w_map, &sh.full[s],
+                                           step * BLOCK_K + part * 32, block * BLOCK_N, 0);
+            else
+#pragma unroll
+                for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)
+                    W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
+                                                                  &sh.full[s], step, block * BLOCK_N + w_first, limb);
+            X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,
+                                                            &sh.full[s], step, x_row, MATRICES == 2 ? x_part : 0);
+            if (++s == STAGES) s = 0, phase ^= 1;
+        }
+    }
+}
+
+// Beside the main loop, once for a run of tiles: in one slot, while the tiles of the run before read the other.
+__device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
+    Run run;
+    int nth = 0, start = 0;  // of the run
+    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+        const auto [row, block] = scheduler.at(i, rank);
+        if (block >= blocks || !run.ends_before(block)) continue;
+        // the run before has begun: nobody reads this slot any more
+        for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
+        start = nth;
+#pragma unroll 1
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS)  // beyond n what nobody stores
+            sh.constants[run.number % 2][c] = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
+        __syncwarp();
+        if (lane == 0) count_up(&sh.constants_ready[run.number % 2]);
+    }
+}

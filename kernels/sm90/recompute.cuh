@@ -1,0 +1,94 @@
+// The consumers where g is made twice: they take the statistics of their features over all tiles of the CTA, in registers,
+// and multiply again for y when those of all CTAs are merged. A thread has two features, as in Consumer.
+#pragma once
+#include "sm90/consumer.cuh"
+
+struct Recomputer : Consumer {
+    Welford so_far[2] = {};  // over the CTA's tiles
+
+    // Publish what this CTA has of the features. Who `finishes` tiles waits for what all CTAs have.
+    __device__ __forceinline__ void publish_statistics(int part, int block, int lane, bool finishes) {
+        mbar_wait(&sh.agreed, 0);
+        const u64 launch = sh.launch;
+        const int h = lane & 1,
+                  mine = within + 8 * h;  // of four lanes with the same two features, two speak for one each
+        const bool speaks = (lane & 2) == 0;
+        if (speaks)
+            publish(words_of(block) + part * BLOCK_N + mine, h ? so_far[1].mean() : so_far[0].mean(),
+                    h ? so_far[1].m2 : so_far[0].m2, launch);
+        if (lane == 0) hint(&sh.ready);
+        if (!finishes) return;
+        mbar_wait(&sh.arguments_ready, 0);
+        if (speaks) {
+            const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + mine, launch);
+            sh.centred[mine] = {all.mean, 1.f / all.unit, all.a * all.unit, sh.beta[mine]};
+        }
+        __syncwarp();
+    }
+
+    // d, of which `own` has been subtracted from g, to y and, with SAVE_DEVIATIONS, to what is kept.
+    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&own)[2], int row, int block) const {
+        float2 to_y[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const Centred u = sh.centred[within + 8 * h];
+            const float shift = own[h] - u.mean;
+            to_y[h] = make_float2(u.slope, u.offset);
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    float& v = d[Accumulator::at(j, h, e)];
+                    v = SAVE_DEVIATIONS && IN_UNITS ? (v + shift) * u.per_unit : v + shift;
+                }
+        }
+        if constexpr (SAVE_DEVIATIONS)
+            store<false>(*for_backward.map, d, row, block,
+                         [&](int of, float low, float high) { return pack_deviations(low, high, to_y[of], to_y[of]); });
+#pragma unroll
+        for (int i = 0; i < ACC; i++) d[i] = Activation<Y>::of(line(to_y[Accumulator::row_half(i)], d[i]));
+        store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
+    }
+
+    // Of 64 features that are not there the mergers get zeros, and stages pass by.
+    __device__ __forceinline__ void pass_by(int part, int block) {
+        if (block < blocks) publish_statistics(part, block, lane_id(), false);
+        for (; tile(nth) < scheduler.count(); nth++)
+            for (int step = 0; step < steps; step++) {
+                mbar_wait(&sh.full[s], phase);
+                release(s);
+                next_stage(step);
+            }
+    }
+
+    __device__ __forceinline__ void run() {
+        const int last = tiles() - 1;
+        const auto [part, block] = scheduler.at(cluster_id(), rank);  // the first tile's row counts the parts
+        within = 64 * half + 16 * warp + lane / 4;
+        if (block * BLOCK_N + 64 * half >= n) return pass_by(part, block);
+        float d[ACC];
+        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
+            const int row = scheduler.at(i, rank).row;
+            float sum[ACC];
+            int of_w[2];
+            make(d, sum, of_w);
+            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            if constexpr (BY_LIMBS) {
+                load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
+                unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
+            }
+            float own[2] = {};  // what has been subtracted of g
+            if (nth <= last) {
+                const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+                float of_tile[2];
+                centre(d, rows, lane, own, of_tile);
+#pragma unroll
+                for (int h = 0; h < 2; h++) so_far[h].merge(own[h], of_tile[h], nth * BLOCK_M, rows);
+                if (nth < last) continue;
+                publish_statistics(part, block, lane, true);
+            }
+            epilogue(d, own, row, block);
+        }
+        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+    }
+};

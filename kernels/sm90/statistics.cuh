@@ -1,0 +1,220 @@
+// The caller's per-feature arguments, and the statistics of a feature: of one tile, and merged over all.
+#pragma once
+#include "sm90/accumulator.cuh"
+#include "sm90/words.cuh"
+
+struct Affine {  // of one feature
+    float scale, gamma, beta;
+
+    // a of y = a (g - mean) + beta: right at scale = 0, too
+    __device__ float slope(float var, float eps) const {
+        return multiply_no_ftz(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
+    }
+};
+
+struct Features {  // the caller's per-feature arguments
+    const void* bias;
+    long long bias_code;
+    const void* scale;
+    long long scale_code;
+    const void* gamma;
+    long long gamma_code;
+    const void* beta;
+    long long beta_code;
+    void* running_mean;
+    long long running_mean_code;
+    void* running_var;
+    long long running_var_code;
+    float eps, number;
+
+    __device__ Affine affine(int i) const {
+        const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);
+        return {s.or_else(number), g.or_else(1.f), b.or_else(0.f)};
+    }
+
+    // a and c of y = a g + c with the running statistics
+    __device__ float2 frozen(int i) const {
+        const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
+                      of_rv = fetch(running_var, running_var_code, i);
+        const Affine u = affine(i);
+        const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
+        const float gr = u.gamma / sqrtf(rv + eps);
+        return make_float2(multiply_no_ftz(gr, u.scale), fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
+    }
+};
+
+// A feature's statistics over the tiles so far.
+struct Welford {
+    float pivot, shift, m2;  // shift is mean - pivot, m2 is M2
+
+    // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
+    __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
+        const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
+        if (rows_before == 0) pivot = mean, shift = 0.f, m2 = 0.f;
+        const float d = mean - pivot - shift;
+        m2 += fmaf(d * d, before * weight, of_tile);
+        shift = fmaf(d, weight, shift);
+    }
+    __device__ __forceinline__ float mean() const { return pivot + shift; }
+};
+
+// The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ...
+// Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
+// `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
+struct RowParts {
+    int count, m;
+    int last;                  // the part that has the last tile, which alone may be short
+    float before, at, beyond;  // rows of the parts before it, of itself, and of those beyond
+
+    __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
+    __device__ __forceinline__ int lanes() const {
+        if constexpr (MODE == MODE_CLUSTER_BATCH) return 1;  // who merges and who finishes get the same bits
+        return max(1, 32 >> (32 - __clz(share() - 1)));
+    }
+    __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }
+};
+
+// Where the parts' (mean, M2) of one feature are: in the workspace, perhaps not yet,
+struct Published {
+    const Word* words;
+    u64 launch;
+
+    __device__ __forceinline__ bool here(int t, float2& part) const {
+        const Word w = peek(words + (size_t)t * BLOCK_N);
+        part = make_float2(w.x, w.y);
+        return w.launch == launch;
+    }
+    __device__ __forceinline__ float2 again(int t) const {
+        return __ldcg((const float2*)(words + (size_t)t * BLOCK_N));
+    }
+};
+// or in shared memory.
+struct Gathered {
+    const float2* parts;
+
+    __device__ __forceinline__ bool here(int t, float2& part) const {
+        part = parts[t * BLOCK_N];
+        return true;
+    }
+    __device__ __forceinline__ float2 again(int t) const { return parts[t * BLOCK_N]; }
+};
+
+// Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` takes the
+// parts member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
+// pivot, the mean of the first part: deviations are as small as the data allow, and a sum of a few hundred terms of one
+// size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
+// core beside them tens of cycles each.)
+template <typename Source>
+__device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
+                                              float& mean, float& m2) {
+    constexpr int BATCH = 4;  // eight were slower
+    const int count = parts.count;
+    float2 part[BATCH];
+    float pivot, sum = 0.f;
+    m2 = 0.f;
+#pragma unroll 1
+    for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
+        bool missing[BATCH], any;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) missing[i] = t0 + i * lanes < count;
+        do {  // only those that are not there are looked at again
+            any = false;
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (missing[i]) missing[i] = !source.here(t0 + i * lanes, part[i]), any |= missing[i];
+        } while (any);
+        if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // of tile 0
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int t = t0 + i * lanes;
+            if (t < count) sum = fmaf(parts.rows(t), part[i].x - pivot, sum);
+        }
+    }
+#pragma unroll 1
+    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
+    const float shift = sum / (float)parts.m;
+#pragma unroll 1
+    for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
+        if (count > BATCH * lanes) {  // otherwise part still holds them all
+#pragma unroll
+            for (int i = 0; i < BATCH; i++)
+                if (t0 + i * lanes < count) part[i] = source.again(t0 + i * lanes);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const int t = t0 + i * lanes;
+            if (t < count) {
+                const float d = part[i].x - pivot - shift;
+                m2 += fmaf(parts.rows(t) * d, d, part[i].y);
+            }
+        }
+    }
+#pragma unroll 1
+    for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
+    mean = pivot + shift;
+}
+
+// The sum over COUNT times eight rows from FIRST on of the thread's feature h, with those of the three lanes that have the
+// others of them. By halves: as many equal numbers as a power of two has add up without rounding, so that a feature that is
+// constant has its mean and no variance, however large it is.
+template <int FIRST, int COUNT>
+__device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
+    if constexpr (COUNT == 1)
+        return d[Accumulator::at(FIRST, h, 0)] + d[Accumulator::at(FIRST, h, 1)];
+    else
+        return sum_by_halves<FIRST, COUNT / 2>(d, h) + sum_by_halves<FIRST + COUNT / 2, COUNT / 2>(d, h);
+}
+
+__device__ __forceinline__ float sum_of_rows(const float (&d)[ACC], int h) {
+    float sum = sum_by_halves<0, ACC / 4>(d, h);
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+    return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+}
+
+// A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
+// squares. Mean and m2 are of the thread's two features.
+__device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++)
+            d[Accumulator::at(j, h, 0)] -= mean[h], d[Accumulator::at(j, h, 1)] -= mean[h];
+    }
+    if (rows < BLOCK_M) {
+        float rest[2] = {};
+        // A sum of rows that are no power of two was rounded: what that left in all of them is taken out, too.
+#pragma unroll 1
+        for (int again = 0; again < 2; again++) {
+#pragma unroll
+            for (int j = 0; j < ACC / 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const bool there = 8 * j + Accumulator::first_column(lane) + e < rows;
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        float& v = d[Accumulator::at(j, h, e)];
+                        v = there ? v - rest[h] : 0.f;
+                    }
+                }
+            if (again) break;
+#pragma unroll
+            for (int h = 0; h < 2; h++) rest[h] = sum_of_rows(d, h) / (float)rows, mean[h] += rest[h];
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < ACC / 4; j++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float v = d[Accumulator::at(j, h, e)];
+                sum[j % 2 * 2 + e] = fmaf(v, v, sum[j % 2 * 2 + e]);
+            }
+        }
+        m2[h] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 1);
+        m2[h] += __shfl_xor_sync(0xFFFFFFFF, m2[h], 2);
+    }
+}

@@ -1,0 +1,78 @@
+// How CTAs talk through the workspace: words of two floats and the number of the launch that wrote them, and how all agree
+// on this number.
+#pragma once
+#include "sm90/ptx.cuh"
+
+struct alignas(16) Word {
+    float x, y;
+    u64 launch;
+};
+
+__device__ __forceinline__ void publish(Word* word, float x, float y, u64 launch) {
+    u64 value = (u64)__float_as_uint(y) << 32 | __float_as_uint(x);
+    asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(word),
+                 "l"(value), "l"(launch)
+                 : "memory");
+}
+
+__device__ __forceinline__ Word peek(const Word* word) {
+    u64 value, launch;
+    asm volatile("{\n.reg .b128 all;\nld.relaxed.gpu.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
+                 : "=l"(value), "=l"(launch)
+                 : "l"(word)
+                 : "memory");
+    return {__uint_as_float((u32)value), __uint_as_float((u32)(value >> 32)), launch};
+}
+
+__device__ __forceinline__ float2 await(const Word* word, u64 launch, int backoff = SHORT_BACKOFF) {
+    Word w;
+    while ((w = peek(word)).launch != launch) __nanosleep(backoff);
+    return make_float2(w.x, w.y);
+}
+
+struct Merged {  // of one feature, over all tiles
+    float mean, a, unit;
+};
+
+// merged is [SAVE_DEVIATIONS && IN_UNITS ? 2 : 1][features]: (mean, a), and where units are not all 1, (unit, 0).
+__device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
+    const float2 all = await(merged + feature, launch);
+    const float unit = SAVE_DEVIATIONS && IN_UNITS ? await(merged + features + feature, launch).x : 1.f;
+    return {all.x, all.y, unit};
+}
+
+__device__ __forceinline__ u64 later_than(u64 time) {
+    u64 t;
+    do t = now();
+    while (t <= time);
+    return t;
+}
+
+// A number for this launch that every CTA knows and no earlier user of the workspace can have left in it: a time
+// within the launch. `epoch` is [1 + CTAs]: the number, and where each CTA reports. Called by one warp of every CTA.
+// A CTA reports the time until it sees a number later than its own start. CTA 0 waits for a report later than *its* own
+// start from each, hence from this launch, and then takes a time later than any report, hence later than anyone's start.
+// Whatever else lies in `epoch` is no later than the launch's beginning, or in the future, and is passed over. Every
+// comparison is strict: however coarse the timer's steps, a number left behind at a CTA's start does not pass.
+// Reports release: on return CTA 0 knows that all CTAs have done what they do before the call.
+__device__ __forceinline__ u64 agree_on_number(u64* epoch, int lane) {
+    const u64 start = now();
+    u64 number;
+    if (blockIdx.x == 0) {
+#pragma unroll 1
+        for (int cta = 1 + lane; cta < gridDim.x; cta += 32) {
+            u64 report;
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(report) : "l"(epoch + 1 + cta) : "memory");
+            while (report <= start || report >= now());  // so now() is later than any report, whatever the clocks' skew
+        }
+        __syncwarp();
+        number = later_than(start);
+        if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(epoch), "l"(number) : "memory");
+    } else if (lane == 0) {
+        do {
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(epoch + 1 + blockIdx.x), "l"(now()) : "memory");
+            asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(epoch) : "memory");
+        } while (number <= start || number > now());
+    }
+    return number;  // in lane 0
+}
