@@ -14,10 +14,10 @@ from ._host.call import matrix_of
 from ._host.run import ANY, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
-from ._plan.narrow import serves_narrow_backward
 from ._plan.problem import VECTOR_PARAMETERS
 from ._plan.program import Program
 from ._plan.ranks import Ranks
+from ._plan.skinny import serves_skinny_backward
 from ._ranks.exchange import signature
 from ._ranks.group import Group
 from ._saved import Saved
@@ -135,7 +135,7 @@ def backward_of(
 def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
     """Whether a backward in training is expected to make dx and dweight in the launch that makes dg, which it does not
     write: it then reads the weight whatever is needed. How the operands lie is not looked at."""
-    return serves_narrow_backward(dtype, rows, features, inputs)
+    return serves_skinny_backward(dtype, rows, features, inputs)
 
 
 class How(NamedTuple):
@@ -229,7 +229,7 @@ def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
     if rows == 0:
         return views
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
-    kept = _plan.kept_dtype(of_dy.dtype, rows, training=how.training)
+    kept = _plan.deviations_dtype(of_dy.dtype, rows, training=how.training)
     expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
     expected |= {"deviations": ((rows, features), kept), "vectors": ((_plan.SAVED_ROWS, features), "float64")}
     for name, (shape, dtype) in expected.items():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ._plan.problem import FEW_ROWS as FEW_ROWS
 from ._plan.problem import SAVED_ROWS as SAVED_ROWS
 from ._plan.problem import VECTOR_PARAMETERS as VECTOR_PARAMETERS
-from ._plan.problem import kept_dtype as kept_dtype
+from ._plan.problem import deviations_dtype as deviations_dtype
 from ._ranks.group import Group
 from ._typing import Activation, Gemm, Precision
 

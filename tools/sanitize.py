@@ -38,15 +38,15 @@ from gsbn._plan.kernel import with_activation
 from gsbn._plan.sm90_variants import (
     ARCH,
     BLOCKS_M,
+    CLUSTER_BATCH_TILES,
     CLUSTERS,
     ELEMENTS,
+    LIMBS_RS_TILES,
     MODES,
-    SPLIT_TILES,
-    SPLITS_OF_K,
-    TILES_OF_ROWS,
-    TILES_OF_X,
+    SPLIT_K_TILES,
+    SPLIT_K_TILES_BY_MODE,
 )
-from gsbn._plan.variants import NARROW_BACKWARD, NARROW_CHUNKS, TILES, narrow_backward_sizes, narrow_features
+from gsbn._plan.variants import SKINNY_BACKWARD, SKINNY_CHUNKS, TILES, skinny_backward_sizes, skinny_features
 from gsbn._ranks.group import Group
 from gsbn.bench import bounds
 
@@ -101,12 +101,12 @@ def agree(got, want):
         raise SystemExit(f"wrong: {error} ({NAME})")
 
 
-def forward(within, shape, dtype, gemm, training, precision="highest", keeps=False, activation=None, group=None):
+def forward(within, shape, dtype, gemm, training, precision="highest", saves=False, activation=None, group=None):
     host, native = operands(shape, dtype)
-    options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": keeps, "group": group}
+    options = {"training": training, "precision": precision, "gemm": gemm, "return_saved": saves, "group": group}
     y = forward_within(within, **native, **options, activation=activation)
     want = reference.forward(**host, training=training, activation=activation)
-    if keeps:
+    if saves:
         y, saved = y
         g = host["x"].astype("f8") @ host["weight"].astype("f8").T
         agree(saved.deviations[:, : shape[2]].astype("f8") * saved.vectors[4], g - g.mean(0))
@@ -153,19 +153,19 @@ def limbs_of_dg(block_m, cluster, split):
         agree(getattr(got, name), getattr(want, name))
 
 
-def narrow_backward(dtype, features, inputs, cluster, activation):
+def skinny_backward(dtype, features, inputs, cluster, activation):
     """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
-    many_rows_backward(limits(narrow=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
+    many_rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
-def narrow_product(features):
+def skinny_product(features):
     """dx = dg w, limbs of dg being made in registers; its columns fill no CTA's features. And dw beside it."""
-    many_rows_backward(limits(narrow=True), (2055, features - 3, 200), "float32")
+    many_rows_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
 
 
 def tall(inputs):
     """dw = dgᵀ x of two blocks by two; the last rows fill no chunk, columns no block."""
-    many_rows_backward(limits(narrow=False, tall=True), (2055, inputs, 200), "float32")
+    many_rows_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
 
 
 def many_rows_backward(within, shape, dtype, activation=None):
@@ -188,7 +188,7 @@ def fold(dtype):
     agree(w, reference.fold(**{name: host[name] for name in frozen})[0])
 
 
-def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=False, split=1):
+def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=False, split=1):
     dtype = element if element in ("float16", "bfloat16") else "float32"
     precision = "high" if element == "tf32" else "highest"
     again, whole, of_x = mode == "recompute", mode == "cluster_batch", element == "limbs_rs"
@@ -205,17 +205,17 @@ def sm90(element, mode, block_m, cluster, keeps=False, activation=None, ranks=Fa
             multiply(within, last_shape, dtype, precision)
         else:
             group = alone() if ranks else None
-            forward(within, last_shape, dtype, "sm90", mode != "inference", precision, keeps, activation, group)
+            forward(within, last_shape, dtype, "sm90", mode != "inference", precision, saves, activation, group)
 
 
-def narrow(element, features, chunks, activation):
+def skinny(element, features, chunks, activation):
     """The kernels that make g twice: inference, training, and training that saves."""
     dtype = element if element in ("float16", "bfloat16") else "float32"
     size = 2 if dtype != "float32" else 4
     k = 200 if element == "limbs" else (64 * chunks - 16) // size
     for training, saved in ((False, False), (True, False), (True, True)):
         shape, precision = (2055, k, features - 3), "high" if element == "tf32" else "highest"
-        forward(limits(narrow=True), shape, dtype, "tiled", training, precision, saved, activation)
+        forward(limits(skinny=True), shape, dtype, "tiled", training, precision, saved, activation)
 
 
 def product_of(name, dtype, block_m, cluster):
@@ -251,42 +251,42 @@ def variants():
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
     for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
-    for element in NARROW_CHUNKS:
+    for element in SKINNY_CHUNKS:
         for features, chunks, activation in product(
-            narrow_features(element), NARROW_CHUNKS[element], (None, *activations())
+            skinny_features(element), SKINNY_CHUNKS[element], (None, *activations())
         ):
             end = f" {activation}" if activation else ""
-            yield f"narrow {element} {features}x{chunks}{end}", narrow, (element, features, chunks, activation)
-    for dtype in NARROW_BACKWARD:
-        for sizes, activation in product(narrow_backward_sizes(dtype), (None, *activations())):
+            yield f"skinny {element} {features}x{chunks}{end}", skinny, (element, features, chunks, activation)
+    for dtype in SKINNY_BACKWARD:
+        for sizes, activation in product(skinny_backward_sizes(dtype), (None, *activations())):
             end = f" {activation}" if activation else ""
-            name = "narrow backward {} {}x{}x{}".format(dtype, *sizes) + end
-            yield name, narrow_backward, (dtype, *sizes, activation)
-    for features in narrow_features("limbs"):
-        yield f"narrow product {features}", narrow_product, (features,)
+            name = "skinny backward {} {}x{}x{}".format(dtype, *sizes) + end
+            yield name, skinny_backward, (dtype, *sizes, activation)
+    for features in skinny_features("limbs"):
+        yield f"skinny product {features}", skinny_product, (features,)
     for inputs in (160, 131):  # rows on 16 bytes and off them; the second block is narrow
         yield f"tall {inputs}", tall, (inputs,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels(ARCH))
     yes_or_no, of_y = (False, True), (None, *activations())
-    clusters = (*CLUSTERS, *(cluster for _, cluster in TILES_OF_ROWS))
+    clusters = (*CLUSTERS, *(cluster for _, cluster in CLUSTER_BATCH_TILES))
     for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, of_y, yes_or_no)):
-        *tile, keeps, activation, ranks = choice
-        kernel = with_activation(_plan.forward_sm90(*tile, keeps, ranks=ranks), activation)
+        *tile, saves, activation, ranks = choice
+        kernel = with_activation(_plan.forward_sm90(*tile, saves, ranks=ranks), activation)
         if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
-            end = " keeps" * keeps + (f" {activation}" if activation else "") + " ranks" * ranks
+            end = " saves" * saves + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
-    whole = tuple((block_m, 1, split) for block_m, split in SPLIT_TILES)
-    splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLITS_OF_K.items() for tile in tiles]
+    whole = tuple((block_m, 1, split) for block_m, split in SPLIT_K_TILES)
+    splits = [(of, mode, tile) for of in ELEMENTS for mode, tiles in SPLIT_K_TILES_BY_MODE.items() for tile in tiles]
     splits += [(of, "cluster_batch", tile) for of in ELEMENTS for tile in whole]
-    for (element, mode, tile), keeps, activation in product(splits, yes_or_no, of_y):
-        kernel = with_activation(_plan.forward_sm90(element, mode, *tile[:2], keeps, split=tile[2]), activation)
+    for (element, mode, tile), saves, activation in product(splits, yes_or_no, of_y):
+        kernel = with_activation(_plan.forward_sm90(element, mode, *tile[:2], saves, split=tile[2]), activation)
         if kernel in known:
             name = "sm90 {} {} {}x{}x{}".format(element, mode, *tile)
-            end = " keeps" * keeps + (f" {activation}" if activation else "")
-            yield name + end, sm90, (element, mode, *tile[:2], keeps, activation, False, tile[2])
-    for tile in TILES_OF_X:
+            end = " saves" * saves + (f" {activation}" if activation else "")
+            yield name + end, sm90, (element, mode, *tile[:2], saves, activation, False, tile[2])
+    for tile in LIMBS_RS_TILES:
         yield "sm90 limbs_rs gemm {}x{}x{}".format(*tile), limbs_of_dg, tile
     for choice in product(("dx", "dw"), ("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         name, dtype, *tile = choice
@@ -301,7 +301,7 @@ def main():
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
-        of_hopper = name.startswith(("sm90", "narrow", "tall")) or "limbs" in name
+        of_hopper = name.startswith(("sm90", "skinny", "tall")) or "limbs" in name
         if words <= set(name.split()) and (hopper or not of_hopper):
             NAME = name
             with cp.cuda.using_allocator(cleared if CLEAR and of_hopper else None):

@@ -29,7 +29,7 @@ from gsbn._plan.cost import copies_us, cublas_us
 from gsbn._plan.forward_path import passes_over_g
 from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
-from gsbn._plan.narrow import narrow_forward, serves_narrow
+from gsbn._plan.skinny import serves_skinny, skinny_forward
 from gsbn._plan.sm90_variants import MODES as KERNEL_MODES
 
 DTYPES = {
@@ -104,14 +104,12 @@ def planned(shape, dtype, mode, among):
     """What "auto" takes of the choices with these names."""
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
-    allowed = {"recompute": twice, "cluster_batch": whole, "split": split, "narrow": "narrow" in among}
+    allowed = {"recompute": twice, "cluster_batch": whole, "split": split, "skinny": "narrow" in among}
     allowed["limbs_rs"] = any(OF_X in name for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     program = _plan.plan_forward(p, training=mode == "training", precision=DTYPES[dtype][1])
     for launch in program.launches("forward_sm90"):
-        of_kernel = next(
-            name for name, value in KERNEL_MODES.items() if str(value) == dict(launch.kernel.defines)["MODE"]
-        )
+        of_kernel = next(name for name, value in KERNEL_MODES.items() if value == dict(launch.kernel.defines)["MODE"])
         if of_kernel != "gemm":
             return name_of(launch.made_of[0], of_kernel)
     return "narrow" if program.launch("skinny_normalize") else program.path
@@ -194,8 +192,8 @@ def measure(limit, skip, dtypes):
                 y.fill_(float("nan"))
                 runs[name] = forced(ours, "sm90", tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
-            if serves_narrow(problem(shape, dtype), precision, training, False):
-                runs["narrow"] = partial(ours, Limits(narrow=True), "auto")
+            if serves_skinny(problem(shape, dtype), precision, training, False):
+                runs["narrow"] = partial(ours, Limits(skinny=True), "auto")
                 y.fill_(float("nan"))
                 runs["narrow"]()
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
@@ -240,9 +238,9 @@ def expected(line, rates):
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
     q, passes = for_cublas(p, element), passes_over_g(p, mode == "training")
-    found = {"cublas": cublas_us(q, element, passes, keeps=False, rates=rates) + copies_us(q, rates=rates)}
+    found = {"cublas": cublas_us(q, element, passes, saves=False, rates=rates) + copies_us(q, rates=rates)}
     if "narrow" in line["us"]:
-        found["narrow"] = narrow_forward(p, precision, training=mode == "training", keeps=False, rates=rates).us
+        found["narrow"] = skinny_forward(p, precision, training=mode == "training", saves=False, rates=rates).us
     q = for_sm90(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:

@@ -57,7 +57,7 @@ def table(rows):
     """Of each family, path and dtype the result that is nearest to what it may be: its error, and PyTorch's."""
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     paths = [
-        p for p in ("narrow", "sm90", "cublas", "tiled", "numpy", "torch-cpu") if any(r["path"] == p for r in rows)
+        p for p in ("skinny", "sm90", "cublas", "tiled", "numpy", "torch-cpu") if any(r["path"] == p for r in rows)
     ]
     of = {}
     for row in rows:

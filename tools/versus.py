@@ -25,7 +25,7 @@ SHAPES = {
     "small": (128, 1024, 512),
     "tall": (65536, 256, 512),
     "few": (64, 2048, 2048),
-    "narrow": (1000000, 32, 32),
+    "skinny": (1000000, 32, 32),
 }
 DTYPES = {
     "bfloat16": (torch.bfloat16, "highest"),

@@ -2,7 +2,7 @@
 
 `problem` is what a plan depends on, `variants` are the kernels. `cost` is the model that predicts a path's time, with
 its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `backward` a whole call. What these take of
-one family of kernels each is in `copies`, `limbs`, `narrow`, `tall` and `parts`.
+one family of kernels each is in `copies`, `limbs`, `skinny`, `tall` and `split_k`.
 """
 
 from .backward import plan_backward as plan_backward
@@ -23,7 +23,7 @@ from .problem import Device as Device
 from .problem import Limits as Limits
 from .problem import Matmul as Matmul
 from .problem import Matrix as Matrix
-from .problem import kept_dtype as kept_dtype
+from .problem import deviations_dtype as deviations_dtype
 from .sm90_variants import SM90_BLOCK_N as SM90_BLOCK_N
 from .sm90_variants import SM90_THREADS as SM90_THREADS
 from .sm90_variants import element_for as element_for

@@ -9,18 +9,18 @@ from .backward_passes import cut_passes, dy_on_words
 from .backward_products import choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
-from .narrow import narrow_backward
 from .problem import (
     ITEMSIZE,
     VECTOR_PARAMETERS,
     Matmul,
     Matrix,
-    kept_dtype,
+    deviations_dtype,
     round_up,
 )
-from .products import add_parts
+from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .ranks import Ranks, letters, posts_at
+from .skinny import skinny_backward
 
 
 class Vectors(NamedTuple):
@@ -86,32 +86,32 @@ def plan_backward(
     of_weight = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
     dx = choose_product("dx", of_x, precision, gemm) if linear and "x" in needs else None
     dw = choose_product("dw", of_weight, precision, gemm, wide) if linear and "weight" in needs else None
-    across = 0
+    ld_transposed = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
-        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run across what is summed over.
-        across = round_up(p.m, 16 // size)
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run ld_transposed what is summed over.
+        ld_transposed = round_up(p.m, 16 // size)
     at_dy = in_rows(n, size) if copy_dy else dy
-    narrow = None
+    skinny = None
     if gemm in ("auto", "tiled") and norm and linear and training:
-        narrow = narrow_backward(p, at_dy, activation)
+        skinny = skinny_backward(p, at_dy, activation)
     cut = cut_passes(
-        p, at_dy, training=training, sums=sums, dg=dg, narrow=narrow is not None, across=across > 0,
+        p, at_dy, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
         precision=precision, activation=activation, where=where,
     )  # fmt: skip
-    if "weight" not in needs or cut.fused or kept_dtype(dtype, p.m, training=training) != dtype:
-        narrow = None
-    if narrow is not None:
+    if "weight" not in needs or cut.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
+        skinny = None
+    if skinny is not None:
         dx = dw = None
-        across = 0
-    if across and dw is not None:
-        dw = dw._replace(p=dw.p._replace(x=Matrix((across, 1), True)))
+        ld_transposed = 0
+    if ld_transposed and dw is not None:
+        dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
     # ---- the workspace: the sums of each split, those of all ranks, dg or the parts of dw, dg's transpose, limbs
     totals_at = round_up(cut.splits * 2 * n * 8, 256)
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     of_dg = p.m * pitch * size if dg and linear and not in_place else 0
-    across_at = round_up(dg_at + (of_dg if narrow is None else narrow.parts.nbytes), 256)
-    limbs, weight_first = split_limbs_of(dx, dw, round_up(across_at + n * across * size, 256), own=norm)
+    transposed_at = round_up(dg_at + (of_dg if skinny is None else skinny.parts.nbytes), 256)
+    limbs, weight_first = split_limbs_of(dx, dw, round_up(transposed_at + n * ld_transposed * size, 256), own=norm)
     scales_at = limbs.end
     workspace = scales_at + (8 * n if one_scale else 0)
     posted, gathered, end = posts_at(workspace, n, ranks)
@@ -124,8 +124,8 @@ def plan_backward(
     copied = {copy.name: copy.to for copy in copies}
     of_dy, of_b_x, of_b_w = (copied.get(name, name) for name in ("dy", "x", "weight"))
     dg_name = transposed = ABSENT if norm else "dy"
-    if across and not norm:
-        copies.append(build.copied("dy", (n, m), dy.T, Matrix((across, 1), True), dtype))
+    if ld_transposed and not norm:
+        copies.append(build.copied("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True), dtype))
         transposed = copies[-1].to
     if dg and not linear:
         dg_name = "deviations" if in_place else build.make("dg", (m, pitch), dtype)
@@ -133,7 +133,7 @@ def plan_backward(
     build.reserve(workspace if ranks is None else end)
     if dg and linear:
         dg_name = "deviations" if in_place else place(dg_at)
-        transposed = place(across_at) if across else dg_name
+        transposed = place(transposed_at) if ld_transposed else dg_name
 
     # ---- from dy to dg and the gradients of vectors
     codes = {name: 8 + kind_code(of) for name, of in vectors.dtypes.items() if name in needs}
@@ -143,13 +143,13 @@ def plan_backward(
         "k": k,
         "ldx": p.x.strides[0],
         "ldw": p.w.strides[0],
-        "skinny_rows": narrow.rows if narrow else 0,
-        "skinny_features": narrow.features if narrow else 0,
+        "skinny_rows": skinny.rows if skinny else 0,
+        "skinny_features": skinny.features if skinny else 0,
         "dy_row": cut.dy.strides[0],
         "dy_col": cut.dy.strides[1],
         "ldd": ld_saved if ld_saved is not None else pitch,
         "lddg": pitch,
-        "ld_transposed": across,
+        "ld_transposed": ld_transposed,
         "row_threads": cut.row_threads,
         "sums_rows": cut.sums_rows,
         "dg_rows": cut.dg_rows,
@@ -187,12 +187,12 @@ def plan_backward(
         build.launch(cut.merge_kernel, cut.merge_grid, fields, passed)
         of_sums = totals
         fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # the gradients of vectors are there
-    if m and narrow is not None:
+    if m and skinny is not None:
         parts = place(dg_at)
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": of_sums}
         passed |= {"partials": parts, "dx": grads["x"], **to_vectors}
-        build.launch(narrow.kernel, narrow.ctas, fields, passed, narrow.block, made_of=narrow)
-        add_parts(build, narrow.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
+        build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
+        reduce_split_k(build, skinny.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
         passed = {
             **reads,

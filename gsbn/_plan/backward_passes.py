@@ -15,12 +15,12 @@ from .problem import (
     Matmul,
     Matrix,
     ceil_div,
-    kept_dtype,
+    deviations_dtype,
+    row_threads_for,
     split_rows,
-    threads_along,
 )
 from .variants import (
-    CLUSTERS_OF_COLUMNS,
+    COLUMN_CLUSTERS,
     RING,
     SUMS_CLUSTER,
     THREADS,
@@ -60,47 +60,49 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 
 def cut_passes(
-    p: Matmul, dy: Matrix, *, training: bool, sums: bool, dg: bool, narrow: bool, across: bool, precision: str,
+    p: Matmul, dy: Matrix, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
     activation: str | None, where: str | None,
 ) -> Passes:  # fmt: skip
     """How the passes cut dy, and whether one launch of them does all."""
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
-    # 16 bytes of dy a thread; where `across` may be wanted, whatever `needs` leaves out, all of a warp along a row
-    blocks, along = threads_along(n, 16 // size)
-    if dtype == "float32" and precision == "high" and not narrow:
-        blocks, along = ceil_div(n, 128), 32
-    step = RING * (THREADS // along)
-    shares = 1 if dtype == "float64" else THREADS * size // (16 * along)  # threads that merge a column (merge_splits)
-    # of few blocks clusters share the rows, so that whoever merges their sums finds few splits
+    # A thread takes 16 bytes of a row of dy. Where dg's transpose may be wanted, a whole warp lies along a row, whatever
+    # `needs` leaves out: the bits of the rest are then the same.
+    blocks, row_threads = row_threads_for(n, 16 // size)
+    if dtype == "float32" and precision == "high" and not skinny:
+        blocks, row_threads = ceil_div(n, 128), 32
+    step = RING * (THREADS // row_threads)
+    # threads that merge a column (merge_splits)
+    shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
+    # Of few blocks clusters share the rows, so that there are few splits to merge.
     clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
     sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # All rows of some columns by one CTA: nobody else's sums are needed. Unlike `across`, it does not depend on what
-    # `needs` leaves out: the bits of the rest are the same.
+    # One CTA, or cluster, has all rows of its columns, and needs nobody else's sums. This does not depend on what `needs`
+    # leaves out, so that the bits of the rest are the same.
     fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
-    kept = kept_dtype(dtype, m, training=training)
-    # 64 bytes of a row, or more where only then all CTAs are there at once
-    fused_along = next((along for along in (4, 8) if ceil_div(n, along * 16 // size) <= resident), 16)
+    kept = deviations_dtype(dtype, m, training=training)
+    # 64 bytes of a row, or more where only then all CTAs are resident at once
+    fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
-    if training and kept == dtype != "float64" and where is None and not narrow:
-        fused_along, cluster = _shared_columns(p, fused_along)
-    columns = ceil_div(n, fused_along * 16 // size)  # CTAs, or clusters
+    if training and kept == dtype != "float64" and where is None and not skinny:
+        fused_row_threads, cluster = _shared_columns(p, fused_row_threads)
+    columns = ceil_div(n, fused_row_threads * 16 // size)  # CTAs, or clusters
     at_once = columns <= resident or cluster > 1  # several waves lose up to 5 us
     fused = fused and m <= FUSED_ROWS * cluster and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
     kernels = backward_kernels(
-        dtype, kept, training=training, across=across and not narrow, cluster=cluster, sharing=sharing
+        dtype, kept, training=training, transposed=transposed and not skinny, cluster=cluster, sharing=sharing
     )
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return Passes(
         dy=dy,
         vector_dy=dy_on_words(dy, size),
-        row_threads=fused_along if fused else along,
+        row_threads=fused_row_threads if fused else row_threads,
         blocks=blocks,
         sums_grid=device.grid(columns) * cluster if fused else device.grid(blocks * splits * sharing),
         sums_rows=sums_rows,
@@ -116,17 +118,17 @@ def cut_passes(
     )
 
 
-def _shared_columns(p: Matmul, along: int) -> tuple[int, int]:
+def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
     """Threads along a row, and CTAs of a cluster that shares the rows of its columns, in backward_fused: the least work
-    for a CTA with all of them there at once. `along` is what serves without clusters."""
+    for a CTA with all of them there at once. `row_threads` is what serves without clusters."""
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
     found = []
-    for cluster, wide in itertools.product(CLUSTERS_OF_COLUMNS if p.device.hopper else (), (4, 8, 16)):
+    for cluster, wide in itertools.product(COLUMN_CLUSTERS if p.device.hopper else (), (4, 8, 16)):
         blocks, rows = ceil_div(n, wide * 16 // size), ceil_div(m, cluster)
         resident = p.device.clusters(cluster) * p.device.ctas(FUSED_CTAS) // p.device.sms
         wins = rows >= SHARED_ROWS and m * n <= SHARED_ELEMENTS[blocks * cluster > p.device.sms]
         if blocks <= resident and rows <= FUSED_ROWS and (wins if asked is None else asked == cluster):
             found.append((rows * wide, cluster, wide))
     work, cluster, wide = min(found, default=(0, 0, 0))
-    alone = asked is None and m <= FUSED_ROWS and m * along <= work
-    return (along, 1) if alone or not found else (wide, cluster)
+    alone = asked is None and m <= FUSED_ROWS and m * row_threads <= work
+    return (row_threads, 1) if alone or not found else (wide, cluster)

@@ -14,7 +14,7 @@ from .gemm import (
     cheapest_tile,
     cublas_obstacle,
     for_cublas,
-    lies_across,
+    is_mn_major,
     mostly_writes,
     one_launch,
     takes_limbs,
@@ -23,15 +23,15 @@ from .gemm import (
 from .h200_products import PRODUCTS
 from .kernel import Kernel
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .narrow import for_narrow, product_by_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
     Matmul,
     ceil_div,
 )
-from .products import Limbs, add_parts, sm90_gemm
+from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import Builder
+from .skinny import for_skinny, skinny_product_for
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .tall import Tall, tall
 from .variants import (
@@ -52,7 +52,7 @@ class Product(NamedTuple):
     block: int
     one: OneLaunch | None = None
     wide: bool = False  # c is float32, of 16-bit operands
-    rows: int = 0  # of a CTA of narrow_product but the last; 0 for any other kernel
+    rows: int = 0  # of a CTA of skinny_product but the last; 0 for any other kernel
     tall: Tall | None = None  # the launches of many rows, for dw
 
     @property
@@ -105,12 +105,12 @@ def _multiply(
         parts = build.lend(tall.parts.nbytes)
         passed = {"a": of_dg, "b": of_x, "parts": parts}
         build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
-        add_parts(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
+        reduce_split_k(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
         build.gemm(p, precision, *operands, wide=product.wide)
     else:
-        along = 0 if product.rows else 1  # narrow_product has b along what is summed over, gemm_tiled across
-        size, ldw = ITEMSIZE[p.dtype], p.w.strides[along]
+        axis = 0 if product.rows else 1  # skinny_product takes b K-major, gemm_tiled MN-major
+        size, ldw = ITEMSIZE[p.dtype], p.w.strides[axis]
         whole = {"vector_w": p.w.aligned and ldw * size % 16 == 0, "vector_y": p.n * size % 16 == 0}
         fields = {"m": p.m, "n": p.n, "k": p.k, "ldx": max(p.x.strides), "ldw": ldw, "ldg": p.n}
         fields |= {"stats_rows": product.rows, "flags": flags(vector_x=True, **whole)}
@@ -124,13 +124,13 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
     size = ITEMSIZE[p.dtype]
-    across = in_rows(p.n, size).T
+    copied = in_rows(p.n, size).T
 
     def product(path: str, q: Matmul, kernel: tuple[Kernel | None, int, int] = (None, 0, 0)) -> Product:
         one = one_launch(q, "gemm", precision, wide=wide) if path == "sm90" else None
         return Product(q, path, *kernel, one, wide)
 
-    of_limbs = p if 1 in p.w.strides else p._replace(w=across)
+    of_limbs = p if 1 in p.w.strides else p._replace(w=copied)
     own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
 
     def wins(us: float) -> bool:
@@ -140,13 +140,13 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
     of_rows = tall(p, precision) if name == "dw" and own else None
     if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
         return product("tiled", p)._replace(tall=of_rows)
-    narrow = product_by_narrow(p, precision) if own and p.limits.narrow is not False else None
-    if narrow is not None and (asked or p.limits.narrow or wins(narrow.us)):
-        kernel = (narrow.product, narrow.grid, narrow.threads)
-        return product("tiled", for_narrow(p), kernel)._replace(rows=narrow.rows)
+    skinny = skinny_product_for(p, precision) if own and p.limits.skinny is not False else None
+    if skinny is not None and (asked or p.limits.skinny or wins(skinny.us)):
+        kernel = (skinny.product, skinny.grid, skinny.threads)
+        return product("tiled", for_skinny(p), kernel)._replace(rows=skinny.rows)
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
-    ours = p if lies_across(p) else p._replace(w=across)
+    ours = p if is_mn_major(p) else p._replace(w=copied)
     theirs = for_cublas(p, element)
     if ours.w.own and p.dtype != "float64":
         theirs = min(theirs, ours, key=lambda q: _cublas_us(q, element))
@@ -154,7 +154,7 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
         return product("sm90", ours)
     if gemm != "tiled" and obstacle is None:
         return product("cublas", theirs)
-    return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=across), tiled(p, name, wide=wide))
+    return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=copied), tiled(p, name, wide=wide))
 
 
 def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: bool) -> tuple[Splits, bool]:
@@ -177,9 +177,9 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
             in_place = in_place and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
             weight_first = in_place and dw is not None
         else:
-            dg = dg._replace(across=split_of("dg", of_weight.x, of_weight.m, of_weight.k).across)
+            dg = dg._replace(mn_major=split_of("dg", of_weight.x, of_weight.m, of_weight.k).mn_major)
         if in_place:
-            dg = dg._replace(along=Operand("dg", dg.pitch))
+            dg = dg._replace(k_major=Operand("dg", dg.pitch))
         if of_both:
             place = "dweight" if fits and dw is not None and not weight_first else SCRATCH
             wanted.append(split_of("weight", of_x.w, of_x.n, of_x.k, place))

@@ -10,7 +10,7 @@ from .h200_products import PRODUCTS
 from .limbs import limb_pitch
 from .problem import ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
-from .sm90_variants import SM90_BLOCK_N, by_limbs, resident, stages
+from .sm90_variants import SM90_BLOCK_N, by_limbs, occupancy, stages
 
 
 def one_launch_us(
@@ -22,7 +22,7 @@ def one_launch_us(
     waves: int,
     clusters: int,
     *,
-    keeps: bool,
+    saves: bool,
     split: int = 1,
     rates: Rates = H200,
 ) -> float:
@@ -59,7 +59,7 @@ def one_launch_us(
     asking = min(ctas, p.device.sms) / p.device.sms
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     latency += rates.sharing_us * (cluster - 1)
-    two = resident(element, mode, block_m, cluster * split) == 2
+    two = occupancy(element, mode, block_m, cluster * split) == 2
     # where as many clusters again have room, the next launch begins beside this one
     beside = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     ring = stages(element, mode, block_m, cluster, split)
@@ -71,7 +71,7 @@ def one_launch_us(
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
     step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
-    stored = y * (1 + keeps) / rates.y_rate[mode]  # g - m is written as y is
+    stored = y * (1 + saves) / rates.y_rate[mode]  # g - m is written as y is
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
@@ -80,9 +80,9 @@ def one_launch_us(
     if mode == "training":
         merge = rates.merge_us.get(rows, rates.trip_us)
         around = (warps - 1) / 3 * merge if rows == 1 else merge if warps > 1 or rows > 3 else 0.0
-        later = max(tile + y / rates.parked_rate, rates.park_us)
+        later = max(tile + y / rates.deferred_rate, rates.deferred_us)
     else:
-        around = rates.laying_us * ceil_div(warps, 3) if mode == "inference" else 0.0
+        around = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
         later = max(tile - stored, stored)  # y is on its way beside the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
@@ -96,7 +96,7 @@ def _off_line(p: Matmul, rates: Rates) -> float:
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
 
 
-def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bool, rates: Rates = H200) -> float:
+def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bool, rates: Rates = H200) -> float:
     """Training by forward_sm90 where it makes g twice: waves of tiles for their statistics, and all but the last for y.
 
     A tile takes its steps and what comes after, or the time of its bytes.
@@ -106,16 +106,19 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, keeps: bo
     alone = rates.alone if cluster == 1 and n > SM90_BLOCK_N else 1.0
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * alone
-    x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + keeps)))
+    x, y = (m * row * ITEMSIZE[dtype] * 1e-6 / waves / rates.copy_rate for row in (k, n * (1 + saves)))
     y *= _off_line(p, rates)
-    first, again = max(product + rates.fold_us, x), max(product + rates.tile_us["recompute"] * (1 + keeps), x + y)
+    first, again = (
+        max(product + rates.tile_statistics_us, x),
+        max(product + rates.tile_us["recompute"] * (1 + saves), x + y),
+    )
     us = waves * first + (waves - 1) * again + y
     # twice the arithmetic of the other ways
     held = 4 * m * n * k / rates.held_flops * alone if ITEMSIZE[dtype] == 2 else 0.0
     return rates.call_us["recompute"] + max(us, held)
 
 
-def narrow_us(
+def skinny_us(
     p: Matmul,
     element: str,
     features: int,
@@ -123,7 +126,7 @@ def narrow_us(
     at_once: int,
     *,
     training: bool,
-    keeps: bool,
+    saves: bool,
     rates: Rates = H200,
 ) -> float:
     """A forward that makes g twice, of rows that are short: its bytes, or what multiplying takes.
@@ -132,38 +135,38 @@ def narrow_us(
     64 bytes of each at a time, whether they are there or not.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
-    x, y = m * k * size * 1e-6 / rates.narrow_rate, m * n * size * (1 + keeps) * 1e-6 / rates.narrow_rate
+    x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
     rows = (m + round_up(m, at_once)) / 2e6
     taken = round_up(ceil_div(k * size, 64), chunks)
-    product = rows * features * (taken * rates.narrow_chunk_us[element] + rates.narrow_row_us)
+    product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)
     product *= 132 / p.device.sms
     one_by_one = n > 64 and not on_words(p.y, n, size)  # of short rows these stores cost the other ways as much
-    stores = m * n * 1e-6 * rates.narrow_off_line_us * 132 / p.device.sms if one_by_one else 0.0
-    laying = k * min(features, 64) * rates.narrow_laying_us[element]
-    us = rates.narrow_call_us[training] + laying + max(x + y, product + stores)
+    stores = m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
+    laying = k * min(features, 64) * rates.skinny_weight_us[element]
+    us = rates.skinny_call_us[training] + laying + max(x + y, product + stores)
     return us + laying + max(x, product) if training else us
 
 
 def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
     """A product over many rows by tall_product: the chunks of a CTA, or all bytes; and what its parts take."""
-    us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.narrow_rate)
+    us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
     return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
-    """What comes before the one launch: limbs, for which what lies across k is read twice, in two launches more."""
+    """What comes before the one launch: limbs. MN-major operands are read twice for them, in two launches more."""
     if not by_limbs(element):
         return 0.0
     sides = [(p.x, p.m)] if prepared or element == "limbs_rs" else [(p.x, p.m), (p.w, p.n)]
-    rows, across = sum(count for _, count in sides), sum(count for at, count in sides if at.strides[1] != 1)
+    rows, mn_major = sum(count for _, count in sides), sum(count for at, count in sides if at.strides[1] != 1)
     us = rates.limb_us + rows * 4e-6 * (p.k + limb_pitch(p.k)) / rates.limb_rate
-    return us + (2 * rates.limb_us + across * 4e-6 * p.k / rates.limb_rate if across else 0.0)
+    return us + (2 * rates.limb_us + mn_major * 4e-6 * p.k / rates.limb_rate if mn_major else 0.0)
 
 
-def cublas_us(p: Matmul, element: str, passes: str, *, keeps: bool, rates: Rates = H200) -> float:
+def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates = H200) -> float:
     """A forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
     m, n, k, dtype, *_ = p
-    size, g = ITEMSIZE[dtype] * (1 + keeps), 4e-6 * m * n
+    size, g = ITEMSIZE[dtype] * (1 + saves), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[passes] + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)

@@ -15,7 +15,6 @@ from .gemm import (
 )
 from .kernel import with_activation
 from .limbs import lay_out, split_of
-from .narrow import Narrow, for_narrow, narrow_forward, serves_narrow
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -26,14 +25,15 @@ from .problem import (
     Matmul,
     Matrix,
     ceil_div,
-    kept_dtype,
+    deviations_dtype,
     round_up,
+    row_threads_for,
     split_rows,
-    threads_along,
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .ranks import Ranks, letters, posts_at
+from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
 from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
@@ -115,13 +115,13 @@ def plan_forward(
     of_call = {"precision": precision, "training": training, "saved": saves, "cumulative": cumulative}
     chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
     one_launch_ = chosen == "sm90" and where != "between"
-    narrow = None
-    if chosen == "tiled" and p.limits.narrow is not False and serves_narrow(p, precision, training, saves):
-        narrow = narrow_forward(p, precision, training=training, keeps=saves)
-    taken = for_narrow(p) if narrow else taken_by(p, chosen, element_for(p.dtype, precision), one_launch_)
+    skinny = None
+    if chosen == "tiled" and p.limits.skinny is not False and serves_skinny(p, precision, training, saves):
+        skinny = skinny_forward(p, precision, training=training, saves=saves)
+    taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), one_launch_)
 
     build = Builder(p.device)
-    saved_dtype = kept_dtype(p.dtype, p.m, training=training) if saves else None
+    saved_dtype = deviations_dtype(p.dtype, p.m, training=training) if saves else None
     copies = [
         build.copied(name, (rows, p.k), given, at, p.dtype)
         for name, given, at, rows in (("x", p.x, taken.x, m), ("weight", p.w, taken.w, p.n))
@@ -148,7 +148,7 @@ def plan_forward(
     if one_launch_:
         _in_one_launch(build, call, copies)
     else:
-        _in_passes(build, call, copies, chosen, narrow, where)
+        _in_passes(build, call, copies, chosen, skinny, where)
     return build.program(chosen, why)
 
 
@@ -183,12 +183,12 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         mode_of(call.training),
         call.precision,
         prepared=call.prepared,
-        keeps=saves,
+        saves=saves,
         cumulative=call.cumulative,
         ranks=call.ranks is not None,
     )
     one = one._replace(kernel=with_activation(one.kernel, call.activation))
-    if one.parks and not whole_words(taken.y, p.n, size):
+    if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))
     vector_y = whole_words(taken.y, p.n, size)
     ldg = round_up(p.n, 16 // (size if saves else max(size, 4)))
@@ -221,7 +221,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         build.launch(one.limbs.kernel, one.limbs.grid, fields, split)
     boxes = map_arguments(one, taken._replace(x=x_at, w=w_at))
     maps = [(of_x, boxes[0]), (of_w, boxes[1]), (of_y, boxes[2])]
-    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "epoch": place(one.roll), **_OWN}
+    passed = {"y": of_y, "partial": place(0), "merged": place(one.merged), "epoch": place(one.epoch), **_OWN}
     passed |= {"batches": count, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     if saves:
         rows, cols, _, *rest = boxes[2]
@@ -249,7 +249,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
 
 
 def _in_passes(
-    build: Builder, call: _Call, copies: list[Copy], chosen: str, narrow: Narrow | None, where: str | None
+    build: Builder, call: _Call, copies: list[Copy], chosen: str, skinny: Skinny | None, where: str | None
 ) -> None:
     p, taken, training, device, ranks = call.p, call.taken, call.training, call.p.device, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
@@ -259,32 +259,32 @@ def _in_passes(
 
     # Where g lies. float32 and float64: y itself, or the deviations, can hold it: one B x O array less, half in L2.
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
-    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not narrow
+    y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not skinny
     if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
-    saved_is_g = call.saved_dtype is not None and not narrow and ITEMSIZE[call.saved_dtype] == g_size
+    saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
     # How the work is cut.
-    one_pass = not narrow and one_pass_serves(p, training, call.cumulative, where)
+    one_pass = not skinny and one_pass_serves(p, training, call.cumulative, where)
     merges = training and not one_pass  # statistics are made in parts, and merged
     columns = 16 // g_size  # 16 bytes of g a thread
-    blocks, along = _one_pass_threads(p.m, n, columns, device) if one_pass else threads_along(n, columns)
-    rows = THREADS // along  # of a CTA at once
+    blocks, row_threads = _one_pass_threads(p.m, n, columns, device) if one_pass else row_threads_for(n, columns)
+    rows = THREADS // row_threads  # of a CTA at once
     splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
     row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
     if one_pass:
         splits, row_blocks, normalize_rows = 1, 1, p.m
     stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
-    if narrow is not None:
-        splits, stats_rows, stats_grid, normalize_grid = narrow.splits, narrow.rows, narrow.grid, narrow.grid
+    if skinny is not None:
+        splits, stats_rows, stats_grid, normalize_grid = skinny.splits, skinny.rows, skinny.grid, skinny.grid
     merge_columns, merge_grid = _merge(n, splits, device)
 
     # The workspace: constants, the statistics of each part, g.
     affine = 0
     partials = round_up(affine + (4 * ldg * g_size if merges else 0), 256)
     g_at = round_up(partials + (splits * 2 * ldg * 8 if merges else 0), 256)
-    workspace = g_at + (0 if narrow or y_is_g or saved_is_g else p.m * ldg * g_size)
+    workspace = g_at + (0 if skinny or y_is_g or saved_is_g else p.m * ldg * g_size)
 
     saved_in_training = call.saved_dtype if training else None
     if one_pass:
@@ -292,8 +292,8 @@ def _in_passes(
     else:
         normalize_kernel = normalize(dtype, saved_in_training, running=not training)
     stats_kernel, block = scale_stats(dtype), THREADS
-    if narrow is not None:
-        stats_kernel, normalize_kernel, block = narrow.stats, narrow.normalize, narrow.threads
+    if skinny is not None:
+        stats_kernel, normalize_kernel, block = skinny.stats, skinny.normalize, skinny.threads
 
     product, limbs = None, lay_out((), round_up(workspace, 256))
     q = p._replace(x=taken.x, w=taken.w, y=Matrix((ldg, 1), aligned=True, own=True))
@@ -309,12 +309,12 @@ def _in_passes(
     build.copy(copies)
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
-    of_g = {"x": of_x, "w": of_w} if narrow else {"g": g}
+    of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
     fields = call.fields | {
         "ldg": ldg,
         "y_row": y.strides[0],
         "y_col": y.strides[1],
-        "row_threads": along,
+        "row_threads": row_threads,
         "stats_rows": stats_rows,
         "normalize_rows": normalize_rows,
         "splits": splits,
@@ -322,10 +322,10 @@ def _in_passes(
         "affine": affine,
         "partials": partials,
     }
-    g_by_limbs = by_limbs(product.element) if product else narrow is not None and narrow.product is not None
+    g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
     fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
 
-    if m == 0 or narrow:  # the group's other ranks have rows; or g is made by what follows
+    if m == 0 or skinny:  # the group's other ranks have rows; or g is made by what follows
         pass
     elif product is not None and limbs.of:
         made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
@@ -381,9 +381,9 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
 
 
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
-    """Blocks of columns and threads along a row where a CTA has all rows, and a thread 16 of them at most: the widest
-    that keep all SMs busy, or the narrowest, 32 bytes."""
-    along = 2
-    while 2 * along <= min(16, STATS_GROUP * THREADS // m) and ceil_div(n, 2 * along * columns) >= device.sms:
-        along *= 2
-    return ceil_div(n, along * columns), along
+    """Blocks of columns and row_threads where a CTA has all rows, a thread 16 of them at most: the most row_threads that
+    keep all SMs busy, or the fewest, 32 bytes."""
+    row_threads, most = 2, min(16, STATS_GROUP * THREADS // m)
+    while 2 * row_threads <= most and ceil_div(n, 2 * row_threads * columns) >= device.sms:
+        row_threads *= 2
+    return ceil_div(n, row_threads * columns), row_threads

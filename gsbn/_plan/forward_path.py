@@ -15,11 +15,11 @@ from .gemm import (
     for_tiled,
     sm90_obstacle,
 )
-from .narrow import narrow_forward, serves_narrow
 from .problem import (
     ITEMSIZE,
     Matmul,
 )
+from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
 
 ONE_PASS_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
@@ -62,8 +62,8 @@ def gemm_for(
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
     chosen, why, us = _fastest(p, precision, training, prepared, saved, cumulative, ranks, obstacles)
-    narrow = p.limits.narrow is not False and serves_narrow(p, precision, training, saved)
-    if narrow and (p.limits.narrow or narrow_forward(p, precision, training=training, keeps=saved).us < us):
+    skinny = p.limits.skinny is not False and serves_skinny(p, precision, training, saved)
+    if skinny and (p.limits.skinny or skinny_forward(p, precision, training=training, saves=saved).us < us):
         return "tiled", "g is made twice in less time than it is written and read"
     return chosen, why
 
@@ -83,7 +83,7 @@ def _fastest(
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
         passes = passes_over_g(p, training, cumulative, ranks)
-        by_cublas = cublas_us(theirs, element, passes, keeps=saved) + copies_us(theirs)
+        by_cublas = cublas_us(theirs, element, passes, saves=saved) + copies_us(theirs)
         if ranks == "between" and element != "limbs":
             why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
             return "cublas", why, by_cublas
@@ -92,7 +92,7 @@ def _fastest(
         if element == "limbs" and p.n == 1:
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken, inside = for_sm90(p, element), ranks == "inside"
-        of_call = {"prepared": prepared, "keeps": saved, "cumulative": cumulative, "ranks": inside}
+        of_call = {"prepared": prepared, "saves": saved, "cumulative": cumulative, "ranks": inside}
         ours = cheapest_tile(taken, mode_of(training), element, **of_call).us + copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas

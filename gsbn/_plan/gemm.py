@@ -11,23 +11,23 @@ from .h200 import H200
 from .h200_products import PRODUCTS
 from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
-from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, kept_dtype, round_up
+from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, deviations_dtype, round_up
 from .rates import Rates
 from .sm90_variants import (
     BLOCKS_M,
+    CLUSTER_BATCH_TILES,
     CLUSTERS,
-    CLUSTERS_OF_RANKS,
     COLUMN,
+    LIMBS_RS_TILES,
+    RANKS_CLUSTERS,
     SM90_BLOCK_N,
-    SPLIT_TILES,
-    SPLITS_OF_K,
-    TILES_OF_ROWS,
-    TILES_OF_X,
+    SPLIT_K_TILES,
+    SPLIT_K_TILES_BY_MODE,
     by_limbs,
     element_for,
     forward_sm90,
     largest_block,
-    resident,
+    occupancy,
 )
 from .variants import TILES, gemm_tiled, split_limbs
 
@@ -72,11 +72,11 @@ class OneLaunch(NamedTuple):
     parts_in_panels: int  # the rows of such a block are,
     parts_alone: int  # and those of the others
     merged: int
-    roll: int
+    epoch: int
     workspace: int
     wide: bool = False  # y is float32 though x has 16 bits
     along_rows: bool = False  # a cluster shares a tile of the weight, not of x
-    parks: bool = False  # tiles wait in y, in words of 16 bytes
+    defers: bool = False  # tiles wait in y, in words of 16 bytes
 
     @property
     def ctas(self) -> int:
@@ -119,7 +119,7 @@ def candidates(
     element: str,
     *,
     prepared: bool = False,
-    keeps: bool = False,
+    saves: bool = False,
     cumulative: bool = False,
     ranks: bool = False,
 ) -> list[Tile]:
@@ -129,21 +129,21 @@ def candidates(
     have all rows in a cluster. Such clusters never meet, as they must for a `cumulative` average: all read the count of
     batches that one raises.
     """
-    tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, CLUSTERS_OF_RANKS if ranks else CLUSTERS)]
-    tiles += SPLITS_OF_K.get(mode, ()) if not ranks else ()
+    tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
+    tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
     hows = [mode]
     if mode == "training" and not (ranks or cumulative):
         hows += ["cluster_batch"]
-        found += [("cluster_batch", *tile, 1) for tile in TILES_OF_ROWS] + [
-            ("cluster_batch", m, 1, split) for m, split in SPLIT_TILES
+        found += [("cluster_batch", *tile, 1) for tile in CLUSTER_BATCH_TILES] + [
+            ("cluster_batch", m, 1, split) for m, split in SPLIT_K_TILES
         ]
     ways = [(element, *way) for way in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        ways += [("limbs_rs", how, *tile) for how in hows for tile in TILES_OF_X]
-    made = (tile_of(p, of, as_, *tile, prepared=prepared, keeps=keeps, split=split) for as_, of, *tile, split in ways)
+        ways += [("limbs_rs", how, *tile) for how in hows for tile in LIMBS_RS_TILES]
+    made = (tile_of(p, of, as_, *tile, prepared=prepared, saves=saves, split=split) for as_, of, *tile, split in ways)
     return [tile for tile in made if tile is not None]
 
 
@@ -155,25 +155,25 @@ def tile_of(
     cluster: int,
     *,
     prepared: bool = False,
-    keeps: bool = False,
+    saves: bool = False,
     split: int = 1,
     rates: Rates | None = None,
 ) -> Tile | None:
     """What forward_sm90 would take with this tile, limbs included, and the clusters of its grid; None where it cannot
     have it."""
     rates = rates or (PRODUCTS if mode == "gemm" else H200)
-    if element == "limbs_rs" and not _as_it_is(p, mode):
+    if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
     largest = largest_block(element)
     if block_m > largest or (mode == "recompute" and block_m < largest):
         return None
-    if operands_across(p, mode, element)[0] and block_m // cluster < COLUMN:
+    if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
-    # of a cluster's tile
-    along, across = (cluster, 1) if mode == "cluster_batch" else (1, cluster)  # its CTAs, but for those that share k
-    rows, columns = block_m * split * along, SM90_BLOCK_N * across
+    # A cluster's CTAs, but for those that share k, lie below each other or side by side.
+    of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (1, cluster)
+    rows, columns = block_m * split * of_rows, SM90_BLOCK_N * of_columns
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
-    two = resident(element, mode, block_m, cluster * split) == 2
+    two = occupancy(element, mode, block_m, cluster * split) == 2
     at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
     if at_once == 0 or (
         mode == "cluster_batch" and (p.m > rows or tiles > at_once)
@@ -194,9 +194,9 @@ def tile_of(
         in_whole_panels = round_up(clusters, _panel(p, mode, element))
         clusters = in_whole_panels if in_whole_panels <= at_once else clusters
     if mode != "recompute":
-        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, keeps=keeps, split=split, rates=rates)
+        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, saves=saves, split=split, rates=rates)
     elif waves > 1:
-        us = recompute_us(p, element, cluster, waves, keeps=keeps, rates=rates)
+        us = recompute_us(p, element, cluster, waves, saves=saves, rates=rates)
     else:  # all tiles stay in registers: none is made twice
         return None
     us += split_us(p, element, prepared=prepared, rates=rates)
@@ -211,35 +211,35 @@ def one_launch(
     precision: str,
     *,
     prepared: bool = False,
-    keeps: bool = False,
+    saves: bool = False,
     cumulative: bool = False,
     wide: bool = False,
     ranks: bool = False,
 ) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost; `keeps`: g - m for a backward, too; `wide`:
+    """The launch of forward_sm90 in this mode, with the tile of least cost; `saves`: g - m for a backward, too; `wide`:
     a product of 16-bit operands in float32; `ranks`: training of a batch that ranks share.
 
     CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
     read the count of batches that one raises.
     """
     m, n, k = p.m, p.n, p.k
-    of_call = {"prepared": prepared, "keeps": keeps, "cumulative": cumulative, "ranks": ranks}
+    of_call = {"prepared": prepared, "saves": saves, "cumulative": cumulative, "ranks": ranks}
     tile = cheapest_tile(p, mode, element_for(p.dtype, precision), **of_call)
     _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else _panel(p, mode, element)
-    parks = mode == "training" and split == 1 and rows * columns > clusters
+    defers = mode == "training" and split == 1 and rows * columns > clusters
     in_panels, in_parts = (columns - 1) // panel * panel * cluster, [rows, rows]
-    if parks:  # a CTA keeps to a column of a panel where their number divides that of the clusters
+    if defers:  # a CTA keeps to a column of a panel where their number divides that of the clusters
         in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
-    merged = roll = workspace = 0
+    merged = epoch = workspace = 0
     if mode not in ("gemm", "cluster_batch"):  # which have no words for each other
         words = (clusters // columns if mode == "recompute" else rows) * blocks
-        words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if parks else 0
+        words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
         merged = words * SM90_BLOCK_N * 16
-        roll = merged + blocks * SM90_BLOCK_N * 16 * (2 if keeps else 1)
-        workspace = roll + round_up(8 * (1 + clusters * cluster * split), 256)
+        epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
+        workspace = epoch + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
     if by_limbs(element) and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
         of_w = 0 if prepared or element == "limbs_rs" else n
@@ -247,7 +247,7 @@ def one_launch(
         workspace = made.w_exponents + 4 * of_w
     return OneLaunch(
         kernel=forward_sm90(
-            element, mode, block_m, cluster, keeps, *operands_across(p, mode, element), wide, ranks, split
+            element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split
         ),
         cooperative=mode in ("training", "recompute") and (rows > 1 or cumulative),
         element=element,
@@ -261,11 +261,11 @@ def one_launch(
         parts_in_panels=in_parts[0],
         parts_alone=in_parts[1],
         merged=merged,
-        roll=roll,
+        epoch=epoch,
         workspace=workspace,
         wide=wide,
         along_rows=mode == "cluster_batch",
-        parks=parks,
+        defers=defers,
     )
 
 
@@ -281,26 +281,25 @@ def _panel(p: Matmul, mode: str, element: str) -> int:
     return 1 if p.m <= 8192 else 2 if mode == "training" and not by_limbs(element) else 4
 
 
-def operands_across(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
-    """Whether forward_sm90 reads x, and the weight, across what is summed over: in all other modes none lies so, and
-    limbs never do."""
+def mn_major_operands(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
+    """Whether forward_sm90 reads x, and the weight, MN-major: in mode "gemm" alone, and limbs never."""
     if mode != "gemm" or element in ("tf32", "limbs"):
         return False, False
     return element != "limbs_rs" and p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
-def _as_it_is(p: Matmul, mode: str) -> bool:
-    """Whether forward_sm90 takes the weight as it is beside limbs of x: rows, or in "gemm" what lies across k alone.
+def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
+    """Whether forward_sm90 takes the float32 weight itself, with limbs of x: K-major, in "gemm" MN-major alone.
 
     There x is dx's, rows: the columns that dw takes of dg are long, and cost about what is saved.
     """
     if mode == "gemm":
-        return lies_across(p) and p.x.strides[1] == 1
+        return is_mn_major(p) and p.x.strides[1] == 1
     return on_words(p.w, p.k, 4)
 
 
-def lies_across(p: Matmul) -> bool:
-    """Whether forward_sm90 takes the weight as it lies across what is summed over."""
+def is_mn_major(p: Matmul) -> bool:
+    """Whether forward_sm90 takes the weight as an MN-major operand."""
     size = ITEMSIZE[p.dtype]
     return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
@@ -353,7 +352,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
     if saved and not training:
         # The sums over g see all of its error that has one sign: what tensor cores cut off.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
-    if saved and kept_dtype(dtype, m, training=True) != dtype:
+    if saved and deviations_dtype(dtype, m, training=True) != dtype:
         return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
     if not limbs and k > MAX_TERMS[element_for(dtype, precision)]:
         return f"beyond {MAX_TERMS[element_for(dtype, precision)]} input features its sums lose digits"

@@ -30,8 +30,8 @@ class Split(NamedTuple):
     columns: int
     pitch: int  # in elements
     vector: bool  # rows start on 16 bytes
-    along: Operand | None = None  # of its rows, for sums over columns
-    across: Operand | None = None  # of its columns, for sums over rows
+    k_major: Operand | None = None  # of its rows, for sums over columns
+    mn_major: Operand | None = None  # of its columns, for sums over rows
     late: bool = False  # made only when the memory that they take is free
 
 
@@ -46,12 +46,12 @@ class Splits(NamedTuple):
     @property
     def maxima_bytes(self) -> int:
         """Of those of columns, and of rows with them, which must start at zero."""
-        return self.exponents - self.maxima if any(split.across is not None for split in self.of) else 0
+        return self.exponents - self.maxima if any(split.mn_major is not None for split in self.of) else 0
 
     def operand(self, name: str, at: Matrix) -> Operand:
         """The limbs of a matrix, for a product that takes it as it lies `at`."""
         split = next(split for split in self.of if split.name == name)
-        found = split.along if at.strides[1] == 1 else split.across
+        found = split.k_major if at.strides[1] == 1 else split.mn_major
         assert found is not None
         return found
 
@@ -66,11 +66,11 @@ def limb_pitch(k: int) -> int:
 
 
 def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) -> Split:
-    """An operand of `count` rows of k, which may lie across what is summed over."""
+    """An operand of `count` rows of k, K-major or MN-major."""
     operand = Operand(place, limb_pitch(k))
     if at.strides[1] == 1:
-        return Split(name, count, k, at.strides[0], _whole(at, 0), along=operand)
-    return Split(name, k, count, at.strides[1], _whole(at, 1), across=operand)
+        return Split(name, count, k, at.strides[0], _whole(at, 0), k_major=operand)
+    return Split(name, k, count, at.strides[1], _whole(at, 1), mn_major=operand)
 
 
 def _whole(at: Matrix, axis: int) -> bool:
@@ -80,7 +80,7 @@ def _whole(at: Matrix, axis: int) -> bool:
 def lay_out(wanted: Iterable[Split], start: int) -> Splits:
     """Find room from an offset on: for maxima, for exponents, and for limbs that have no other place."""
     splits = list(wanted)
-    words = sum(_words(split.along, split.rows) + _words(split.across, split.columns) for split in splits)
+    words = sum(_words(split.k_major, split.rows) + _words(split.mn_major, split.columns) for split in splits)
     exponents, end = start + words, start + 2 * words
     at = exponents
 
@@ -94,7 +94,7 @@ def lay_out(wanted: Iterable[Split], start: int) -> Splits:
         return found
 
     of = tuple(
-        split._replace(along=placed(split.along, split.rows), across=placed(split.across, split.columns))
+        split._replace(k_major=placed(split.k_major, split.rows), mn_major=placed(split.mn_major, split.columns))
         for split in splits
     )
     return Splits(of, start, exponents, end)

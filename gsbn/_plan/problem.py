@@ -106,7 +106,7 @@ class Limits(NamedTuple):
     cluster_batch: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
     limbs_rs: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    narrow: bool | None = None  # whether the kernels of skinny.cu may serve; True: wherever they can
+    skinny: bool | None = None  # whether the kernels of skinny.cu may serve; True: wherever they can
     tall: bool | None = None  # whether tall_product may make dw; True: wherever it can
     fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
     cluster: int | None = None  # CTAs of backward_fused that share columns, where they can; 1: none
@@ -127,7 +127,7 @@ class Matmul(NamedTuple):
     limits: Limits = Limits()
 
 
-def kept_dtype(dtype: str, rows: int, *, training: bool) -> str:
+def deviations_dtype(dtype: str, rows: int, *, training: bool) -> str:
     """What a forward keeps for its backward, g - m in training and g in inference: its dtype for an x of `dtype`.
 
     In inference a float16 g overflows, and there are no statistics to scale it by.
@@ -143,13 +143,13 @@ def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
     return ceil_div(m, rows), rows
 
 
-def threads_along(n: int, columns: int) -> tuple[int, int]:
+def row_threads_for(n: int, columns: int) -> tuple[int, int]:
     """Blocks of columns and threads along a row, of so many columns each: a power of two, and a warp at most.
 
     A CTA then has a power of two of rows at once: what rounding makes of their sums is the same at any width.
     """
-    along = min(32, 1 << (ceil_div(n, columns) - 1).bit_length())
-    return ceil_div(n, along * columns), along
+    row_threads = min(32, 1 << (ceil_div(n, columns) - 1).bit_length())
+    return ceil_div(n, row_threads * columns), row_threads
 
 
 def ceil_div(a: int, b: int) -> int:

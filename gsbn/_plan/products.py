@@ -9,10 +9,10 @@ from . import declared
 from .copies import whole_words
 from .gemm import OneLaunch
 from .limbs import AT_ONCE, Operand, Place, Split, Splits, maxima_grid, split_grid, tiles_grid
-from .parts import Parts
 from .problem import ITEMSIZE, VECTORS, Matmul, Matrix
 from .program import ABSENT, Builder, place
 from .sm90_variants import SM90_THREADS
+from .split_k import SplitKReduction
 from .tensor_maps import map_arguments
 from .variants import split_limbs, tile_kernels
 
@@ -48,7 +48,9 @@ def sm90_gemm(
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, made_of=(one, of or p))
 
 
-def add_parts(build: Builder, parts: Parts, at: str, to: str, shape: tuple[int, int], dtype: str) -> None:
+def reduce_split_k(
+    build: Builder, parts: SplitKReduction, at: str, to: str, shape: tuple[int, int], dtype: str
+) -> None:
     """Add up the partial products of a split k."""
     fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
     fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
@@ -69,12 +71,12 @@ class Limbs:
         if not late:
             self._maxima()
         now = [split for split in self._splits.of if split.late == late]
-        rows = sorted((split for split in now if split.across is None), key=lambda split: split.columns)
+        rows = sorted((split for split in now if split.mn_major is None), key=lambda split: split.columns)
         for k, same in groupby(rows, key=lambda split: split.columns):
             together = list(same)
             for i in range(0, len(together), 2):
                 self._rows(k, together[i : i + 2])
-        if tiles := [split for split in now if split.across is not None]:
+        if tiles := [split for split in now if split.mn_major is not None]:
             self._tiles(tiles)
 
     def multiply(self, p: Matmul, one: OneLaunch, a: str, b: str, c: str) -> None:
@@ -92,7 +94,7 @@ class Limbs:
     def _maxima(self) -> None:
         """Those of all matrices that want any, early and late, in one launch."""
         build, splits = self._build, self._splits
-        if tiles := [split for split in splits.of if split.across is not None]:
+        if tiles := [split for split in splits.of if split.mn_major is not None]:
             if not self._cleared:
                 build.clear(place(splits.maxima), splits.maxima_bytes)
             kernel, _ = tile_kernels()
@@ -108,10 +110,10 @@ class Limbs:
         passed = dict.fromkeys(SPLIT_WORDS, ABSENT)
         fields = {"m": 0, "n": 0, "k": k, "ldx": 0, "ldw": 0}
         for split, name, count in zip(splits, ("x", "w"), ("m", "n"), strict=False):
-            assert split.along is not None
+            assert split.k_major is not None
             fields |= {count: split.rows, f"ld{name}": split.pitch}
-            passed |= {name: self._names[split.name], f"{name}_limbs": self._place(split.along.limbs)}
-            passed[f"{name}_exponents"] = place(split.along.exponents)
+            passed |= {name: self._names[split.name], f"{name}_limbs": self._place(split.k_major.limbs)}
+            passed[f"{name}_exponents"] = place(split.k_major.exponents)
         flags = {f"vector_{name}": split.vector for split, name in zip(splits, ("x", "w"), strict=False)}
         grid = split_grid((split.rows for split in splits), k, self._build.device)
         fields["flags"] = declared.flags(**flags)
@@ -122,7 +124,7 @@ class Limbs:
         _, kernel = tile_kernels()
         passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
         passed["exponents"] = place(self._splits.exponents)
-        for way, of in (("across", "transposed"), ("along", "limbs")):
+        for way, of in (("mn_major", "transposed"), ("k_major", "limbs")):
             operands: list[Operand | None] = [getattr(split, way) for split in splits]
             limbs = [ABSENT if operand is None else self._place(operand.limbs) for operand in operands]
             passed |= {f"{name}_{of}": at for name, at in zip("abc", _all(limbs, ABSENT), strict=True)}
@@ -139,9 +141,9 @@ class Limbs:
                 "n": split.columns,
                 "lda": split.pitch,
                 "vector": split.vector,
-                "of_columns": self._splits.word(split.across),
-                "of_rows": self._splits.word(split.along),
-                "ld_limbs": 0 if split.along is None else 2 * split.along.pitch,
+                "of_columns": self._splits.word(split.mn_major),
+                "of_rows": self._splits.word(split.k_major),
+                "ld_limbs": 0 if split.k_major is None else 2 * split.k_major.pitch,
             }
             for split in splits
         ]

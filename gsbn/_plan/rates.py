@@ -27,13 +27,13 @@ class Rates(NamedTuple):
     exchange_rate: float  # MB/us that a CTA receives meanwhile
     cluster_us: dict[int, float]  # more, where CTAs are launched in clusters, by their CTAs
     early_us: float  # less, where there is room for as many CTAs again: the next launch begins beside this one
-    parked_rate: float  # MB/us of tiles that are finished later
+    deferred_rate: float  # MB/us of tiles that are finished later
     call_us: dict[str, float]  # by mode
-    laying_us: float  # inference: a round of constants, 96 features by three warps
-    park_us: float  # training: a tile that waits, at least
+    constants_us: float  # inference: a round of constants, 96 features by three warps
+    deferred_us: float  # training: a tile that waits, at least
     again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
     alone: float  # times that where a CTA loads all of x's tile, of several blocks of features
-    fold_us: float  # and the statistics of a tile
+    tile_statistics_us: float  # and the statistics of a tile
     held_flops: float  # FLOP/us of 16 bits there, at the power that long launches, one after the other, are held to
     copy_rate: float  # MB/us of what is read and written once, in order
     merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
@@ -48,12 +48,12 @@ class Rates(NamedTuple):
     cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
     cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured
     operand_rate: tuple[float, float]  # MB/us of cuBLAS' operands: on tensor cores, in IEEE arithmetic
-    narrow_call_us: dict[bool, float]  # of a forward that makes g twice; in training, of its three launches
-    narrow_rate: float  # MB/us of x and y there
-    narrow_chunk_us: dict[str, float]  # 64 bytes of a million rows by a feature, by operand
-    narrow_laying_us: dict[str, float]  # an element of the weight to shared memory, by operand
-    narrow_row_us: float  # and a million rows by a feature, however short
-    narrow_off_line_us: float  # and a million elements of y that are stored one by one
+    skinny_call_us: dict[bool, float]  # of a forward that makes g twice; in training, of its three launches
+    skinny_rate: float  # MB/us of x and y there
+    skinny_chunk_us: dict[str, float]  # 64 bytes of a million rows by a feature, by operand
+    skinny_weight_us: dict[str, float]  # an element of the weight to shared memory, by operand
+    skinny_row_us: float  # and a million rows by a feature, however short
+    skinny_off_line_us: float  # and a million elements of y that are stored one by one
     tall_call_us: float  # of a product over many rows, of its two launches
     tall_chunk_us: dict[bool, float]  # 32 rows there; the True ones being read by 16 bytes
     parts_rate: float  # MB/us of what its CTAs make

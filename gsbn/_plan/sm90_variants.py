@@ -28,22 +28,22 @@ BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 # BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most, and
 # (64, 1) never
-TILES_OF_ROWS = (
+CLUSTER_BATCH_TILES = (
     (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 8), (128, 16), (256, 1), (256, 8),
     (256, 16),
 )  # fmt: skip
-CLUSTERS_OF_RANKS = (2,)  # the same where ranks share the batch: half the variants to compile
+RANKS_CLUSTERS = (2,)  # the same where ranks share the batch: half the variants to compile
 # BLOCK_M and SPLIT_K where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
 # each other twice as many sums.
-SPLIT_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
+SPLIT_K_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
 # BLOCK_M, CLUSTER and SPLIT_K, by mode; of fewer rows they train as "cluster_batch"
-SPLITS_OF_K = {
-    "inference": (*((block_m, 1, split) for block_m, split in SPLIT_TILES), (32, 2, 4)),
+SPLIT_K_TILES_BY_MODE = {
+    "inference": (*((block_m, 1, split) for block_m, split in SPLIT_K_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
 }
 # The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
-# reads a weight that lies across k alone, as the backward's do.
-TILES_OF_X = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLITS_OF_K["inference"][:-1]
+# reads an MN-major weight alone, as the backward's is.
+LIMBS_RS_TILES = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLIT_K_TILES_BY_MODE["inference"][:-1]
 
 
 def sm90_kernels() -> Iterator[Kernel]:
@@ -52,15 +52,15 @@ def sm90_kernels() -> Iterator[Kernel]:
     for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)
         if mode != "cluster_batch" and (block_m == largest or (block_m < largest and mode != "recompute")):
-            for keeps in (False, True) if mode in ("training", "recompute") else (False,):
-                yield forward_sm90(element, mode, block_m, cluster, keeps)
-                if mode == "training" and cluster in CLUSTERS_OF_RANKS:
-                    yield forward_sm90(element, mode, block_m, cluster, keeps, ranks=True)
-    for element, (block_m, cluster), keeps in itertools.product(elements, TILES_OF_ROWS, (False, True)):
+            for saves in (False, True) if mode in ("training", "recompute") else (False,):
+                yield forward_sm90(element, mode, block_m, cluster, saves)
+                if mode == "training" and cluster in RANKS_CLUSTERS:
+                    yield forward_sm90(element, mode, block_m, cluster, saves, ranks=True)
+    for element, (block_m, cluster), saves in itertools.product(elements, CLUSTER_BATCH_TILES, (False, True)):
         if block_m <= largest_block(element):
-            yield forward_sm90(element, "cluster_batch", block_m, cluster, keeps)
-    for element, (block_m, split), keeps in itertools.product(elements, SPLIT_TILES, (False, True)):
-        yield forward_sm90(element, "cluster_batch", block_m, 1, keeps, split=split)
+            yield forward_sm90(element, "cluster_batch", block_m, cluster, saves)
+    for element, (block_m, split), saves in itertools.product(elements, SPLIT_K_TILES, (False, True)):
+        yield forward_sm90(element, "cluster_batch", block_m, 1, saves, split=split)
     for element, block_m, cluster in itertools.product(("float16", "bfloat16"), BLOCKS_M, CLUSTERS):
         yield forward_sm90(element, "gemm", block_m, cluster, wide=True)
         for x_mn_major in (False, True):  # dx and dw of the backward
@@ -68,12 +68,17 @@ def sm90_kernels() -> Iterator[Kernel]:
                 yield forward_sm90(element, "gemm", block_m, cluster, x_mn_major=x_mn_major, w_mn_major=True)
                 if x_mn_major:
                     yield forward_sm90(element, "gemm", block_m, cluster, x_mn_major=True, w_mn_major=True, wide=True)
-    tiles = [(element, mode, *tile) for mode in SPLITS_OF_K for element in elements for tile in SPLITS_OF_K[mode]]
-    tiles += [(of_x, mode, *tile) for mode in ("inference", "training", "cluster_batch") for tile in TILES_OF_X]
+    tiles = [
+        (element, mode, *tile)
+        for mode in SPLIT_K_TILES_BY_MODE
+        for element in elements
+        for tile in SPLIT_K_TILES_BY_MODE[mode]
+    ]
+    tiles += [(of_x, mode, *tile) for mode in ("inference", "training", "cluster_batch") for tile in LIMBS_RS_TILES]
     for element, mode, block_m, cluster, split in tiles:
-        for keeps in (False,) if mode == "inference" else (False, True):
-            yield forward_sm90(element, mode, block_m, cluster, keeps, split=split)
-    for block_m, cluster, split in TILES_OF_X:
+        for saves in (False,) if mode == "inference" else (False, True):
+            yield forward_sm90(element, mode, block_m, cluster, saves, split=split)
+    for block_m, cluster, split in LIMBS_RS_TILES:
         yield forward_sm90(of_x, "gemm", block_m, cluster, w_mn_major=True, split=split)
 
 
@@ -83,7 +88,7 @@ def forward_sm90(
     mode: str,
     block_m: int,
     cluster: int,
-    keeps: bool = False,
+    saves: bool = False,
     x_mn_major: bool = False,
     w_mn_major: bool = False,
     wide: bool = False,
@@ -92,7 +97,7 @@ def forward_sm90(
 ) -> Kernel:
     """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
 
-    `keeps`: training, any way, that also writes g - mean; `x_mn_major`, `w_mn_major`: a GEMM whose x, or weight, is
+    `saves`: training, any way, that also writes g - mean; `x_mn_major`, `w_mn_major`: a GEMM whose x, or weight, is
     MN-major, in 16 bits, or the weight beside limbs of x; `wide`: a GEMM whose result is float32; `ranks`: training of
     a batch that ranks share; `split`: how many CTAs share k.
     """
@@ -101,10 +106,10 @@ def forward_sm90(
         "MODE": MODES[mode],
         "BLOCK_M": str(block_m),
         "STAGES": str(stages(element, mode, block_m, cluster, split)),
-        "OCCUPANCY": str(resident(element, mode, block_m, cluster * split)),
+        "OCCUPANCY": str(occupancy(element, mode, block_m, cluster * split)),
         "CLUSTER": str(cluster),
         "SPLIT_K": str(split),
-        "SAVE_DEVIATIONS": str(int(keeps)),
+        "SAVE_DEVIATIONS": str(int(saves)),
         "X_MN_MAJOR": str(int(x_mn_major)),
         "W_MN_MAJOR": str(int(w_mn_major)),
         "FLOAT32_OUTPUT": str(int(wide)),
@@ -116,12 +121,12 @@ def forward_sm90(
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
     """Of forward_sm90's pipeline: steps of k that are on their way at once."""
-    if resident(element, mode, block_m, cluster * split) == 2:
+    if occupancy(element, mode, block_m, cluster * split) == 2:
         return {"inference": 4, "cluster_batch": 5}[mode]
     return {256: 4, 128: 6, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)
 
 
-def resident(element: str, mode: str, block_m: int, ctas: int) -> int:
+def occupancy(element: str, mode: str, block_m: int, ctas: int) -> int:
     """CTAs of forward_sm90 on an SM, a cluster being of so many."""
     small = block_m == 32 and ctas == 1 and element in ("float16", "bfloat16")
     return 2 if small and mode in ("inference", "cluster_batch") else 1

@@ -16,14 +16,14 @@ from .sources import Constants
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
 # rows that a thread of backward_sums or backward_dg has on their way at once
 RING = Constants("backward/rows.cuh", {})["STAGES"]
-CLUSTERS_OF_COLUMNS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
+COLUMN_CLUSTERS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
 SUMS_CLUSTER = 8  # and in backward_sums, where they do
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
 # By operand, how many times 64 bytes of a row of x skinny.cu's kernels take at once, which but for limbs is all of it.
-NARROW_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
+SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
 LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # of the weight in a CTA
-NARROW_SIZES = (32, 64, 128)  # features in and out that variants of narrow_backward, but for wide ones, have room for
-NARROW_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
+SKINNY_SIZES = (32, 64, 128)  # features in and out that variants of skinny_backward, but for wide ones, have room for
+SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
 _TALL = Constants("tall_product.cu", {})
 TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of its block, threads
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
@@ -54,28 +54,28 @@ def _plain_kernels() -> Iterator[Kernel]:
     for dtype in C_TYPE:
         yield fold(dtype)
         wide = "float64" if dtype == "float64" else "float32"
-        kept_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
-        for training, kept in [(False, wide), *((True, kept) for kept in sorted(kept_in_training))]:
+        saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
+        for training, kept in [(False, wide), *((True, kept) for kept in sorted(saved_in_training))]:
             yield from backward_kernels(dtype, kept, training=training)
             yield backward_kernels(dtype, kept, training=training, sharing=SUMS_CLUSTER)[0]
             if training and kept == dtype != "float64":
-                for cluster in CLUSTERS_OF_COLUMNS:
+                for cluster in COLUMN_CLUSTERS:
                     yield backward_kernels(dtype, kept, training=training, cluster=cluster)[2]
             if dtype == "float32":
-                yield backward_kernels(dtype, kept, training=training, across=True)[1]
+                yield backward_kernels(dtype, kept, training=training, transposed=True)[1]
         yield normalize(dtype, running=True)
-        for of_kept in (None, *sorted(kept_in_training)):
+        for of_kept in (None, *sorted(saved_in_training)):
             yield from (normalize(dtype, of_kept), normalize_fused(dtype, of_kept))
         yield from (scale_stats(dtype), merge_statistics(dtype))
-    for element in NARROW_CHUNKS:
-        for features, chunks in itertools.product(narrow_features(element), NARROW_CHUNKS[element]):
-            yield from (*narrow(element, features, chunks), narrow(element, features, chunks, keeps=True)[1])
+    for element in SKINNY_CHUNKS:
+        for features, chunks in itertools.product(skinny_features(element), SKINNY_CHUNKS[element]):
+            yield from (*skinny(element, features, chunks), skinny(element, features, chunks, saves=True)[1])
             if element == "limbs":
-                yield narrow_product(features, chunks)
-    for dtype in NARROW_BACKWARD:
-        for sizes in narrow_backward_sizes(dtype):
-            yield narrow_backward_kernel(dtype, *sizes)
-    yield from (tall_product(), add_parts())
+                yield skinny_product(features, chunks)
+    for dtype in SKINNY_BACKWARD:
+        for sizes in skinny_backward_sizes(dtype):
+            yield skinny_backward_kernel(dtype, *sizes)
+    yield from (tall_product(), reduce_split_k())
     yield from map(copy_matrix, (2, 4, 8))
     yield from (copy_rows(), clear())
     yield fill_sm(0)
@@ -116,22 +116,22 @@ def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
 
 
 @cache
-def narrow(element: str, features: int, chunks: int, keeps: bool = False) -> tuple[Kernel, Kernel]:
+def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tuple[Kernel, Kernel]:
     """The variants of skinny_stats and skinny_normalize for operands that are multiplied as `element`, one of
-    NARROW_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `keeps`: y's
+    SKINNY_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `saves`: y's
     also writes g - m."""
     of_x = _skinny_defines(element, features, chunks)
     shared = Constants("skinny/config.cuh", dict(of_x))["SHARED_BYTES"]
     stats = Kernel("skinny_stats", "skinny", of_x, arch=ARCH, shared=shared)
-    return stats, stats._replace(name="skinny_normalize", defines=(*of_x, ("SAVE_DEVIATIONS", "1")) if keeps else of_x)
+    return stats, stats._replace(name="skinny_normalize", defines=(*of_x, ("SAVE_DEVIATIONS", "1")) if saves else of_x)
 
 
-def narrow_product(features: int, chunks: int) -> Kernel:
+def skinny_product(features: int, chunks: int) -> Kernel:
     """The variant of skinny_product, of limbs, for a CTA like that of skinny_stats."""
-    return narrow("limbs", features, chunks)[0]._replace(name="skinny_product")
+    return skinny("limbs", features, chunks)[0]._replace(name="skinny_product")
 
 
-def narrow_features(element: str) -> tuple[int, ...]:
+def skinny_features(element: str) -> tuple[int, ...]:
     """Features that a CTA of skinny.cu's kernels may have."""
     return (32, 64, 128) if element == "limbs" else (32, 64)
 
@@ -147,19 +147,19 @@ def _skinny_defines(element: str, features: int, chunks: int) -> tuple[tuple[str
     return ("ELEMENT", f"ELEMENT_{element.upper()}"), ("FEATURES", str(features)), ("CHUNKS", str(chunks))
 
 
-def narrow_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
-    """Features of a CTA of narrow_backward, input features, CTAs of a cluster with features of their own."""
-    if dtype not in NARROW_BACKWARD:
+def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
+    """Features of a CTA of skinny_backward, input features, CTAs of a cluster with features of their own."""
+    if dtype not in SKINNY_BACKWARD:
         return []
-    alone = [(n, k, 1) for n in NARROW_SIZES for k in NARROW_SIZES if max(n, k) <= NARROW_BACKWARD[dtype]]
+    alone = [(n, k, 1) for n in SKINNY_SIZES for k in SKINNY_SIZES if max(n, k) <= SKINNY_BACKWARD[dtype]]
     wide = [(256, 64, 1), (256, 128, 1), (256, 64, 2), (256, 64, 4)]
     return alone + (wide if dtype != "float32" else [])
 
 
 @cache
-def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
-    """The variant of narrow_backward of this size, one of `narrow_backward_sizes`."""
-    t, teams = C_TYPE[dtype], narrow_teams(dtype, features, inputs)[0]
+def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int = 1) -> Kernel:
+    """The variant of skinny_backward of this size, one of `skinny_backward_sizes`."""
+    t, teams = C_TYPE[dtype], skinny_teams(dtype, features, inputs)[0]
     defines = {"T_TYPE": t, "D_TYPE": t, "G_TYPE": "float", "TRAINING": "true"}
     defines |= {"FEATURES": str(features), "INPUTS": str(inputs), "TEAMS": str(teams)}
     shared = Constants("skinny_backward.cu", defines)["SHARED_BYTES"]
@@ -168,7 +168,7 @@ def narrow_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
 
 
 @cache
-def narrow_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
+def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
     """How many teams a CTA of skinny_backward has, each with room for dw in its registers; threads and rows of each."""
     teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
     if dtype == "float32":
@@ -182,7 +182,7 @@ def tall_product() -> Kernel:
     return Kernel("tall_product", "tall_product", (), arch=ARCH, shared=_TALL["SHARED_BYTES"])
 
 
-def add_parts() -> Kernel:
+def reduce_split_k() -> Kernel:
     """What adds up the parts of a matrix."""
     return Kernel("reduce_split_k", "reduce_split_k", ())
 
@@ -209,19 +209,19 @@ def fill_sm(shared: int) -> Kernel:
 
 
 def tile_kernels() -> tuple[Kernel, Kernel]:
-    """What makes limbs of operands that lie across what is summed over."""
+    """What makes limbs of MN-major operands."""
     maxima, tiles = (Kernel(name, *split_limbs(1)[1:]) for name in ("take_maxima", "split_tiles"))
     return maxima, tiles
 
 
 @cache
 def backward_kernels(
-    dtype: str, kept: str, *, training: bool, across: bool = False, cluster: int = 1, sharing: int = 1
+    dtype: str, kept: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1
 ) -> tuple[Kernel, ...]:
     """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
     dtype and what was kept.
 
-    `across`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused, and
+    `transposed`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused, and
     `sharing` in backward_sums.
     """
     t, d = C_TYPE[dtype], C_TYPE[kept]
@@ -232,7 +232,7 @@ def backward_kernels(
     sums = _in_clusters(Kernel("backward_sums", "backward_sums", defines), sharing)
     fused = _in_clusters(Kernel("backward_fused", "backward_fused", defines), cluster)
     fused = fused._replace(shared=Constants("backward_fused.cu", dict(fused.defines))["SHARED_BYTES"])
-    if across:
+    if transposed:
         dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
         dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])
     return sums, dg, fused, *others

@@ -13,7 +13,7 @@ import torch
 
 from .._backward import How, backward_of
 from .._forward import forward_of
-from .._saved import FEW_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, kept_dtype
+from .._saved import FEW_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ..reference import Gradients
 from ._groups import group_named
 
@@ -66,7 +66,7 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
         else:
             pad = 16 // x.dtype.itemsize
             pitch = (features + pad - 1) // pad * pad
-            kept = getattr(torch, kept_dtype(str(x.dtype)[6:], rows, training=training))
+            kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
         return x.new_empty(rows, features), deviations, x.new_empty(SAVED_ROWS, features, dtype=torch.float64)
 

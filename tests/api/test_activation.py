@@ -13,7 +13,7 @@ import gsbn
 from gsbn import _plan, reference
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLITS_OF_K
+from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_K_TILES_BY_MODE
 from tests.support.gradients import (
     NAMES,
     assert_beta_agrees,
@@ -268,13 +268,15 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLITS_OF_K["training"]], ids=str)
+@pytest.mark.parametrize(
+    "tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLIT_K_TILES_BY_MODE["training"]], ids=str
+)
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
 @pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # parks tiles
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
-    if tile in SPLITS_OF_K["training"] and shape[1] < 4096:
+    if tile in SPLIT_K_TILES_BY_MODE["training"] and shape[1] < 4096:
         pytest.skip("k is too short to be shared")
     kind, within = kind_of("cupy"), Limits(sm90=tile)
     arrays, options = drawn(shape, dtype, True)

@@ -51,8 +51,8 @@ PATHS = {
     "sm90, the weight's limbs in registers": Path(
         ((100, 2048, 512),), ("float32",), "sm90", Limits(sm90=(32, 1, 1), limbs_rs=True), hopper=True
     ),
-    "narrow": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(narrow=True), hopper=True),
-    "narrow, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(narrow=True), hopper=True),
+    "skinny": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(skinny=True), hopper=True),
+    "skinny, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(skinny=True), hopper=True),
     "tall": Path(((20000, 96, 136),), ("float32",), limits=Limits(tall=True), hopper=True),
 }
 

@@ -16,7 +16,7 @@ import gsbn
 from gsbn import reference
 from gsbn._plan import Limits
 from gsbn._plan.backward_passes import FUSED_ROWS
-from gsbn._plan.variants import CLUSTERS_OF_COLUMNS
+from gsbn._plan.variants import COLUMN_CLUSTERS
 from tests.support.accuracy import SEEDS, family
 from tests.support.forwards import exact_training, refused_by_sm90
 from tests.support.gradients import (
@@ -94,7 +94,7 @@ def test_long_sides(shape: tuple[int, int, int], fused: bool, dtype: str, traini
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("cluster", CLUSTERS_OF_COLUMNS)
+@pytest.mark.parametrize("cluster", COLUMN_CLUSTERS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 # in the first some CTAs have no row; columns that fill no block; as many rows as fit
 @pytest.mark.parametrize("shape", [(19, 8, 40), (300, 72, 520), (1001, 24, 2047), (8192, 8, 136)])

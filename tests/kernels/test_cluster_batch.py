@@ -11,7 +11,7 @@ import pytest
 from gsbn import _plan
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import SPLIT_TILES, TILES_OF_ROWS, TILES_OF_X, largest_block
+from gsbn._plan.sm90_variants import CLUSTER_BATCH_TILES, LIMBS_RS_TILES, SPLIT_K_TILES, largest_block
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
 from tests.support.harness import assert_same_bits, kind_of
 from tests.support.strategies import Case
@@ -22,7 +22,7 @@ cupy = pytest.importorskip("cupy")
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
 
 
-@pytest.mark.parametrize("tile", TILES_OF_ROWS, ids=str)
+@pytest.mark.parametrize("tile", CLUSTER_BATCH_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]) -> None:
     """All tiles but for five rows; one row more than a tile, which leaves CTAs without any; two rows.
@@ -37,7 +37,7 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
         assert_right_and_repeated(Case((rows, 776, 200), dtype, True).arrays(), dtype, precision, limits)
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES_OF_X if tile[2] == 1], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in LIMBS_RS_TILES if tile[2] == 1], ids=str)
 def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int]) -> None:
     block_m, *_ = tile
     limits = Limits(sm90=tile[:2], split=False, cluster_batch=True, limbs_rs=True)
@@ -46,7 +46,7 @@ def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int
 
 
 @pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
-@pytest.mark.parametrize("tile", SPLIT_TILES, ids=str)
+@pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
     """As above, of a k whose parts are not alike."""

@@ -55,11 +55,11 @@ def test_parameters_follow_the_macros() -> None:
     """Some are there only where deviations are kept; plan/test_launches.py holds what is passed to what is declared."""
     for kernel in _kernels.all_kernels():
         if kernel.name == "forward_sm90":
-            keeps, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
+            saves, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
             by_value, words = _declared.parameters(kernel)
-            more = (*(("deviations", "saved") if keeps else ()), *(("ranks",) if ranks else ()))
+            more = (*(("deviations", "saved") if saves else ()), *(("ranks",) if ranks else ()))
             assert words == (*SM90_WORDS, *more)
-            assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if keeps else ()))
+            assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if saves else ()))
 
 
 def test_what_the_sources_do_not_declare_is_refused() -> None:

@@ -14,7 +14,7 @@ from gsbn._backward import backward_within
 from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import TILES_OF_X
+from gsbn._plan.sm90_variants import LIMBS_RS_TILES
 from tests.support.gradients import assert_made_of_limbs, dx_of
 from tests.support.harness import assert_same_bits, forward, kind_of, place, without_out
 from tests.support.strategies import Case
@@ -251,7 +251,7 @@ SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", [0, 16])
-@pytest.mark.parametrize("tile", TILES_OF_X)
+@pytest.mark.parametrize("tile", LIMBS_RS_TILES)
 @pytest.mark.parametrize(
     "shape",  # rows of dg, columns of dx, features, which the products of dx are summed over
     [(1, 264, 4104), (5, 4, 300), (33, 132, 4100), (64, 1000, 8), (100, 260, 4999), (129, 2052, 1100), (256, 68, 4096)],

@@ -17,7 +17,7 @@ from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
+from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, LIMBS_RS_TILES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
 from tests.support.forwards import made_twice_on_few_sms
@@ -51,11 +51,13 @@ def tile(request: pytest.FixtureRequest) -> Any:
 PARKED = {"recompute": False, "cluster_batch": False, "split": False, "limbs_rs": False}
 CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
-CHOICES += [Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=False) for tile in SPLITS_OF_K["training"]]
+CHOICES += [
+    Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=False) for tile in SPLIT_K_TILES_BY_MODE["training"]
+]
 OF_X = {"recompute": False, "cluster_batch": False, "limbs_rs": True}
-CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in TILES_OF_X]
+CHOICES += [Limits(sm90=tile[: 2 + (tile[2] > 1)], split=tile[2] > 1, **OF_X) for tile in LIMBS_RS_TILES]
 CHOICES += [Limits(sm90=tile, cluster_batch=True) for tile in ((32, 4), (64, 4), (64, 8), (128, 2), (128, 8), (256, 1))]
-CHOICES += [Limits(sm90=(m, 1, split), split=True, cluster_batch=True, limbs_rs=False) for m, split in SPLIT_TILES]
+CHOICES += [Limits(sm90=(m, 1, split), split=True, cluster_batch=True, limbs_rs=False) for m, split in SPLIT_K_TILES]
 
 
 def name_of(limits: Limits) -> str:
@@ -252,7 +254,7 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
 
 
-@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLIT_TILES)}))
+@pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLIT_K_TILES)}))
 @pytest.mark.parametrize("element", ELEMENTS_OF_KERNEL)
 def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int) -> None:
     device = cupy.cuda.Device().id

@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 cupy = pytest.importorskip("cupy")
 
 ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("float32", "highest")]
-NARROW = Limits(narrow=True)
+SKINNY = Limits(skinny=True)
 
 
 def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = None, **more: Any) -> None:
     """Within the bounds, and again, bit by bit."""
     arrays, options = case.arrays(), {**case.options, "precision": precision, **more}
-    got, again = (forward(kind_of("cupy"), arrays, layouts, limits=NARROW, **options) for _ in range(2))
+    got, again = (forward(kind_of("cupy"), arrays, layouts, limits=SKINNY, **options) for _ in range(2))
     for a, b in zip(got, again, strict=True):
         if a is not None:
             assert_same_bits(np.atleast_1d(a), np.atleast_1d(b))
@@ -41,7 +41,7 @@ def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = No
 
 def test_the_kernels_are_those_that_are_meant() -> None:
     arrays = {name: cupy.asarray(a) for name, a in Case((5000, 32, 32), "float32", True).arrays().items()}
-    told = forward_within(NARROW, **arrays, training=True)
+    told = forward_within(SKINNY, **arrays, training=True)
     assert told.shape == (5000, 32)
     for training, kernels in (
         (True, ("skinny_stats", "merge_statistics", "skinny_normalize")),
@@ -86,7 +86,7 @@ def test_options(sms: int | None, momentum: float | None) -> None:
             assert_right(case, "highest", sms=sms)
 
 
-OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once; or dx by narrow_product
+OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once; or dx by skinny_product
     *((2049, 8, 40), (2500, 32, 32), (3001, 64, 24), (9000, 24, 64), (70001, 33, 63), (40000, 64, 64)),
     *((3000, 24, 100), (70001, 128, 56), (5000, 96, 128), (40000, 128, 128), (3000, 200, 80)),
     # more features, in 16 bits, by two warpgroups a tile, from 257 on by clusters of 2 and 4
@@ -101,7 +101,7 @@ def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activ
     arrays = Case(shape, dtype, True).arrays()
     dy = draw_dy(arrays)
     options = {"training": True, "activation": activation}
-    run = partial(step, kind_of("cupy"), arrays, precision=precision, forward_limits=NARROW, limits=NARROW, **options)
+    run = partial(step, kind_of("cupy"), arrays, precision=precision, forward_limits=SKINNY, limits=SKINNY, **options)
     y, got = run(dy)
     for name, again in run(dy)[1].items():
         if again is not None:
@@ -123,7 +123,7 @@ def test_backward_of_what_is_needed(features: int, needs: tuple[str, ...], sms: 
     for dtype in DTYPES:
         arrays = Case((9001, 40, features), dtype, True).arrays()
         dy = draw_dy(arrays)
-        run = partial(step, kind_of("cupy"), arrays, dy, limits=NARROW, training=True, sms=sms)
+        run = partial(step, kind_of("cupy"), arrays, dy, limits=SKINNY, training=True, sms=sms)
         whole, part = run()[1], run(needs=needs)[1]
         for name in needs:
             if name != "x" or "weight" in needs:
@@ -149,7 +149,7 @@ def test_dx_by_one_launch(shape: tuple[int, int, int], layout: str, span: int) -
 
     dg, weight = matrix(rows, features), matrix(features, columns + (layout == "padded"))[:, :columns]
     weight = cupy.asfortranarray(weight) if layout == "F" else weight
-    got, again = (dx_of(cupy, dg, weight, NARROW, "auto") for _ in range(2))
+    got, again = (dx_of(cupy, dg, weight, SKINNY, "auto") for _ in range(2))
     assert_same_bits(got.get(), again.get())
     assert_made_of_limbs(cupy, got, dg, weight)
 
@@ -159,8 +159,8 @@ def test_powers_of_two_change_no_digit_of_dx() -> None:
     rng = cupy.random.default_rng(0)
     dg, weight = rng.standard_normal((2100, 130)).astype("f4"), rng.standard_normal((130, 72)).astype("f4")
     p, q = (rng.integers(-60, 61, size).astype("i4") for size in ((2100, 1), (1, 72)))
-    plain = dx_of(cupy, dg, weight, NARROW, "auto").astype("f8")
-    got = dx_of(cupy, cupy.ldexp(dg, p), cupy.ldexp(weight, q), NARROW, "auto")
+    plain = dx_of(cupy, dg, weight, SKINNY, "auto").astype("f8")
+    got = dx_of(cupy, cupy.ldexp(dg, p), cupy.ldexp(weight, q), SKINNY, "auto")
     want = cupy.ldexp(plain, p + q)
     normal = (cupy.abs(want) >= 2.0**-126) & (cupy.abs(want) < 2.0**127)
     assert bool((got == want)[normal].all())
@@ -172,7 +172,7 @@ def test_dx_is_the_same_beside_other_gradients(sms: int | None, training: bool) 
     """And right, wherever what it is made of lies."""
     arrays = Case((9001, 96, 136), "float32", training).arrays()
     dy = draw_dy(arrays)
-    run = partial(step, kind_of("cupy"), arrays, dy, limits=NARROW, training=training, sms=sms)
+    run = partial(step, kind_of("cupy"), arrays, dy, limits=SKINNY, training=training, sms=sms)
     assert_same_bits(run(needs=("x",))[1]["x"], run()[1]["x"])
     truth = truth_of(arrays, dy, training=training)
     limit = gradient_bounds(arrays, dy, truth, training=training)["x"]
@@ -186,7 +186,7 @@ def test_dx_is_the_same_beside_other_gradients(sms: int | None, training: bool) 
 def test_as_accurate_as_torch(name: str, shape: tuple[int, int, int], dtype: str) -> None:
     if dtype != "float32" and shape[1] > 64:
         pytest.skip("rows are too long")
-    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, shape, dtype, limits=NARROW)
+    assert_as_accurate_as_torch(kind_of("torch-cuda"), name, shape, dtype, limits=SKINNY)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -198,7 +198,7 @@ def test_a_constant_feature_is_beta_and_a_far_first_row_costs_nothing(dtype: str
     arrays["x"][:, 0] = 1000
     arrays["x"][0, 1:] *= 100
     arrays["bias"] *= 0
-    got = forward(kind_of("cupy"), arrays, limits=NARROW, training=True)
+    got = forward(kind_of("cupy"), arrays, limits=SKINNY, training=True)
     assert_same_bits(got.y[:, :8], np.tile(reference.round_to(arrays["beta"][:8], got.y.dtype), (50000, 1)))
     truth = reference.forward(**without_out(arrays), training=True)
     assert_outcome_within(got, truth, bounds(arrays, truth, training=True))

@@ -6,7 +6,7 @@ import pytest
 
 from gsbn import reference
 from gsbn._plan import Limits
-from gsbn._plan.sm90_variants import SPLITS_OF_K, TILES_OF_X
+from gsbn._plan.sm90_variants import LIMBS_RS_TILES, SPLIT_K_TILES_BY_MODE
 from tests.support.harness import assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
 from tests.support.tolerance import TF32, assert_outcome_within, bounds
@@ -23,12 +23,12 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
         *(
             (*of, False, tile, mode == "training")
             for of in ELEMENTS
-            for mode in SPLITS_OF_K
-            for tile in SPLITS_OF_K[mode]
+            for mode in SPLIT_K_TILES_BY_MODE
+            for tile in SPLIT_K_TILES_BY_MODE[mode]
         ),
         *(
             ("float32", "highest", True, tile, training)
-            for tile in TILES_OF_X
+            for tile in LIMBS_RS_TILES
             if tile[2] > 1
             for training in (False, True)
         ),

@@ -11,10 +11,10 @@ from gsbn._plan.declared import flags
 from gsbn._plan.forward import PREPARED, STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
 from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
-from gsbn._plan.parts import Parts
 from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import offset_of
 from gsbn._plan.sm90_variants import MODES
+from gsbn._plan.split_k import SplitKReduction
 from gsbn._plan.tall import Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
 from tests.plan.seen import Backward, Forward, Made, assert_steps_fit
@@ -70,7 +70,7 @@ def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
         assert taken is not None
         assert_copied_or_given(p.y, taken.y, p.m, p.n, size)
         assert_one_launch_fits(taken, one)
-        assert not one.parks or whole_words(taken.y, p.n, size)
+        assert not one.defers or whole_words(taken.y, p.n, size)
         copied = p.m * taken.y.strides[0] * size if taken.y.own else 0
         assert one.workspace + copied <= decided.workspace
         return
@@ -136,11 +136,11 @@ def assert_copied_or_given(given: Matrix, at: Matrix, rows: int, columns: int, s
 
 
 def makes_g_twice(one: OneLaunch) -> bool:
-    return dict(one.kernel.defines)["MODE"] == str(MODES["recompute"])
+    return dict(one.kernel.defines)["MODE"] == MODES["recompute"]
 
 
 def has_all_rows(one: OneLaunch) -> bool:
-    return dict(one.kernel.defines)["MODE"] == str(MODES["cluster_batch"])
+    return dict(one.kernel.defines)["MODE"] == MODES["cluster_batch"]
 
 
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
@@ -165,8 +165,8 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
         assert_folded_parts_fit(p, one)
-        assert one.merged + features * 16 <= one.roll
-        end = one.roll + 8 * (1 + one.ctas)
+        assert one.merged + features * 16 <= one.epoch
+        end = one.epoch + 8 * (1 + one.ctas)
     if one.limbs is not None:
         limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
         assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
@@ -181,7 +181,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         end = limbs.w_exponents + 4 * of_w
     assert end <= one.workspace
     assert p.y.strides[1] == 1 and p.n <= p.y.strides[0]
-    assert not one.parks or (p.y.aligned and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0)
+    assert not one.defers or (p.y.aligned and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0)
     # what the copy engine takes
     for at in (p.x, p.w):
         assert at.strides[1] == 1
@@ -194,7 +194,7 @@ def assert_folded_parts_fit(p: Matmul, one: OneLaunch) -> None:
     rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
     counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
     if not makes_g_twice(one) and any(count != rows for count in counts):
-        assert one.parks and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
+        assert one.defers and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
         assert (rows * blocks + sum(counts)) * SM90_BLOCK_N * 16 <= one.merged
 
 
@@ -208,9 +208,12 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
         taken.append((at, at + size))
 
     for split in limbs.of:
-        assert split.along is not None or split.across is not None
+        assert split.k_major is not None or split.mn_major is not None
         assert 1 <= split_grid((split.rows,), split.columns, gpu) <= largest_grid(gpu)
-        for operand, count, k in ((split.along, split.rows, split.columns), (split.across, split.columns, split.rows)):
+        for operand, count, k in (
+            (split.k_major, split.rows, split.columns),
+            (split.mn_major, split.columns, split.rows),
+        ):
             if operand is None:
                 assert limbs.word(operand) == -1
                 continue
@@ -221,7 +224,7 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
                 take(operand.limbs, 4 * count * operand.pitch)
             else:
                 assert 4 * count * operand.pitch <= lent[operand.limbs]
-    across = [split for split in limbs.of if split.across is not None]
+    across = [split for split in limbs.of if split.mn_major is not None]
     assert len(across) <= AT_ONCE
     if across:
         take(limbs.maxima, limbs.exponents - limbs.maxima)
@@ -231,13 +234,13 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
     assert all(end <= limbs.end for _, end in taken)
     # What is written over dg: the limbs of its own rows, tile by tile, and what waits until these were read.
     for split in limbs.of:
-        for operand in (split.along, split.across):
+        for operand in (split.k_major, split.mn_major):
             if operand is not None and operand.limbs == "dg":
-                assert split.late or (split.name == "dg" and operand is split.along and operand.pitch == split.pitch)
+                assert split.late or (split.name == "dg" and operand is split.k_major and operand.pitch == split.pitch)
 
 
 def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:
-    operands = {split.name: (split.along, split.across) for split in decided.limbs.of}
+    operands = {split.name: (split.k_major, split.mn_major) for split in decided.limbs.of}
     places = {name: {operand.limbs for operand in of if operand is not None} for name, of in operands.items()}
     takes_dg = decided.weight is not None and not decided.weight.of_limbs
     assert decided.weight_first <= takes_dg
@@ -254,7 +257,6 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
     assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
     assert one.ctas <= p.device.sms
-    assert p.y.strides[0] % 4 == 0
     of_both = one.element == "limbs"
     if not of_both:  # what the copy engine takes
         assert (one.element, dict(one.kernel.defines)["W_MN_MAJOR"], p.w.strides[0]) == ("limbs_rs", "1", 1)
@@ -263,12 +265,12 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
         split, across = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
         assert at.strides[0 if across else 1] == 1
-        assert limbs.operand(name, at) == (split.across if across else split.along)
+        assert limbs.operand(name, at) == (split.mn_major if across else split.k_major)
         assert (split.rows, split.columns) == ((p.k, count) if across else (count, p.k))
         assert split.pitch == at.strides[1 if across else 0]
 
 
-def assert_parts_fit(parts: Parts, n: int, k: int, gpu: Device) -> None:
+def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -> None:
     assert parts.pitch >= k and parts.pitch % 4 == 0 and parts.size >= n * parts.pitch
     assert parts.share in (1, 2, 4, 8) and parts.share <= parts.number
     assert 1 <= parts.grid <= largest_grid(gpu)
@@ -282,15 +284,15 @@ def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
     assert tall.ctas == blocks * tall.parts.number <= p.device.sms
     assert tall.rows % 32 == 0 and (tall.parts.number - 1) * tall.rows < p.k <= tall.parts.number * tall.rows
     assert tall.parts.size == blocks * 128 * 128
-    assert_parts_fit(tall.parts, p.m, p.n, p.device)
+    assert_reduction_fits(tall.parts, p.m, p.n, p.device)
     for at in (p.x, p.w):
         assert at.strides[0] == 1
         assert not tall.whole_words or (at.aligned and at.strides[1] % 4 == 0)
     assert p.y == Matrix((p.n, 1), True)
 
 
-def assert_narrow_product_fits(p: Matmul, product: Made) -> None:
-    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.narrow is not False
+def assert_skinny_product_fits(p: Matmul, product: Made) -> None:
+    assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.skinny is not False
     assert p.k >= LEAST_TERMS and product.kernel is not None and product.kernel.name == "skinny_product"
     assert product.kernel.shared <= 227 << 10
     features = int(dict(product.kernel.defines)["FEATURES"])

@@ -10,6 +10,7 @@ from gsbn._plan.backward import gradient_of
 from gsbn._plan.limbs import Splits
 from gsbn._plan.program import Array, Gemm, Launch, Program, offset_of
 from gsbn._plan.ranks import Ranks
+from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.tall import Tall
 
 NO_SPLITS = Splits((), 0, 0, 0)
@@ -44,7 +45,7 @@ class Seen:
     def sm90(self, *, gemm: bool) -> tuple[OneLaunch, Matmul] | None:
         """The choice that a launch of forward_sm90 carries out, as a GEMM alone or as a whole forward."""
         for launch in self.program.launches("forward_sm90"):
-            if (dict(launch.kernel.defines)["MODE"] == "0") == gemm:
+            if (dict(launch.kernel.defines)["MODE"] == MODES["gemm"]) == gemm:
                 return launch.made_of  # type: ignore[no-any-return]
         return None
 
@@ -62,7 +63,7 @@ class Forward(Seen):
         by_cublas = next((step.p for step in program.steps if isinstance(step, Gemm)), None)
         # The call as a GEMM takes it: operands as they lie, or as their copies do.
         self.taken = next((of[1] for of in (found, product) if of is not None), by_cublas)
-        self.narrow = program.launch("skinny_normalize") is not None
+        self.skinny = program.launch("skinny_normalize") is not None
         self.stats = program.launch("skinny_stats") or program.launch("scale_stats")
         self.merge = program.launch("merge_statistics")
         self.one_pass = program.launch("normalize_fused") is not None
@@ -84,7 +85,7 @@ class Made(NamedTuple):
     one: OneLaunch | None
     tall: Tall | None
     launch: Launch | None
-    rows: int = 0  # of a CTA of narrow_product
+    rows: int = 0  # of a CTA of skinny_product
     of_limbs: bool = False
 
     @property
@@ -101,13 +102,13 @@ class Backward(Seen):
         super().__init__(program)
         told = dict(part.split(" by ") for part in program.why.split(", ") if part)
         self.x, self.weight = (self._product(name, told.get(f"d{name}")) for name in ("x", "weight"))
-        by_narrow = program.launch("skinny_backward")
-        self.narrow = None if by_narrow is None else by_narrow.made_of
+        by_skinny = program.launch("skinny_backward")
+        self.skinny = None if by_skinny is None else by_skinny.made_of
         self.fused_launch = program.launch("backward_fused")
         self.sums_launch = program.launch("backward_sums") or self.fused_launch
-        self.dg_launch = program.launch("backward_dg") or self.fused_launch or by_narrow
+        self.dg_launch = program.launch("backward_dg") or self.fused_launch or by_skinny
         self.fused, self.sums = self.fused_launch is not None, self.sums_launch is not None
-        self.dg = by_narrow is not None or (self.dg_launch is not None and self.dg_launch.passed["dg"] != "absent")
+        self.dg = by_skinny is not None or (self.dg_launch is not None and self.dg_launch.passed["dg"] != "absent")
         fields = self.fields = next((step.fields for step in program.launches() if "lddg" in step.fields), {})
         self.row_threads, self.pitch, self.across = (
             fields.get(name, 0) for name in ("row_threads", "lddg", "ld_transposed")

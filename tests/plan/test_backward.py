@@ -13,7 +13,7 @@ from gsbn._plan import C_TYPE, ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, M
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS, SUMS_CTAS
 from gsbn._plan.gemm import CUBLAS_SMS, FEW_TERMS, MAX_TERMS
 from gsbn._plan.limbs import split_grid
-from gsbn._plan.sm90_variants import TILES_OF_X
+from gsbn._plan.sm90_variants import LIMBS_RS_TILES
 from gsbn._plan.variants import split_limbs, split_rows_at_once
 from tests.plan.fits import (
     ARGUMENTS,
@@ -23,8 +23,8 @@ from tests.plan.fits import (
     assert_dg_is_read_before_limbs_lie_there,
     assert_limb_gemm_fits,
     assert_limbs_fit,
-    assert_narrow_product_fits,
-    assert_parts_fit,
+    assert_reduction_fits,
+    assert_skinny_product_fits,
     assert_sm90_product_fits,
     assert_tall_product_fits,
     contiguous,
@@ -53,7 +53,7 @@ def test_split_limbs_takes_as_many_rows_as_it_holds(rows: tuple[int, int], k: in
     gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
     precision=st.sampled_from(["highest", "high"]),
     of_x=st.sampled_from([None, True, False]),
-    by_narrow=st.sampled_from([None, True, False]),
+    by_skinny=st.sampled_from([None, True, False]),
     by_tall=st.sampled_from([None, True, False]),
 )
 def test_a_backward_fits(
@@ -63,10 +63,10 @@ def test_a_backward_fits(
     gemm: str,
     precision: str,
     of_x: bool | None,
-    by_narrow: bool | None,
+    by_skinny: bool | None,
     by_tall: bool | None,
 ) -> None:
-    p = p._replace(limits=Limits(limbs_rs=of_x, narrow=by_narrow, tall=by_tall))
+    p = p._replace(limits=Limits(limbs_rs=of_x, skinny=by_skinny, tall=by_tall))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -81,21 +81,21 @@ def test_a_backward_fits(
 
     # no work that nobody needs
     assert decided.dg == bool(needs & {"x", "weight"})
-    narrow, dg, sums = decided.narrow, decided.dg_launch, decided.sums_launch
-    dg_at = decided.place("partials" if narrow is not None else "dg")
-    if narrow is None:
+    skinny, dg, sums = decided.skinny, decided.dg_launch, decided.sums_launch
+    dg_at = decided.place("partials" if skinny is not None else "dg")
+    if skinny is None:
         assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
     else:
         assert "weight" in needs and decided.x is decided.weight is None
-        sizes = dict(narrow.kernel.defines)
+        sizes = dict(skinny.kernel.defines)
         sharing = int(sizes.get("CLUSTER", 1))
-        number, rest = divmod(narrow.ctas, sharing)
-        assert (number - 1) * narrow.rows < p.m <= number * narrow.rows and rest == 0
-        assert number <= p.device.clusters(sharing) and narrow.ctas <= p.device.sms
-        assert int(sizes["FEATURES"]) >= narrow.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
-        assert sharing == 1 or narrow.features * size % 16 == 0
-        assert dg_at is not None and dg_at + narrow.parts.nbytes <= decided.workspace
-        assert_parts_fit(narrow.parts, p.n, p.k, p.device)
+        number, rest = divmod(skinny.ctas, sharing)
+        assert (number - 1) * skinny.rows < p.m <= number * skinny.rows and rest == 0
+        assert number <= p.device.clusters(sharing) and skinny.ctas <= p.device.sms
+        assert int(sizes["FEATURES"]) >= skinny.features >= p.n / sharing and int(sizes["INPUTS"]) >= p.k
+        assert sharing == 1 or skinny.features * size % 16 == 0
+        assert dg_at is not None and dg_at + skinny.parts.nbytes <= decided.workspace
+        assert_reduction_fits(skinny.parts, p.n, p.k, p.device)
     alone = needs <= {"bias"} if training else needs <= {"x", "weight"}
     assert decided.sums != alone
     if sums is not None and not needs & {"scale", "gamma"}:
@@ -120,18 +120,18 @@ def test_a_backward_fits(
         assert dg_at is None or decided.splits * 2 * p.n * 8 <= dg_at
     else:
         assert decided.splits == 0
-    end, across_at = 0 if dg_at is None else dg_at, None
+    end, transposed_at = 0 if dg_at is None else dg_at, None
     if decided.across and dg is not None:
-        across_at = decided.place("transposed")
-        assert across_at is not None
+        transposed_at = decided.place("transposed")
+        assert transposed_at is not None
         assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
-    if narrow is None and decided.dg:
+    if skinny is None and decided.dg:
         end += p.m * decided.pitch * size
-        assert across_at is None or end <= across_at
-    elif narrow is not None:
-        end += narrow.parts.nbytes
-    if across_at is not None:
-        end = across_at + p.n * decided.across * size
+        assert transposed_at is None or end <= transposed_at
+    elif skinny is not None:
+        end += skinny.parts.nbytes
+    if transposed_at is not None:
+        end = transposed_at + p.n * decided.across * size
     assert end <= decided.workspace
     if sums is not None:
         assert dict(sums.kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
@@ -168,7 +168,7 @@ def test_a_backward_fits(
         if product.kernel is not None:
             assert product.kernel in set(_kernels.all_kernels())
             if product.rows:
-                assert_narrow_product_fits(q, product)
+                assert_skinny_product_fits(q, product)
                 continue
             assert q.w.strides[0] == 1 and q.x.strides in ((decided.pitch, 1), (1, decided.pitch))
         else:
@@ -191,7 +191,7 @@ def test_a_backward_fits(
 def test_dw_of_many_rows_makes_limbs_on_the_way(shape: tuple[int, int, int], auto: bool) -> None:
     """Of float32 at "highest" alone, of rows that are adjacent elements; no limbs of x are made for it."""
     B, I, O = shape
-    p = contiguous(B, O, I, "float32")._replace(limits=Limits(narrow=False))
+    p = contiguous(B, O, I, "float32")._replace(limits=Limits(skinny=False))
     can = -(-I // 128) * -(-O // 128) <= 132
 
     def by_tall(p: Matmul = p, **options: Any) -> bool:
@@ -219,13 +219,13 @@ def test_dw_of_very_many_short_rows_is_not_left_to_the_tensor_core_alone(dtype: 
     rows = 600 * MAX_TERMS[dtype]
     p = contiguous(rows, features, 32, dtype)._replace(y=Matrix((features, 1), True))
     plan = backward_plan(p, training=True, needs=("x", "weight"))
-    assert plan.narrow is not None
-    teams = plan.narrow.block // (256 if plan.narrow.features > 128 else 128)
-    assert plan.narrow.rows <= teams * MAX_TERMS[dtype]
-    together = plan.narrow.ctas * plan.narrow.rows
+    assert plan.skinny is not None
+    teams = plan.skinny.block // (256 if plan.skinny.features > 128 else 128)
+    assert plan.skinny.rows <= teams * MAX_TERMS[dtype]
+    together = plan.skinny.ctas * plan.skinny.rows
     assert together >= rows
     held = p._replace(device=p.device.at_most(100))  # where a second wave would take other SMs than it may
-    assert backward_plan(held, training=True, needs=("x", "weight")).narrow is None
+    assert backward_plan(held, training=True, needs=("x", "weight")).skinny is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -239,7 +239,7 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "narrow"),
+    ("shape", "dtype", "skinny"),
     [
         ((1000000, 32, 32), "float32", True),  # 281 us and 510 by four launches
         ((20000, 64, 64), "float32", False),  # 45.5 and 42.0
@@ -257,18 +257,18 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
         ((5000, 32, 32), "float64", False),
     ],
 )
-def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int], dtype: str, narrow: bool) -> None:
+def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int], dtype: str, skinny: bool) -> None:
     B, I, O = shape
     p = contiguous(B, O, I, dtype)
     for needs in (FIELDS, ("weight",), ("x",)):
         decided = backward_plan(p, training=True, needs=needs)
-        assert (decided.narrow is not None) == (narrow and "weight" in needs)
+        assert (decided.skinny is not None) == (skinny and "weight" in needs)
         some = backward_plan(p, training=True, needs=FIELDS)
         if decided.sums:
             assert (decided.splits, decided.row_threads) == (some.splits, some.row_threads)
-    assert backward_plan(p, training=False, needs=FIELDS).narrow is None
-    assert (backward_plan(p, training=True, needs=FIELDS, in_place=True).narrow is not None) == narrow
-    assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").narrow is None
+    assert backward_plan(p, training=False, needs=FIELDS).skinny is None
+    assert (backward_plan(p, training=True, needs=FIELDS, in_place=True).skinny is not None) == skinny
+    assert backward_plan(p, training=True, needs=FIELDS, gemm="cublas").skinny is None
 
 
 @pytest.mark.parametrize(
@@ -294,28 +294,28 @@ def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
     B, I, O = shape
     p = contiguous(B, O, I, "float32")
 
-    def by_narrow(p: Matmul = p, **options: Any) -> bool:
+    def by_skinny(p: Matmul = p, **options: Any) -> bool:
         options = {"training": True, "needs": ("x", "weight", "gamma"), **options}
         decided = backward_plan(p, **options)
         assert decided.x is not None
         assert decided.weight is None or decided.weight.rows == 0
         if found := decided.x.rows > 0:
-            assert_narrow_product_fits(decided.x.p, decided.x)
-            assert all(split.along is None for split in decided.limbs.of) and not decided.weight_first
+            assert_skinny_product_fits(decided.x.p, decided.x)
+            assert all(split.k_major is None for split in decided.limbs.of) and not decided.weight_first
         return found
 
-    asked, refused = (p._replace(limits=Limits(narrow=of)) for of in (True, False))
+    asked, refused = (p._replace(limits=Limits(skinny=of)) for of in (True, False))
     for options in ({}, {"needs": ("x",)}, {"in_place": True}, {"training": False}, {"norm": False}):
         at = p._replace(y=Matrix((-(-O // 4) * 4, 1), True)) if "norm" in options else p
-        assert by_narrow(at, **options) == auto
-        assert by_narrow(at._replace(limits=asked.limits), **options) == can
-    assert by_narrow(gemm="tiled") == can
-    assert not by_narrow(refused) and not by_narrow(refused, gemm="tiled")
+        assert by_skinny(at, **options) == auto
+        assert by_skinny(at._replace(limits=asked.limits), **options) == can
+    assert by_skinny(gemm="tiled") == can
+    assert not by_skinny(refused) and not by_skinny(refused, gemm="tiled")
     for options in ({"gemm": "cublas"}, {"gemm": "sm90"}, {"precision": "high"}):
-        assert not by_narrow(asked, **options)
+        assert not by_skinny(asked, **options)
     for other in ("float64", "bfloat16"):
-        assert not by_narrow(asked._replace(dtype=other), needs=("x",))
-    assert not by_narrow(asked._replace(device=Device((8, 0), 108)))
+        assert not by_skinny(asked._replace(dtype=other), needs=("x",))
+    assert not by_skinny(asked._replace(device=Device((8, 0), 108)))
     if can:  # a weight of columns on 16 bytes lies as it is wanted
         across = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
         copied = backward_plan(asked, training=True, needs=("x",)).x
@@ -343,7 +343,7 @@ def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
         assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
     alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
     if dx == "limbs_rs":  # neither maxima nor limbs of anything but dg, row by row
-        assert [(split.name, split.across) for split in alone.limbs.of] == [("dg", None)]
+        assert [(split.name, split.mn_major) for split in alone.limbs.of] == [("dg", None)]
         assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
 
 
@@ -356,7 +356,7 @@ def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
         return found.one
 
     assert one_of(p, limbs_rs=False).element == "limbs"
-    for tile in TILES_OF_X:
+    for tile in LIMBS_RS_TILES:
         shape = tile[: 2 + (tile[2] > 1)]
         one = one_of(p, limbs_rs=True, sm90=shape)
         assert (one.element, (one.block_m, one.cluster, one.split)) == ("limbs_rs", tile)

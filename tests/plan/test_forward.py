@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, precision_for
 from gsbn._plan.gemm import MAX_TERMS, candidates
-from gsbn._plan.problem import threads_along
+from gsbn._plan.problem import row_threads_for
 from gsbn._plan.program import offset_of
 from tests.plan.fits import FIELDS, assert_fits, contiguous, has_all_rows, kept_by, makes_g_twice, problems
 from tests.plan.seen import backward_plan, plan
@@ -122,7 +122,7 @@ def test_a_choice_can_be_limited() -> None:
 def test_threads_lie_along_rows_of_any_length(columns: int) -> None:
     """A power of two, a warp at most, and no more than the row has vectors but for the rounding."""
     for n in range(1, 2000):
-        blocks, along = threads_along(n, columns)
+        blocks, along = row_threads_for(n, columns)
         assert along in (1, 2, 4, 8, 16, 32) and (blocks - 1) * along * columns < n <= blocks * along * columns
         assert along in (1, 32) or n > along // 2 * columns
 

@@ -15,7 +15,7 @@ from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import candidates
-from gsbn._plan.sm90_variants import ELEMENTS, MODES, SPLIT_TILES, SPLITS_OF_K, TILES_OF_X
+from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, has_all_rows
 from tests.plan.seen import backward_plan, plan
 
@@ -79,14 +79,14 @@ def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int,
 
 def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     few = contiguous(256, 1024, 16384, "bfloat16")
-    for mode, tiles in SPLITS_OF_K.items():
+    for mode, tiles in SPLIT_K_TILES_BY_MODE.items():
         assert {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1} == set(tiles)
     one = plan(few, training=True, gemm="sm90").one
     assert one is not None and one.split > 2 and (one.ctas, one.cooperative) == (16 * one.split, True)
-    of_x = [tile for tile in TILES_OF_X if tile[2] > 1]
-    for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLITS_OF_K):
+    of_x = [tile for tile in LIMBS_RS_TILES if tile[2] > 1]
+    for element, saved, mode in itertools.product(ELEMENTS, (False, True), SPLIT_K_TILES_BY_MODE):
         training = mode == "training"
-        for tile in (of_x if element == "limbs_rs" else SPLITS_OF_K[mode]) if training or not saved else ():
+        for tile in (of_x if element == "limbs_rs" else SPLIT_K_TILES_BY_MODE[mode]) if training or not saved else ():
             of_float32 = {"tf32": "high", "limbs": "highest", "limbs_rs": "highest"}
             dtype, precision = ("float32", of_float32[element]) if element in of_float32 else (element, "high")
             p = few._replace(dtype=dtype, limits=Limits(sm90=tile, split=True, limbs_rs=element == "limbs_rs"))
@@ -96,8 +96,8 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
     fewer = contiguous(50, 1024, 16384, "bfloat16")
     found = candidates(fewer, "training", "bfloat16")
     whole = {tile.shape for tile in found if tile.mode == "cluster_batch" and tile.split > 1}
-    assert whole == {(m, 1, split) for m, split in SPLIT_TILES if m * split >= 50}
-    for m, split in SPLIT_TILES:
+    assert whole == {(m, 1, split) for m, split in SPLIT_K_TILES if m * split >= 50}
+    for m, split in SPLIT_K_TILES:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
         p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, cluster_batch=True))
         one = plan(p, training=True, gemm="sm90").one
@@ -170,7 +170,7 @@ def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
         pytest.skip("limbs have no tile of 256 rows")
     limits = Limits(sm90=tile, recompute=False, cluster_batch=False, split=False, limbs_rs=False)
     one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
-    assert one is not None and one.parks and (one.block_m, one.cluster) == tile
+    assert one is not None and one.defers and (one.block_m, one.cluster) == tile
     rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
     grouped = (columns - 1) // one.panel * one.panel
     order = [
@@ -252,11 +252,11 @@ def test_sm90_parks_in_whole_words_of_16_bytes() -> None:
     ends_within = contiguous(50000, 1020, 1024)._replace(y=Matrix((1024, 1), True))
     for p in (ends_within, contiguous(50000, 1001, 1024), ends_within._replace(n=1024)):
         decided = plan(p, training=True, gemm="sm90")
-        assert decided.one is not None and decided.one.parks
+        assert decided.one is not None and decided.one.defers
         assert decided.taken is not None and decided.taken.y == (
             p.y if p.n == 1024 else Matrix((1024, 1), aligned=True, own=True)
         )
         for one in (plan(p, training=False, gemm="sm90"), plan(p._replace(m=1024), training=True, gemm="sm90")):
-            assert one.one is not None and not one.one.parks and one.taken.y is p.y  # type: ignore[union-attr]
+            assert one.one is not None and not one.one.defers and one.taken.y is p.y  # type: ignore[union-attr]
     turned = Matrix((1, 1024), True)
     assert plan(contiguous(1024, 1024, 1024)._replace(y=turned), training=True, gemm="sm90").taken.y.own  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from gsbn._plan import declared as _declared
 from gsbn._plan.products import SM90_WORDS
 from gsbn._plan.sm90_variants import MODES, forward_sm90
 from gsbn._plan.tensor_maps import L2_256B
-from gsbn._plan.variants import narrow_product, tall_product
+from gsbn._plan.variants import skinny_product, tall_product
 from gsbn._ranks import group as _group
 from tests.support import fake_gpu
 
@@ -251,7 +251,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
     copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
     names = [*copies, "backward_sums", "backward_dg", "skinny_product", "tall_product", "reduce_split_k"]
     assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-3:]] == names[-3:]
-    kernel, launch, of_dw = narrow_product(128, 2), log[-3], log[-2]
+    kernel, launch, of_dw = skinny_product(128, 2), log[-3], log[-2]
     passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
     dg, of_x, parts = of_dw.words
     assert (of_x, log[-1].words) == (x.pointer, (parts, made[prepared.returns[1]].pointer))

@@ -149,8 +149,8 @@ def ours(
     found = {"y": y, "y, kept": kept} | {f"d{name}": a for name, a in gradients._asdict().items()}
     if training:
         found |= {name: first[name] for name in STATE} | {f"{name}, kept": second[name] for name in STATE}
-    narrow = any(kernel.startswith("skinny") for kernel in told.kernels)
-    path = library if library != "torch-cuda" else "narrow" if narrow else told.path
+    skinny = any(kernel.startswith("skinny") for kernel in told.kernels)
+    path = library if library != "torch-cuda" else "skinny" if skinny else told.path
     return found, path
 
 

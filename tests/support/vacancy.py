@@ -109,10 +109,10 @@ def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
         "one launch, bfloat16": forward(8192, 4096, 4096, "bfloat16", gemm="sm90"),
         "inference in one launch, bfloat16": forward(8192, 4096, 4096, "bfloat16", training=False, gemm="sm90"),
         "tiled and passes, float32": forward(8192, 2048, 512, gemm="tiled"),
-        "narrow, float32": forward(1 << 20, 64, 64),
+        "skinny, float32": forward(1 << 20, 64, 64),
         "backward, bfloat16": backward(8192, 4096, 4096, "bfloat16"),
         "backward, float32": backward(4096, 4096, 2048, "float32"),
-        "backward of narrow rows, float32": backward(1 << 19, 64, 64, "float32", "auto"),
+        "backward of skinny rows, float32": backward(1 << 19, 64, 64, "float32", "auto"),
         CUBLAS: forward(8192, 4096, 4096, "bfloat16", gemm="cublas"),
     }
 

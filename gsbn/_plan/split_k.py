@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from .kernel import Kernel
 from .problem import Device, ceil_div
-from .variants import THREADS, add_parts
+from .variants import THREADS, reduce_split_k
 
 SHARE = 8  # threads that share an element's parts at most
 
 
-class Parts(NamedTuple):
+class SplitKReduction(NamedTuple):
     """The launch that adds up `number` float32 matrices; sizes in elements."""
 
     kernel: Kernel
@@ -26,8 +26,8 @@ class Parts(NamedTuple):
         return 4 * self.number * self.size
 
 
-def parts_of(number: int, rows: int, pitch: int, device: Device) -> Parts:
+def split_k_reduction(number: int, rows: int, pitch: int, device: Device) -> SplitKReduction:
     """So many parts of so many rows each."""
     share = min(SHARE, 1 << (number.bit_length() - 1))
     grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
-    return Parts(add_parts(), grid, number, rows * pitch, pitch, share)
+    return SplitKReduction(reduce_split_k(), grid, number, rows * pitch, pitch, share)

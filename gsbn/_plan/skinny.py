@@ -7,36 +7,36 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .copies import in_rows, on_words
-from .cost import copies_us, narrow_us
+from .cost import copies_us, skinny_us
 from .gemm import LEAST_TERMS, MAX_TERMS
 from .h200 import H200
 from .h200_products import PRODUCTS
 from .kernel import Kernel, with_activation
-from .parts import Parts, parts_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
+from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,
-    NARROW_CHUNKS,
-    narrow,
-    narrow_backward_kernel,
-    narrow_backward_sizes,
-    narrow_features,
-    narrow_product,
+    SKINNY_CHUNKS,
     narrow_sizes,
-    narrow_teams,
+    skinny,
+    skinny_backward_kernel,
+    skinny_backward_sizes,
+    skinny_features,
+    skinny_product,
+    skinny_teams,
 )
 
 LEAST_ROWS = 2048  # that g is worth making twice for
-# for narrow_backward in float32 of more than 32 features in and out: below, its parts win
+# for skinny_backward in float32 of more than 32 features in and out: below, its parts win
 LEAST_FLOAT32_ROWS = 4 * 10**5
 # and in 16 bits of more than 128 features, by the room for features and input features; clusters win where three
 # quarters of it are filled
 LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
 
 
-class Narrow(NamedTuple):
+class Skinny(NamedTuple):
     """The two launches; or the one, where g alone is wanted."""
 
     stats: Kernel
@@ -53,7 +53,7 @@ class Narrow(NamedTuple):
         return self.splits * self.blocks
 
 
-def serves_narrow(p: Matmul, precision: str, training: bool, saved: bool) -> bool:
+def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> bool:
     """Whether these kernels can serve a call: of rows enough, and features that all SMs can share, with few inputs.
 
     They keep nothing for a backward with frozen statistics.
@@ -75,12 +75,12 @@ def _most_inputs(dtype: str, element: str, features: int) -> int:
     """The input features up to which a CTA can have so many features."""
     if element == "limbs":
         return LIMBS_BYTES // (4 * features)
-    return 64 * NARROW_CHUNKS[element][-1] // ITEMSIZE[dtype]
+    return 64 * SKINNY_CHUNKS[element][-1] // ITEMSIZE[dtype]
 
 
 def _sizes(p: Matmul, element: str) -> list[int]:
     """Features that a CTA may have: few only where there are no more, for each CTA makes operands of all its rows."""
-    few, *more = narrow_features(element)
+    few, *more = skinny_features(element)
     return [few, *more] if p.n <= few else more
 
 
@@ -91,41 +91,41 @@ def _features(p: Matmul, element: str) -> int:
     return next((size for size in sizes if p.n <= size), several)
 
 
-def for_narrow(p: Matmul) -> Matmul:
+def for_skinny(p: Matmul) -> Matmul:
     """The same with copies of rows off 16 bytes: of x the kernels cannot take them, of the weight slowly."""
     x, w = (at if on_words(at, p.k, ITEMSIZE[p.dtype]) else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
     return p._replace(x=x, w=w)
 
 
-def narrow_forward(p: Matmul, precision: str, *, training: bool, keeps: bool, rates: Rates = H200) -> Narrow:
+def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, rates: Rates = H200) -> Skinny:
     """The two launches for a call, and what they take with the copies that they want."""
     element = _element(p, precision)
     features = _features(p, element)
-    largest = NARROW_CHUNKS[element][-1]  # which limbs take several times
-    chunks = next((most for most in NARROW_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
+    largest = SKINNY_CHUNKS[element][-1]  # which limbs take several times
+    chunks = next((most for most in SKINNY_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     sizes = narrow_sizes(element, features, chunks)
     threads, tile, block = sizes["CTA"], sizes["TILE_ROWS"], sizes["BLOCK_ROWS"]
     blocks = ceil_div(p.n, features)
     splits = min(p.device.sms // blocks, ceil_div(p.m, block))
     rows = round_up(ceil_div(p.m, splits), tile)
     splits = ceil_div(p.m, rows)
-    taken = for_narrow(p)
+    taken = for_skinny(p)
     at_once = splits * block
-    us = narrow_us(taken, element, features * blocks, chunks, at_once, training=training, keeps=keeps, rates=rates)
+    us = skinny_us(taken, element, features * blocks, chunks, at_once, training=training, saves=saves, rates=rates)
     us += copies_us(taken, rates=rates)
-    product = narrow_product(features, chunks) if element == "limbs" else None
-    return Narrow(*narrow(element, features, chunks, keeps), splits, rows, blocks, threads, us, product)
+    product = skinny_product(features, chunks) if element == "limbs" else None
+    return Skinny(*skinny(element, features, chunks, saves), splits, rows, blocks, threads, us, product)
 
 
-def product_by_narrow(p: Matmul, precision: str) -> Narrow | None:
-    """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_narrow`."""
-    serves = _element(p, precision) == "limbs" and serves_narrow(p, precision, True, False)
+def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
+    """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_skinny`."""
+    serves = _element(p, precision) == "limbs" and serves_skinny(p, precision, True, False)
     if not serves or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
-    return narrow_forward(p, precision, training=False, keeps=False, rates=PRODUCTS)
+    return skinny_forward(p, precision, training=False, saves=False, rates=PRODUCTS)
 
 
-class NarrowBackward(NamedTuple):
+class SkinnyBackward(NamedTuple):
     """dg and both products of many rows that are short, in one launch and one that adds up dw."""
 
     kernel: Kernel
@@ -133,25 +133,25 @@ class NarrowBackward(NamedTuple):
     rows: int  # of each but the last, or of each cluster
     features: int  # of each, at most
     block: int
-    parts: Parts  # of dw
+    parts: SplitKReduction  # of dw
 
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
-def serves_narrow_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
-    """Whether narrow_backward has room for n features and k input features, and wins on m rows, or, `asked` for, works
+def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
+    """Whether skinny_backward has room for n features and k input features, and wins on m rows, or, `asked` for, works
     on them. How the operands lie is not looked at."""
-    size = _narrow_backward_size(dtype, n, k)
+    size = _skinny_backward_size(dtype, n, k)
     return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
 
-def _narrow_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
-    """The first of `narrow_backward_sizes` with room for n features and k input features."""
-    sizes = narrow_backward_sizes(dtype)
+def _skinny_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | None:
+    """The first of `skinny_backward_sizes` with room for n features and k input features."""
+    sizes = skinny_backward_sizes(dtype)
     return next((size for size in sizes if n <= size[0] * size[2] and k <= size[1]), None)
 
 
 def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
-    """From how many rows on narrow_backward of this size wins; infinity if never."""
+    """From how many rows on skinny_backward of this size wins; infinity if never."""
     features, inputs, cluster = size
     if dtype == "float32":
         return LEAST_FLOAT32_ROWS if min(n, k) > 32 else LEAST_ROWS
@@ -160,20 +160,20 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
 
 
-def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBackward | None:
+def skinny_backward(p: Matmul, dy: Matrix, activation: str | None) -> SkinnyBackward | None:
     """What makes dg, dx and dw of a batch, `dy` lying as told, where it can and wins; `p` is as in backward_plan."""
     m, n, k, dtype, device, x, w, _, limits = p
     size = ITEMSIZE[dtype]
-    allowed = device.hopper and limits.narrow is not False and m <= INT32_MAX
+    allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1
-    found = _narrow_backward_size(dtype, n, k)
-    if not allowed or not rows_on_words or not found or not serves_narrow_backward(dtype, m, n, k, bool(limits.narrow)):
+    found = _skinny_backward_size(dtype, n, k)
+    if not allowed or not rows_on_words or not found or not serves_skinny_backward(dtype, m, n, k, bool(limits.skinny)):
         return None
     features, inputs, cluster = found
     together = device.clusters(cluster)  # CTAs, or clusters, with an SM for each CTA
     if not together:
         return None
-    teams, threads, tile = narrow_teams(dtype, features, inputs)
+    teams, threads, tile = skinny_teams(dtype, features, inputs)
     own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
     rows = round_up(ceil_div(m, together), tile)
     if dtype in MAX_TERMS:  # of which a team adds up dw in the tensor core alone: beyond, there are several waves
@@ -181,11 +181,11 @@ def narrow_backward(p: Matmul, dy: Matrix, activation: str | None) -> NarrowBack
     number = ceil_div(m, rows)
     if number > together and device.limited:
         return None
-    return NarrowBackward(
-        kernel=with_activation(narrow_backward_kernel(dtype, features, inputs, cluster), activation),
+    return SkinnyBackward(
+        kernel=with_activation(skinny_backward_kernel(dtype, features, inputs, cluster), activation),
         ctas=number * cluster,
         rows=rows,
         features=own,
         block=teams * threads,
-        parts=parts_of(number, cluster * own, inputs, device),
+        parts=split_k_reduction(number, cluster * own, inputs, device),
     )
