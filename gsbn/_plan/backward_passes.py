@@ -65,7 +65,7 @@ def cut_passes(
 ) -> Passes:  # fmt: skip
     """How the passes cut dy, and whether one launch of them does all."""
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
-    # A thread takes 16 bytes of a row of dy. Where dg's transpose may be wanted, a whole warp lies along a row, whatever
+    # A thread takes 16 bytes of a row of dy. Where dg's transpose may be wanted, a warp lies along a row, whatever
     # `needs` leaves out: the bits of the rest are then the same.
     blocks, row_threads = row_threads_for(n, 16 // size)
     if dtype == "float32" and precision == "high" and not skinny:
@@ -80,8 +80,8 @@ def cut_passes(
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # One CTA, or cluster, has all rows of its columns, and needs nobody else's sums. This does not depend on what `needs`
-    # leaves out, so that the bits of the rest are the same.
+    # One CTA, or cluster, has all rows of its columns, and needs nobody else's sums. This does not depend on what
+    # `needs` leaves out, so that the bits of the rest are the same.
     fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     kept = deviations_dtype(dtype, m, training=training)

@@ -381,8 +381,8 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
 
 
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
-    """Blocks of columns and row_threads where a CTA has all rows, a thread 16 of them at most: the most row_threads that
-    keep all SMs busy, or the fewest, 32 bytes."""
+    """Blocks of columns and row_threads where a CTA has all rows, a thread 16 of them at most: the most row_threads
+    that keep all SMs busy, or the fewest, 32 bytes."""
     row_threads, most = 2, min(16, STATS_GROUP * THREADS // m)
     while 2 * row_threads <= most and ceil_div(n, 2 * row_threads * columns) >= device.sms:
         row_threads *= 2
