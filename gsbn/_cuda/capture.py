@@ -1,4 +1,4 @@
-"""What a captured call allocated lives as long as the graph: CUDA user objects, through the driver API."""
+"""Memory of a captured call lives as long as the graph: CUDA user objects, through the driver API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 
 
 class _Libc:
-    """libc's semaphores, whose sem_post CUDA may call from a thread of its own."""
+    """libc's semaphores: CUDA may call sem_post on a thread of its own."""
 
     def __init__(self) -> None:
         self.lib = lib = ctypes.CDLL(None)
@@ -48,7 +48,7 @@ def _libc() -> _Libc:
 
 
 def _capture_of(stream: int) -> tuple[int, int]:
-    """The number of the capture that a stream is in, which no other capture will have, and its graph."""
+    """The unique number of a stream's capture, and its graph."""
     status, identity, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     nodes, count = ctypes.c_void_p(), ctypes.c_size_t()
     refs = map(ctypes.byref, (status, identity, graph, nodes, count))
@@ -59,11 +59,12 @@ def _capture_of(stream: int) -> tuple[int, int]:
 def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = None) -> None:
     """Hold what a call allocated until the graph that `stream` is capturing, and all instances of it, are destroyed.
 
-    Where the library's own allocator keeps it for the graph, nothing of it is held: what is free again serves later
-    calls. A prepared weight is gsbn's own and is held in any case.
+    If the library's allocator keeps the memory for the graph, it is not held here, so that later calls can reuse it. A
+    prepared weight is gsbn's own and is always held.
 
-    CUDA calls a user object's destructor on a thread of its own, where neither Python nor CUDA may be entered: ours are
-    libc's sem_post. A thread of Python's waits for the one that all graphs share, and looks which is gone by the other.
+    CUDA calls a user object's destructor on a thread of its own, which may call neither Python nor CUDA: ours call
+    libc's sem_post, on a semaphore of the graph and on one that all graphs share. A Python thread waits for the latter,
+    then looks which graphs are gone.
     """
     identity, graph = _capture_of(stream)
     owners = tuple(owner for owner in owners if owner is not None)
@@ -93,7 +94,7 @@ def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = 
 def _let_go(lib: ctypes.CDLL, any_graph: int) -> None:
     posted = released = 0
     while True:
-        if lib.sem_wait(any_graph) == 0:  # without the GIL; a signal may end it
+        if lib.sem_wait(any_graph) == 0:  # releases the GIL; a signal may interrupt it
             posted += 1
         while released < posted:  # a graph's two posts come one right after the other, in either order
             found = _release(lib)

@@ -1,9 +1,9 @@
-"""c = a bᵀ by cuBLAS, through cuBLASLt, whose library CuPy's cuBLAS has loaded.
+"""c = a bᵀ by cuBLASLt, the library that CuPy's cuBLAS has loaded.
 
-CuPy's own handle has a stream, a workspace and modes that calls share, and refuses a capture. Here nothing is shared:
-a product is described once, what runs it is chosen then and stays, and each call brings its stream and the workspace,
-which is the call's own scratch. So threads and streams do not meet, a graph owns what its replays use, and the same
-call gives the same bits.
+CuPy's handle has a stream, a workspace and modes that all calls share, and cannot be captured. Here nothing is shared:
+a product is described and its algorithm chosen once, and each call passes its stream, and its own scratch memory as
+the workspace. So threads and streams are independent, a graph owns what its replays use, and equal calls give equal
+bits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Choice(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
 
 
 class _Descriptor:
-    """One of cuBLASLt's, destroyed with this object; `kind` is its name there."""
+    """A descriptor of cuBLASLt, destroyed with this object; `kind` is its name there."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
         self._kind, made = kind, ctypes.c_void_p()
@@ -54,10 +54,10 @@ class _Descriptor:
 
 
 class CublasGemm:
-    """A product, ready but for its addresses and `workspace` bytes of scratch memory.
+    """A product that is ready to run with addresses and `workspace` bytes of scratch memory.
 
-    a is p's x and b its w, of any strides that cuBLAS takes. c is its y, which starts on 16 bytes; it is in the
-    accumulator's type if `wide`.
+    a is p's x and b its w, with any strides that cuBLAS takes. c is its y, which starts on 16 bytes; if `wide`, c has
+    the accumulator's type.
     """
 
     kernels = ("cuBLAS",)
@@ -69,16 +69,16 @@ class CublasGemm:
         with beside_captures():
             handle = _handle(device)
             product = _Descriptor("MatmulDesc", _compute(p.dtype, precision), types[accumulator])
-            # With columns first, as cuBLAS counts, it is cᵀ = b aᵀ.
-            b, b_runs = _operand(types[p.dtype], p.w, p.n, p.k)
-            a, a_runs = _operand(types[p.dtype], p.x, p.m, p.k)
+            # cuBLAS is column-major: it computes cᵀ = b aᵀ.
+            b, b_k_major = _operand(types[p.dtype], p.w, p.n, p.k)
+            a, a_k_major = _operand(types[p.dtype], p.x, p.m, p.k)
             c = _layout(types[result], p.n, p.m, p.y.strides[0])
-            product.set(_TRANS_A, ctypes.c_int32(op_t if b_runs else op_n))
-            product.set(_TRANS_B, ctypes.c_int32(op_n if a_runs else op_t))
+            product.set(_TRANS_A, ctypes.c_int32(op_t if b_k_major else op_n))
+            product.set(_TRANS_B, ctypes.c_int32(op_n if a_k_major else op_t))
             product.set(_SM_COUNT_TARGET, ctypes.c_int32(p.device.target))
             wanted = _Descriptor("MatmulPreference")
             wanted.set(_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE))
-            # The parts of a split k would else be added up in 16 bits.
+            # Partial products of split-k would otherwise be added up in 16 bits.
             wanted.set(_REDUCTION_SCHEMES, ctypes.c_uint32(_ANY if result == accumulator else _IN_ACCUMULATOR))
             aligned = (16 if operand.aligned else _plan.ITEMSIZE[p.dtype] for operand in (p.w, p.x))
             for attribute, nbytes in zip(_MIN_ALIGNMENTS, (*aligned, 16, 16), strict=True):
@@ -121,10 +121,10 @@ def _compute(dtype: str, precision: str) -> int:
 
 
 def _operand(element: int, matrix: _plan.Matrix, rows: int, k: int) -> tuple[_Descriptor, bool]:
-    """An operand of `rows` by k, and whether it runs along k."""
+    """The layout of an operand of `rows` by k, and whether it is K-major."""
     row, col = matrix.strides
-    runs = col == 1 and row >= k
-    return (_layout(element, k, rows, row) if runs else _layout(element, rows, k, col)), runs
+    k_major = col == 1 and row >= k
+    return (_layout(element, k, rows, row) if k_major else _layout(element, rows, k, col)), k_major
 
 
 def _layout(element: int, rows: int, columns: int, pitch: int) -> _Descriptor:
@@ -134,7 +134,7 @@ def _layout(element: int, rows: int, columns: int, pitch: int) -> _Descriptor:
 
 @cache
 def _handle(device: int) -> int | None:
-    """Of the device, which is the current one; it has no state, and threads may share it."""
+    """The handle of a device, which must be the current one. It has no state: threads may share it."""
     made = ctypes.c_void_p()
     _check(_library().cublasLtCreate(ctypes.byref(made)))
     return made.value
@@ -142,7 +142,7 @@ def _handle(device: int) -> int | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that CuPy's cuBLAS is linked with, and so has loaded: found by its name."""
+    """The library with which CuPy's cuBLAS is linked: it is loaded, so its name is enough."""
     major = cuda().runtime.runtimeGetVersion() // 1000
     return ctypes.CDLL(f"cublasLt64_{major}.dll" if sys.platform == "win32" else f"libcublasLt.so.{major}")
 

@@ -30,7 +30,7 @@ def gpu_obstacle() -> str:
 
 @cache
 def cuda() -> Any:
-    """The parts of CuPy that a call uses: importing them anew each time would cost it microseconds."""
+    """The parts of CuPy that a call uses: to import them in each call would take microseconds."""
     try:
         import cupy
     except ImportError as error:
@@ -51,15 +51,15 @@ def cuda() -> Any:
 
 
 def is_capturing(stream: int) -> bool:
-    # The legacy default stream cannot be captured, and may not be asked while another thread captures.
+    # The legacy default stream cannot be captured, and may not be queried while another thread captures.
     return stream not in (0, 1) and bool(cuda().runtime.streamIsCapturing(stream))
 
 
-_OWN = 3  # the first address that a stream made by somebody can have; the default streams are 0, 1 and 2
+_OWN = 3  # the least handle of a stream that was created; the default streams are 0, 1 and 2
 
 
 def green_sms(stream: int) -> int | None:
-    """The SMs that a stream has if it is of a green context: all that a call on it can occupy."""
+    """The SMs of a stream of a green context, which a call on it cannot exceed; None for other streams."""
     return None if stream < _OWN else driver.sms_of_stream(stream)
 
 
@@ -69,7 +69,7 @@ _primary: dict[int, int] = {}  # handles of primary contexts, by device
 def is_current(device: int) -> bool:
     """Whether a device's primary context, in which gsbn's kernels are loaded, is this thread's current one.
 
-    A thread that has no context gets its device's primary one: the driver, unlike the runtime, does not see to it.
+    A thread without a context gets its device's primary one: the runtime would do this, the driver does not.
     """
     found = cuda()
     context = found.current_context()
@@ -81,10 +81,10 @@ def is_current(device: int) -> bool:
 
 @contextlib.contextmanager
 def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Iterator[None]:
-    """Make a device's primary context current, and leave what was.
+    """Make a device's primary context current, and restore the previous context at the end.
 
-    `stream_of` tells the stream that the caller is going to launch on. A default stream of a green context is refused:
-    in the primary context the same handle is another stream, which neither has those SMs nor waits for that one.
+    `stream_of` returns the stream on which the caller will launch. A default stream of a green context is refused: in
+    the primary context the same handle is another stream, without those SMs and without that stream's order.
     """
     if is_current(device):
         yield
@@ -106,15 +106,15 @@ def on_device(device: int, stream_of: Callable[[int], int] | None = None) -> Ite
         found.set_context(before)
 
 
-_lent: deque[tuple[Any, Any]] = deque()  # an event, and what must stay until it has happened
+_lent: deque[tuple[Any, Any]] = deque()  # events, and the arrays that are held until each
 _letting_go = threading.Lock()
 
 
 def hold_until_done(arrays: Any, device: int) -> None:
-    """Hold what DLPack producers have lent until CuPy's current stream on the device has done what it has to do.
+    """Hold arrays of DLPack producers until CuPy's current stream on the device has finished the work it has now.
 
-    A producer may use the memory for something else as soon as nobody holds it any more; what holds it is let go by the
-    next call of this function. A captured call holds nothing: what a graph reads is the caller's to keep.
+    A producer may reuse the memory as soon as nobody holds it. Later calls of this function release what is finished. A
+    captured call holds nothing: the caller must keep what a graph reads.
     """
     import cupy
 
@@ -125,7 +125,7 @@ def hold_until_done(arrays: Any, device: int) -> None:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(stream)
     _lent.append((event, arrays))
-    done = []  # let go of without the lock: a producer's code runs then
+    done = []  # released after the lock, as that runs a producer's code
     with _letting_go:
         while _lent and _lent[0][0].done:
             done.append(_lent.popleft())

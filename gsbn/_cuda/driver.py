@@ -12,12 +12,12 @@ from typing import Any
 
 @cache
 def driver() -> ctypes.CDLL:
-    """libcuda; OSError where there is none."""
+    """libcuda; OSError if there is none."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def check(result: int, doing: str) -> None:
-    """Raise RuntimeError with the driver's name for an error, and what was being done."""
+    """Raise RuntimeError for an error, with the driver's name for it and what was being done."""
     if result != 0:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(result, ctypes.byref(text))
@@ -29,7 +29,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """Meanwhile this thread may do what would spoil a capture in torch's usual mode, its own or another thread's."""
+    """Allow this thread calls that would invalidate a capture in torch's default mode, by this or another thread."""
     exchange, mode = driver().cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
     check(exchange(ctypes.byref(mode)), "setting a thread's capture mode")
     try:
@@ -55,7 +55,7 @@ class _LaunchAttribute(ctypes.Structure):  # CUlaunchAttribute: the value starts
 
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CU_LAUNCH_ATTRIBUTE_...
-# The kernel waits for the one ahead by itself.
+# programmatic dependent launch: the kernel itself waits for the one ahead
 OVERLAPPING = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
 
 
@@ -68,7 +68,7 @@ def launch_kernel_ex() -> Callable[[int, int, int, None], int]:
 
 
 def resident_clusters(function: int, threads: int, cluster: int, shared: int) -> int:
-    """How many clusters of so many CTAs of a kernel the current context can hold at once."""
+    """How many clusters of `cluster` CTAs of a kernel are resident in the current context at once."""
     found, size = ctypes.c_int(), _LaunchAttribute(_CLUSTER_DIMENSION, (cluster, 1, 1))
     config = LaunchConfig(cluster, 1, 1, threads, 1, 1, shared, attributes=ctypes.addressof(size), count=1)
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config))
@@ -76,7 +76,7 @@ def resident_clusters(function: int, threads: int, cluster: int, shared: int) ->
     return found.value
 
 
-class _Resource(ctypes.Structure):  # CUdevResource: a type, padding to 96 bytes, and of SMs first their number
+class _Resource(ctypes.Structure):  # CUdevResource: a type, padding to 96 bytes, then for SMs their number
     _fields_ = (("type", ctypes.c_int), ("padding", ctypes.c_ubyte * 92), ("sms", ctypes.c_uint * 64))
 
 
@@ -85,14 +85,14 @@ _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 
 @cache
 def _green_context_of() -> Callable[[int, int], int] | None:
-    """cuStreamGetGreenCtx(a stream, where the handle of its green context goes); None where the driver has none."""
+    """cuStreamGetGreenCtx(stream, the address for its green context's handle); None if the driver lacks it."""
     function: Any = getattr(driver(), "cuStreamGetGreenCtx", None)
     if function is not None:
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return function  # type: ignore[no-any-return]
 
 
-_handles: list[tuple[Any, int]] = []  # room for one and its address: as many as there were ever calls at the same time
+_handles: list[tuple[Any, int]] = []  # free variables for a handle, and their addresses; concurrent calls take one each
 
 
 def sms_of_stream(stream: int) -> int | None:

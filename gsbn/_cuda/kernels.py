@@ -1,4 +1,4 @@
-"""Find, digest, compile, cache, memoise and launch the kernels; the only user of CuPy's raw modules and of NVRTC."""
+"""Compile, cache and launch the kernels; the only user of CuPy's raw modules and of NVRTC."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .driver import OVERLAPPING, LaunchConfig, check, launch_kernel_ex, resident
 
 @cache
 def digest() -> str:
-    """A digest of every file in kernels/, headers too: part of what a compiled kernel is found by."""
-    import hashlib  # 10 ms, which `import gsbn` need not take
+    """A digest of all files in kernels/, also headers: part of a compiled kernel's key."""
+    import hashlib  # takes 10 ms, so not at `import gsbn`
 
     hasher = hashlib.sha256()
     for path in sorted(KERNEL_DIR.rglob("*.cu*")):
@@ -33,7 +33,7 @@ def digest() -> str:
 
 
 def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
-    """Every variant that a plan can ask for, or those for one architecture."""
+    """All variants that a plan can launch, or those for one architecture."""
     yield from (kernel for kernel in _plan.every_kernel() if arch is None or kernel.arch in (None, arch))
 
 
@@ -53,13 +53,13 @@ _locks: defaultdict[Any, threading.Lock] = defaultdict(threading.Lock)  # by fil
 def _options(kernel: Kernel) -> tuple[str, ...]:
     return (
         "-std=c++20",
-        "-ftz=true",  # as CuPy compiles its own
+        "-ftz=true",  # as CuPy does
         *(f"-D{name}={value}" for name, value in kernel.defines),
     )
 
 
 def _compile(kernel: Kernel, arch: str, *more: str) -> bytes:
-    """The cubin of a variant by NVRTC, or its PTX for an arch that begins with compute_; needs no GPU."""
+    """A variant's cubin by NVRTC, or its PTX if arch begins with compute_; needs no GPU."""
     from cuda.pathfinder import find_nvidia_header_directory
     from cupy.cuda import nvrtc
 
@@ -76,18 +76,18 @@ def _compile(kernel: Kernel, arch: str, *more: str) -> bytes:
 
 
 def compiled(kernel: Kernel, capability: tuple[int, int]) -> Path:
-    """The file with a variant's machine code for a GPU of this compute capability, compiled if it is not there yet.
+    """The file of a variant's machine code for a GPU of this compute capability, compiled if it does not exist.
 
-    It lies in CuPy's own folder for compiled kernels (the environment variable CUPY_CACHE_DIR, ~/.cupy/kernel_cache by
-    default), and is not there where nobody may write to that. For a GPU that NVRTC does not know yet it is PTX, which
-    the driver compiles.
+    It is in CuPy's folder for compiled kernels (the environment variable CUPY_CACHE_DIR, by default
+    ~/.cupy/kernel_cache); if that is not writable the file does not exist. For a GPU that NVRTC does not know it is
+    PTX, which the driver compiles.
     """
     return _find(kernel, capability)[0]
 
 
 def _find(kernel: Kernel, capability: tuple[int, int]) -> tuple[Path, bytes]:
-    """`compiled`, and the machine code."""
-    import hashlib  # which `import gsbn` need not load
+    """The file of `compiled`, and the machine code."""
+    import hashlib
 
     from cupy.cuda import nvrtc
 
@@ -110,7 +110,7 @@ def _cache_folder() -> Path:
 
 
 def _read(file: Path) -> bytes | None:
-    """The code in a file, in front of its checksum; None if it is not there, or not whole."""
+    """The code in a file, which its checksum follows; None if the file does not exist or is damaged."""
     import hashlib
 
     try:
@@ -122,7 +122,7 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
-    """Whole or not at all, whatever other process compiles the same; not where the folder is read-only or full."""
+    """Write a file whole or not at all, also if other processes do; not at all if the folder is read-only or full."""
     import hashlib
     import tempfile
 
@@ -148,7 +148,7 @@ def gpu(device: int) -> _plan.Device:
     found = _plan.Device(_capability(device), handle.attributes["MultiProcessorCount"], sm90a)
     if not found.hopper:
         return found
-    # MPS may leave a process fewer SMs than the device has, and clusters of SMs are fewer still.
+    # MPS may give a process fewer SMs than the device has, and fewer clusters than these SMs could form.
     shared = handle.attributes["MaxSharedMemoryPerBlockOptin"]
     with on_device(device):
         function = launcher(_plan.fill_sm(shared), device).pointer
@@ -169,10 +169,10 @@ def _capability(device: int) -> tuple[int, int]:
 class Launcher:
     """A kernel on a device: ``launch(grid, block, values, words, stream)``, ints and tuples of ints.
 
-    The kernel's parameters are first those passed by value, a Problem and what else there is, of which `values` holds
-    the addresses, and then 64-bit `words`. It calls the driver directly: CuPy's own launcher would build an object for
-    every argument. With `overlapping` a kernel that is not cooperative may begin before the one ahead of it in the
-    stream has ended, for which it waits by itself (await_kernel_ahead in kernels/common/common.cuh).
+    `values` are the addresses of the parameters that are passed by value, which come first; 64-bit `words` follow. It
+    calls the driver directly, as CuPy's launcher would build an object for every argument. With `overlapping` a kernel
+    that is not cooperative may begin before the one ahead of it in the stream has ended; it waits for that one itself
+    (await_kernel_ahead in kernels/common/common.cuh).
     """
 
     def __init__(self, function: Any, shared: int = 0, cooperative: bool = False, overlapping: bool = False) -> None:
@@ -184,11 +184,11 @@ class Launcher:
         self._overlapping = overlapping and not cooperative
         if self._overlapping:
             self._launch = launch_kernel_ex()
-        self._free: list[_Parameters] = []  # as many as there were ever launches at the same time
+        self._free: list[_Parameters] = []  # concurrent launches take one each
 
     def __call__(self, grid: int, block: int, values: tuple[int, ...], words: tuple[int, ...], stream: int) -> None:
         try:
-            parameters = self._free.pop()  # nobody else's until it is appended, whatever thread or signal comes
+            parameters = self._free.pop()  # safe with threads and signals: this launch owns it until it appends it
         except IndexError:
             parameters = _Parameters(len(values), len(words))
         parameters.pack(parameters.memory, 0, *words, *values)
@@ -204,10 +204,8 @@ class Launcher:
 
 
 class _Parameters:
-    """What the driver reads, to be packed in one go: the words, then an address for each value and each word.
-
-    And the LaunchConfig of an overlapping launch.
-    """
+    """What the driver reads, packed in one call: the words, then an address for each value and each word; and the
+    LaunchConfig of an overlapping launch."""
 
     def __init__(self, values: int, words: int) -> None:
         self.memory = (ctypes.c_uint64 * (2 * words + values))()
@@ -222,7 +220,7 @@ class _Parameters:
 
 @cache
 def _overlaps(device: int) -> bool:
-    """Whether a launch may begin before the kernel ahead has ended (await_kernel_ahead): graphs, too, from 12.3 on."""
+    """Whether a launch may begin before the kernel ahead has ended (await_kernel_ahead); graphs: from CUDA 12.3."""
     from cupy.cuda import runtime
 
     return _capability(device) >= (9, 0) and runtime.driverGetVersion() >= 12030
@@ -240,11 +238,10 @@ def launcher(
     cooperative: bool = False,
     limited: bool = False,
 ) -> Launcher:
-    """The kernel, compiled if need be and loaded on a device, which must be the current one.
+    """The launcher of a kernel, compiled if necessary, on a device, which must be the current one.
 
-    `words` are the names of the parameters that the caller is going to pass, in this order: TypeError if the source
-    declares others. Launches of a `limited` call do not overlap with the kernel ahead: while this one holds its SMs,
-    CTAs that wait for it would hold others.
+    `words` are the names of the parameters that the caller will pass, in order: TypeError if the source declares
+    others. Launches of a `limited` call do not overlap with the kernel ahead: together they would occupy more SMs.
     """
     if words is not None and words != parameters(kernel)[1]:
         raise TypeError(f"{kernel.name} takes {parameters(kernel)[1]}, not {words}")
@@ -256,12 +253,12 @@ def launcher(
         of_file = (kernel.file, kernel.defines, device)
         with _locks[of_file]:
             if of_file not in _modules:
-                _modules[of_file] = module = function.Module()  # what a RawModule has, of code that may be in no file
+                _modules[of_file] = module = function.Module()  # as in a RawModule, but its code need not be in a file
                 module.load(_find(kernel, _capability(device))[1])
             raw = _modules[of_file].get_function(kernel.name)
             if kernel.shared:
                 driver.funcSetAttribute(raw.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared)
-            if kernel.arch:  # Hopper's: a cluster may have 16 CTAs
+            if kernel.arch:  # on Hopper a cluster may have 16 CTAs
                 driver.funcSetAttribute(raw.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
             found = Launcher(raw, kernel.shared, cooperative, _overlaps(device) and not limited)
             _launchers[key] = found
@@ -269,7 +266,7 @@ def launcher(
 
 
 def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True, *more: str) -> dict[Kernel, bytes]:
-    """The cubin of every chosen variant for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
+    """The cubins of the chosen variants for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
     from concurrent.futures import ThreadPoolExecutor
 
     kernels = list(filter(chosen, all_kernels(arch)))

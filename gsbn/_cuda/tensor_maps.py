@@ -1,4 +1,4 @@
-"""Tensor maps: what Hopper's copy engine is told of a matrix, encoded by the driver and kept by what they encode."""
+"""Tensor maps, which describe matrices to Hopper's TMA: encoded by the driver, and cached by what they encode."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def tensor_map(
     promotion: int,
     box_limbs: int = 0,
 ) -> tuple[Any, int]:
-    """The map of a row-major (rows, cols) matrix with `pitch` bytes from row to row: its owner and its address.
+    """The tensor map of a row-major (rows, cols) matrix with a pitch in bytes: its owner and its address.
 
-    Boxes of (box_rows, box_cols), box_cols being 128 bytes, swizzled by 128 bytes; what lies outside reads as zero and
-    is not written. "tf32" rounds float32 to nearest as it loads. With `box_limbs` rows are those of limbs
-    (split_limbs.cu): pieces of 128 bytes are a third dimension, of which a box takes so many. Pointer and pitch are
-    multiples of 16 bytes. The key is all that a map encodes, addresses being unique across devices, so that a map never
-    goes stale.
+    A box is (box_rows, box_cols), where box_cols are 128 bytes, with a swizzle of 128 bytes; outside of the matrix it
+    reads zeros and writes nothing. "tf32" rounds float32 to nearest as it loads. With `box_limbs` rows are those of
+    limbs (split_limbs.cu): pieces of 128 bytes are a third dimension, and a box takes `box_limbs` of them. Pointer and
+    pitch are multiples of 16 bytes. The cache's key is all that a map encodes, and addresses are unique across devices,
+    so a map never becomes invalid.
     """
     owner = ctypes.create_string_buffer(128 + 63)
-    at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled wants 64-byte alignment
+    at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled needs 64-byte alignment
     result = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _TYPES[dtype],
@@ -53,7 +53,8 @@ def tensor_map(
 
 
 class Matrices:
-    """What `tensor_map` wants beside a pointer, for each matrix of a call. A key by identity: quicker than by value."""
+    """The arguments of `tensor_map` after the pointer, for each matrix of a call. As a key it is compared by identity,
+    which is faster."""
 
     def __init__(self, arguments: list[tuple[Any, ...]]) -> None:
         self.arguments = arguments
@@ -61,6 +62,6 @@ class Matrices:
 
 @lru_cache(maxsize=4096)
 def tensor_maps(matrices: Matrices, *pointers: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Their maps, where they lie now: the owners and the addresses."""
+    """The tensor maps of matrices at these pointers: their owners and addresses."""
     maps = [tensor_map(at, *rest) for at, rest in zip(pointers, matrices.arguments, strict=True)]
     return tuple(owner for owner, _ in maps), tuple(at for _, at in maps)

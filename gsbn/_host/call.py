@@ -1,4 +1,4 @@
-"""A program made ready to run: everything but the addresses is known, and a call fills them in."""
+"""A program that is ready to run: a call only fills in the addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._plan.problem import VECTORS, Matmul, Matrix
 from .._plan.products import sm90_gemm
 from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, offset_of
 
-_MAX_CALLS = 1024  # that a cache holds
+_MAX_CALLS = 1024  # in a cache
 log = logging.getLogger("gsbn")
 
 
@@ -28,11 +28,11 @@ class Description(NamedTuple):
     path : str
         "sm90", "cublas" or "tiled", as `gemm` names them; "numpy" on the CPU.
     why : str
-        Why this one.
+        Why this path was chosen.
     kernels : tuple of str
-        What is launched, in this order, by the names that a profiler shows; "cuBLAS" stands for its own.
+        The kernels in the order of their launches, by the names that a profiler shows; "cuBLAS" stands for its kernels.
     scratch : int
-        Bytes that are allocated beside what is returned.
+        Bytes that are allocated in addition to the results.
     """
 
     path: str
@@ -46,10 +46,10 @@ class Description(NamedTuple):
 
 
 class Call:
-    """A program for arrays that are alike, run with the addresses of each call.
+    """A program for arrays of the same shapes, strides and dtypes; each run has its own addresses.
 
-    Names of memory become positions in one list of addresses: the arguments, 0 for what is absent, the arrays that the
-    call makes, then places in the workspace. `like` tells the library where to allocate.
+    Names of memory become positions in one list of addresses: the arguments, 0 for ABSENT, the arrays that the call
+    allocates, then places in the workspace. `like` tells the library where to allocate.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Call:
         dtypes = [None if array.dtype == kind.dtype(like) else array.dtype for array in program.arrays]  # None: like's
         self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
         self._offsets: list[int] = []  # into the workspace
-        self._records: list[Any] = []  # whose addresses are among the values
-        # What acts, what it is told each time, and what it picks of the addresses
+        self._records: list[Any] = []  # kept alive: launches hold their addresses
+        # of each step: a function, its constant arguments, and what picks its addresses from the list
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
         names: list[str] = []
         lent = program.lent
@@ -104,28 +104,29 @@ class Call:
         grid, block = step.grid, step.block
 
         def act(addresses: list[int], stream: int) -> None:
-            # The owners live until the launch is made.
+            # the owners must live until the launch
             _owners, maps = tensor_maps.tensor_maps(matrices, *of_maps(addresses))
             launch(grid, block, values + maps, of(addresses), stream)
 
         return act, (), _all
 
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
-        """What picks the addresses of this memory."""
+        """A function that picks the addresses of this memory."""
         for name in names:
             if name not in self._positions and (offset := offset_of(name)) is not None:
                 self._positions[name] = len(self._positions)
                 self._offsets.append(offset)
-        if len(names) == 1:  # of which itemgetter would make no tuple
+        if len(names) == 1:  # itemgetter would return no tuple
             at = self._positions[names[0]]
             return lambda addresses: (addresses[at],)
         return itemgetter(*(self._positions[name] for name in names))
 
     def run(self, like: Any, pointers: list[int], stream: int, capturing: bool, prepared: Any = None) -> list[Any]:
-        """Allocate and launch; gives what was made, in order. To `pointers`, the arguments', the others are added."""
+        """Allocate and launch; returns the arrays that were allocated. The other addresses are appended to `pointers`,
+        those of the arguments."""
         kind, addresses, made = self._kind, pointers, []
         addresses.append(0)
-        for make in self._makers:  # loops, since a comprehension would cost each call a function's frame
+        for make in self._makers:  # loops, since a comprehension would add a function call
             array = make()
             made.append(array)
             addresses.append(kind.pointer(array))
@@ -140,7 +141,7 @@ class Call:
 
 
 def bare_gemm(p: Matmul, one: OneLaunch, device: int) -> Callable[[tuple[int, int, int], int], None]:
-    """forward_sm90's GEMM alone: what launches it, of the addresses of a, b and c, on a stream."""
+    """A function that launches forward_sm90's GEMM alone, with the addresses of a, b and c, on a stream."""
     build = Builder(p.device)
     sm90_gemm(build, p, one, ("a", "b", "c"))
     call = Call(None, device, ("a", "b", "c"), build.program("sm90", ""), None)
@@ -160,13 +161,13 @@ def _no_gather(*_: Any) -> None:
 
 
 def matrix_of(view: Any) -> Matrix:
-    """What the planner looks at of a matrix."""
+    """The layout of a matrix, for the planner."""
     strides = tuple(stride // view.itemsize for stride in view.strides)
     return Matrix.of(view.shape, strides, view.pointer % 16 == 0)
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """What a kernel is told of each per-feature vector: 8 times its stride, 0 for one element, plus its KIND_; or 0."""
+    """Each vector's code for the kernels: 8 times its stride (0 for one element) plus its KIND_; 0 if not given."""
     given = {name: views[name] for name in VECTORS if views[name] is not None}
     strides = {name: v.strides[0] // v.itemsize if math.prod(v.shape) > 1 else 0 for name, v in given.items()}
     codes = {name: strides[name] * 8 + declared.kind_code(v.dtype) for name, v in given.items()}
@@ -174,7 +175,7 @@ def vector_codes(views: dict[str, Any]) -> dict[str, int]:
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
-    """Keep a prepared call for those of the same key, None being no key; a full cache is emptied first."""
+    """Cache a call under its key, unless the key is None; a full cache is emptied first."""
     if key is None:
         return
     if len(calls) >= _MAX_CALLS:

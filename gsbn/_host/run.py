@@ -1,7 +1,7 @@
 """The path from a caller's arrays to the launches, which all operations share.
 
-An operation contributes its arguments, its checks and its program. Of arrays that are alike, the first call is checked
-and planned; later ones find it by a key, and only their addresses are new.
+An operation contributes its arguments, its checks and its program. The first call with arrays of some shapes, strides
+and dtypes is checked and planned; later ones find it by a key, and only their addresses are new.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ Views = dict[str, View | None]
 
 
 class Operation(NamedTuple):
-    """What an operation contributes. `options` are hashable and its own; `context` is what a call brings beside arrays:
+    """What an operation contributes. Its `options` are hashable; `context` is what a call takes in addition to arrays:
     a prepared weight, or what a forward saved."""
 
     name: str
     arguments: tuple[str, ...]
-    required: tuple[str, ...]  # of the arguments that may come from any DLPack producer: the first `foreign` ones
-    foreign: int
-    aligned: tuple[int, int, int]  # positions of the arguments whose start on 16 bytes the program depends on
+    required: tuple[str, ...]  # arguments, among the first `foreign`, that must be arrays
+    foreign: int  # the first `foreign` arguments may come from any DLPack producer
+    aligned: tuple[int, int, int]  # positions of the arguments for which the program depends on a start on 16 bytes
     numeric: tuple[int, ...]  # positions of the options whose type is a part of the key: True == 1 == 1.0
-    check: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Views]  # raises whatever is wrong
-    # of views, options, the device, limits, the ranks, and whether the extra arguments are there; None where nothing is
-    # to be launched
+    check: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Views]  # raises an error if anything is wrong
+    # from views, options, device, limits, ranks, and whether there are extra arguments; None if nothing is launched
     program: Callable[[Views, Any, Device, Limits, Ranks | None, bool], Program | None]
-    # what is read of `Checked.returns` after each call
+    # `Checked.returns`, which `result` reads after each call
     returns: Callable[[Program, Views, Any], Any]
-    # what the caller gets, of what was found, None where nothing was launched, and of the arrays that the call made
+    # the caller's result, from what was found (None if nothing was launched) and the arrays that the call allocated
     result: Callable[[Kind, tuple[Any, ...], Any, Checked | None, list[Any]], Any]
     on_cpu: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Any]
-    within: Callable[[Any, int], Any] = lambda options, held: options  # for a call that may occupy so many SMs
+    within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
     written: Callable[[Views, Any], tuple[str, ...]] = lambda views, options: ()
-    before: Callable[[Kind, Any], None] | None = None  # the last check, which no key can spare
-    extra: tuple[str, ...] = ()  # arguments that a prepared weight brings
+    before: Callable[[Kind, Any], None] | None = None  # a check that every call needs
+    extra: tuple[str, ...] = ()  # further arguments of a call with a prepared weight
 
 
 class Checked:
-    """Arguments that have been found right, but for their addresses, and what must hold of these."""
+    """Arguments that were checked, except for their addresses, and what must hold for the addresses."""
 
     def __init__(self, operation: Operation, views: Views, options: Any) -> None:
         self.written = [operation.arguments.index(name) for name in operation.written(views, options)]
@@ -61,12 +60,12 @@ class Checked:
         if self.written:
             given = [(i, views[name]) for i, name in enumerate(operation.arguments) if views[name] is not None]
             self._spans = [(i, *check.span(view)) for i, view in given if 0 not in view.shape]  # type: ignore[union-attr,arg-type]
-        self._apart: set[tuple[int, ...]] = set()  # addresses at which no two spans meet
-        self.call: Call | None = None  # on a GPU; and what `Operation.returns` says of its program
-        self.returns: Any = None
+        self._apart: set[tuple[int, ...]] = set()  # addresses at which no two arrays overlap
+        self.call: Call | None = None  # on a GPU
+        self.returns: Any = None  # the result of `Operation.returns`
 
     def may_overlap(self, pointers: list[int]) -> bool:
-        """Whether any two arrays' spans meet; what that means is for the full check to say."""
+        """Whether the spans of any two arrays overlap. The full check then decides whether that is an error."""
         where = tuple(pointers)
         if not self.written or not where or where in self._apart:
             return False
@@ -94,7 +93,7 @@ def call(
     context: Any = None,
     own: tuple[str, ...] = (),
 ) -> Any:
-    """An operation from its arrays to its result; those named `own` come from no DLPack producer."""
+    """Run an operation on its arrays; those named in `own` do not come from a DLPack producer."""
     kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
     if kind is None:
         kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
@@ -117,7 +116,7 @@ def describe(
     context: Any = None,
     own: tuple[str, ...] = (),
 ) -> Description:
-    """How `call` would compute it; it is checked and prepared, but not made."""
+    """How `call` would compute it. The call is checked and prepared, but not run."""
     kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     views = operation.check(kind, arrays, options, read_only, context)
     if not kind.on_gpu:
@@ -136,8 +135,8 @@ def describe(
 def _admit(
     operation: Operation, arrays: tuple[Any, ...], own: tuple[str, ...]
 ) -> tuple[Kind, tuple[Any, ...], frozenset[str], bool]:
-    """Whose arrays these are; the arrays, imported where the first is a foreign DLPack producer, or no array at all;
-    which of them are read-only; whether they were imported."""
+    """The arrays' kind, the arrays, which of them are read-only, and whether they were imported: they are if the first
+    is not of a known kind."""
     kind = kind_of(arrays[0])
     if kind is not None:
         return kind, arrays, frozenset(), False
@@ -147,7 +146,7 @@ def _admit(
 
 
 def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
-    """The addresses of the operation's extra arguments, if they are there."""
+    """The addresses of the operation's extra arguments, if it has any."""
     limbs = context.limbs if operation.extra and context is not None else None
     return () if limbs is None else tuple(limbs[1:])
 
@@ -155,7 +154,7 @@ def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
 def checked(
     operation: Operation, kind: Kind, arrays: tuple[Any, ...], options: Any, read_only: frozenset[str] = frozenset()
 ) -> Checked:
-    """On the CPU: the arguments, found right now or before."""
+    """On the CPU: the checked arguments, from this call or an earlier one."""
     found, key, pointers = _find(operation, kind, arrays, options, read_only, False, ANY)
     if found is None:
         found = Checked(operation, operation.check(kind, arrays, options, read_only, None), options)
@@ -175,9 +174,9 @@ def run(
     context: Any = None,
     read_only: frozenset[str] = frozenset(),
 ) -> tuple[Checked | None, list[Any]]:
-    """On a GPU: launch what the operation's program says. Gives what was found and the arrays that the call made.
+    """On a GPU: run the operation's program. Returns what was found and the arrays that the call allocated.
 
-    The first array is given. None is found where there is nothing to launch.
+    The first array must not be None. Found is None if there is nothing to launch.
     """
     device = kind.device(arrays[0])
     if not is_current(device):
@@ -199,7 +198,7 @@ def run(
         exchange = exchange_of(group, device, capturing)  # the first call waits for all ranks
         group.check()
     if found is None:
-        pointers = pointers or [0 if array is None else kind.pointer(array) for array in arrays]  # if `read` refused
+        pointers = pointers or [0 if array is None else kind.pointer(array) for array in arrays]  # if `_find` failed
         found = Checked(operation, views, options)
         found.call = _prepare(operation, kind, arrays, views, options, device, bool(extra), limits, group, exchange)
         if found.call is None:
@@ -225,7 +224,7 @@ def run(
 def _find(
     operation: Operation, kind: Kind, arrays: tuple[Any, ...], options: Any, *more: Any
 ) -> tuple[Checked | None, Any, list[int]]:
-    """What was prepared for arguments like these, its key and the addresses; None and None if something is wrong."""
+    """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
     try:
         alike, pointers = kind.read(arrays)
         types = tuple([type(options[i]) for i in operation.numeric]) if operation.numeric else None
@@ -236,14 +235,14 @@ def _find(
         key = (operation.name, alike, options, types, aligned, *more)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None, None, []  # the checks say what
+        return None, None, []  # the checks will raise an error
 
 
 def _prepare(
     operation: Operation, kind: Kind, arrays: tuple[Any, ...], views: Views, options: Any, device: int, extra: bool,
     limits: Limits, group: Group | None, exchange: Any,
 ) -> Call | None:  # fmt: skip
-    """Plan a call, and make it ready to run; compiles the kernels that it needs."""
+    """Plan a call and make it ready to run; compiles its kernels."""
     ranks = None
     if group is not None:
         ranks = Ranks() if exchange is None else Ranks(exchange.waits, exchange.size, exchange.features)

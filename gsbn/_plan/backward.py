@@ -1,4 +1,4 @@
-"""A backward call, decided: its passes, its two products, where things lie in its workspace."""
+"""The plan of a backward call: its passes, its two products and the layout of its workspace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .skinny import skinny_backward
 
 
 class Vectors(NamedTuple):
-    """Gradients of vectors: the dtype of each by name, and of a scale of one element its shape."""
+    """Gradients of vectors: the dtype of each by name, and the shape of the scale if it has one element."""
 
     dtypes: Mapping[str, str]
     scale_shape: tuple[int, ...] | None = None
@@ -46,12 +46,12 @@ def plan_backward(
     ranks: Ranks | None = None,
     ld_saved: int | None = None,
 ) -> Program:
-    """Decide a backward call; `p` is the forward's with dy for y. Rows may be none where ranks share the batch.
+    """Plan a backward call. `p` is the forward's, with dy for y; if ranks share the batch it may have no rows.
 
-    It has two halves, of which one may be left out: `norm` goes from dy to dg and the gradients of vectors, `linear`
-    from dg to the two products. Without `norm`, y stands for the dg that is given, in rows on 16 bytes, and is not
-    written. `wide`: dw is float32 where the operands have 16 bits. `in_place`: dg lies where the deviations lay, in
-    rows of `ld_saved`. With `ranks`, their sums come inside a launch, which waits for them, or between two.
+    A call has two stages, and may skip one: `norm` computes dg and the gradients of vectors from dy, `linear` the two
+    products from dg. Without `norm`, y is the dg that the caller gives: its rows start on 16 bytes, and it is not
+    written. `wide`: dw is float32 although the operands have 16 bits. `in_place`: dg overwrites the deviations, in rows
+    of `ld_saved`. With `ranks`, the sums of the other ranks arrive during a launch that waits for them, or between two.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
@@ -61,7 +61,7 @@ def plan_backward(
     where = None if ranks is None else "inside" if ranks.waits and m else "between"
     build = Builder(device)
 
-    # ---- gradients, which the call makes
+    # ---- the gradients
     vectors = vectors or Vectors({name: dtype for name in needs if name in VECTOR_PARAMETERS})
     one_scale = vectors.scale_shape is not None and "scale" in needs and norm
     grads = dict.fromkeys(("x", "weight", *VECTOR_PARAMETERS), ABSENT)
@@ -74,13 +74,13 @@ def plan_backward(
     if m == 0 and ranks is None:
         return _of_nothing(build, p, linear=linear)
 
-    # ---- what is done
+    # ---- which stages run, and how
     dg = ("x" in needs or "weight" in needs) and norm
     sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
     sums = (sums or ranks is not None) and norm
     copy_dy = norm and dy.strides[1] != 0 and not dy_on_words(dy, size)
     pitch = round_up(n, 16 // size) if norm else dy.strides[0]
-    # m, n, k of the two products; dg lies in rows of `pitch`
+    # the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
     of_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
     of_weight = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
@@ -88,7 +88,7 @@ def plan_backward(
     dw = choose_product("dw", of_weight, precision, gemm, wide) if linear and "weight" in needs else None
     ld_transposed = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
-        # cuBLAS' TF32 takes 1.5 to 1.8 times as long where both operands run ld_transposed what is summed over.
+        # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
         ld_transposed = round_up(p.m, 16 // size)
     at_dy = in_rows(n, size) if copy_dy else dy
     skinny = None
@@ -106,7 +106,7 @@ def plan_backward(
     if ld_transposed and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
-    # ---- the workspace: the sums of each split, those of all ranks, dg or the parts of dw, dg's transpose, limbs
+    # ---- the workspace: sums of each split, sums of all ranks, dg or the partial products of dw, dg's transpose, limbs
     totals_at = round_up(cut.splits * 2 * n * 8, 256)
     dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
     of_dg = p.m * pitch * size if dg and linear and not in_place else 0
@@ -160,7 +160,7 @@ def plan_backward(
         **{f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS},
     }
     to_vectors = {f"to_{name}": grads[name] for name in VECTOR_PARAMETERS}
-    if one_scale:  # those of the features first, in float64
+    if one_scale:  # first a gradient per feature, in float64; sum_features adds them up
         to_vectors["to_scale"] = place(scales_at)
         fields["to_scale"] = 8 + kind_code("float64")
     reads_d = ranks is not None or (dg and training) or not {"scale", "gamma"}.isdisjoint(needs) or bool(activation)
@@ -172,7 +172,7 @@ def plan_backward(
         build.launch(cut.sums_kernel, cut.sums_grid, fields, passed)
     elif sums and m:
         build.launch(cut.sums_kernel, cut.sums_grid, fields, {**reads, "workspace": of_sums, "zeros": zeros})
-    elif grads["bias"] != ABSENT:  # in training, and nothing but zeros is wanted
+    elif grads["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
         build.clear(grads["bias"], n * ITEMSIZE[vectors.dtypes["bias"]])
     if ranks is not None and norm and not cut.fused:
         assert cut.merge_kernel is not None
@@ -186,7 +186,7 @@ def plan_backward(
             passed["gathered"] = place(gathered)
         build.launch(cut.merge_kernel, cut.merge_grid, fields, passed)
         of_sums = totals
-        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # the gradients of vectors are there
+        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # merge_sums has written these
     if m and skinny is not None:
         parts = place(dg_at)
         passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": of_sums}
@@ -224,7 +224,7 @@ def gradient_of(name: str) -> str:
 
 
 def _of_nothing(build: Builder, p: Matmul, *, linear: bool) -> Program:
-    """The gradients of an empty batch: zeros."""
+    """The gradients of an empty batch are zeros."""
     made = build.program("", "").arrays
     if not linear:
         build.make("dg", (0, p.n), p.dtype)

@@ -1,4 +1,4 @@
-"""How the passes of a backward cut dy into work for CTAs, and whether one launch of them does all."""
+"""How a backward divides dy among CTAs, and whether one launch does all passes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .variants import (
 )
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
-SHARED_SPLITS = 4  # clusters that share a block of columns, from which on backward_sums has them
-FUSED_ROWS, FUSED_CTAS = 1024, 2  # rows of a CTA, and CTAs on an SM, up to which backward_fused does what both do
-# Rows of each CTA from which a cluster shares columns; elements of dy up to which it does, with one CTA on an SM and
-# with two, of which one loads while the other waits for its cluster
+SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
+FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows of a CTA and CTAs on an SM
+# A cluster of backward_fused shares columns if each CTA has at least SHARED_ROWS rows, and dy at most SHARED_ELEMENTS
+# elements: with one CTA on an SM, and with two, as one then loads while the other waits for its cluster.
 SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
 
 
 class Passes(NamedTuple):
-    """How the passes over dy cut its rows and columns."""
+    """How the passes over dy divide its rows and columns."""
 
-    dy: Matrix  # perhaps of a copy
+    dy: Matrix  # the argument or its copy
     vector_dy: bool
     row_threads: int
     blocks: int  # of columns
@@ -52,7 +52,7 @@ class Passes(NamedTuple):
     dg_kernel: Kernel
     total_kernel: Kernel
     merge_kernel: Kernel | None
-    fused: bool  # sums_kernel makes dg, too
+    fused: bool  # sums_kernel also writes dg
 
 
 def dy_on_words(dy: Matrix, size: int) -> bool:
@@ -63,35 +63,35 @@ def cut_passes(
     p: Matmul, dy: Matrix, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
     activation: str | None, where: str | None,
 ) -> Passes:  # fmt: skip
-    """How the passes cut dy, and whether one launch of them does all."""
+    """Divide dy among CTAs; `where`: whether the sums of other ranks arrive "inside" a launch or "between" two."""
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
-    # A thread takes 16 bytes of a row of dy. Where dg's transpose may be wanted, a warp lies along a row, whatever
-    # `needs` leaves out: the bits of the rest are then the same.
+    # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
+    # on `needs`, so that the other gradients have the same bits.
     blocks, row_threads = row_threads_for(n, 16 // size)
     if dtype == "float32" and precision == "high" and not skinny:
         blocks, row_threads = ceil_div(n, 128), 32
     step = RING * (THREADS // row_threads)
     # threads that merge a column (merge_splits)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
-    # Of few blocks clusters share the rows, so that there are few splits to merge.
+    # If there are few blocks, clusters share the rows: then there are few splits to merge.
     clusters = device.clusters(SUMS_CLUSTER) * device.ctas(SUMS_CTAS) // device.sms // blocks if device.hopper else 0
     sharing = SUMS_CLUSTER if clusters >= SHARED_SPLITS else 1
     alone = min(device.ctas(SUMS_CTAS), SPLITS * shares * blocks)
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # One CTA, or cluster, has all rows of its columns, and needs nobody else's sums. This does not depend on what
-    # `needs` leaves out, so that the bits of the rest are the same.
+    # Fused: one CTA or cluster has all rows of its columns, and needs no other sums. This, too, does not depend on
+    # `needs`.
     fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     kept = deviations_dtype(dtype, m, training=training)
-    # 64 bytes of a row, or more where only then all CTAs are resident at once
+    # 64 bytes of a row; more, if all CTAs are resident at once only then
     fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
     if training and kept == dtype != "float64" and where is None and not skinny:
         fused_row_threads, cluster = _shared_columns(p, fused_row_threads)
     columns = ceil_div(n, fused_row_threads * 16 // size)  # CTAs, or clusters
-    at_once = columns <= resident or cluster > 1  # several waves lose up to 5 us
+    at_once = columns <= resident or cluster > 1  # several waves take up to 5 us longer
     fused = fused and m <= FUSED_ROWS * cluster and (at_once if limits.fused is None else limits.fused)
     if fused or not sums:
         splits = 0
@@ -119,8 +119,8 @@ def cut_passes(
 
 
 def _shared_columns(p: Matmul, row_threads: int) -> tuple[int, int]:
-    """Threads along a row, and CTAs of a cluster that shares the rows of its columns, in backward_fused: the least work
-    for a CTA with all of them there at once. `row_threads` is what serves without clusters."""
+    """row_threads of backward_fused, and CTAs of a cluster that shares the rows of its columns: the choice with the
+    least work per CTA among those whose CTAs are all resident at once. `row_threads` is the choice without clusters."""
     m, n, size, asked = p.m, p.n, ITEMSIZE[p.dtype], p.limits.cluster
     found = []
     for cluster, wide in itertools.product(COLUMN_CLUSTERS if p.device.hopper else (), (4, 8, 16)):

@@ -1,4 +1,4 @@
-"""The two products of a backward, dx and dw: which GEMM makes each, of which limbs, and the steps."""
+"""The two products of a backward, dx and dw: which GEMM computes each, which limbs it needs, and the steps."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from .variants import (
     TALL_THREADS,
 )
 
-FILL = 0.94  # of several waves of the largest tiles, from which on forward_sm90 beats cuBLAS (docs/history/backward.md)
+FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
 
 class Product(NamedTuple):
-    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, b one of the weight or x."""
+    """One GEMM of the backward, c (m, n) = a (m, k) bᵀ (k, n): a is dg or its transpose, bᵀ the weight or x."""
 
-    p: Matmul  # b being a copy where the GEMM takes it otherwise than it lies
+    p: Matmul  # with a copy of b if the GEMM cannot take b as it lies
     gemm: str
     kernel: Kernel | None
     grid: int
     block: int
     one: OneLaunch | None = None
     wide: bool = False  # c is float32, of 16-bit operands
-    rows: int = 0  # of a CTA of skinny_product but the last; 0 for any other kernel
-    tall: Tall | None = None  # the launches of many rows, for dw
+    rows: int = 0  # of each CTA of skinny_product but the last; 0 for other kernels
+    tall: Tall | None = None  # the launches of tall_product, for dw
 
     @property
     def of_limbs(self) -> bool:
@@ -64,20 +64,22 @@ def multiply_both(
     build: Builder, dx: Product | None, dw: Product | None, splits: Splits, names: dict[str, str], precision: str, *,
     weight_first: bool, cleared: bool,
 ) -> None:  # fmt: skip
-    """dx = dg w and dweight = dgᵀ x, or what is wanted of them, and the limbs that they take.
+    """Add the steps of dx = dg w and dweight = dgᵀ x, those that are needed, and of their limbs.
 
-    `names` are of the memory of "dg", of "transposed" (dg or its transpose, as dweight takes it), and of "x",
-    "weight", "dx" and "dweight". `cleared`: an earlier step clears the maxima.
+    `names` maps "dg", "transposed" (dg or its transpose, as dweight takes it), "x", "weight", "dx" and "dweight" to
+    their memory. `cleared`: an earlier step clears the maxima.
     """
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(build, splits, of_limbs, cleared=cleared)
 
     def multiply_weight(*, first: bool) -> None:
         if dw is not None and weight_first == first:
-            # dx's launch has waited for dg; limbs may lie where dweight will, and two launches take more SMs
-            beside = not (first or build.device.limited) and dx is not None and dx.one is not None and not dx.of_limbs
+            # dx's launch has waited for dg, so this one need not wait for dx's; except if limbs lie in dweight's memory
+            # or SMs are limited, as two launches would take more of them.
+            follows_dx = dx is not None and dx.one is not None and not dx.of_limbs
+            independent = follows_dx and not (first or build.device.limited)
             operands = (names["transposed"], names["x"], names["dweight"])
-            _multiply(build, dw, operands, limbs, "x", precision, beside=beside)
+            _multiply(build, dw, operands, limbs, "x", precision, independent=independent)
 
     multiply_weight(first=True)
     limbs.make()
@@ -89,14 +91,14 @@ def multiply_both(
 
 def _multiply(
     build: Builder, product: Product, operands: tuple[str, str, str], limbs: Limbs, b: str, precision: str, *,
-    beside: bool = False,
+    independent: bool = False,
 ) -> None:  # fmt: skip
-    """The steps that make c of a and b, of which these are the memory; a is dg, and b as the limbs call it."""
+    """Add the steps of one product. `operands`: the memory of a, b and c; a is dg, and `b` is b's name in `limbs`."""
     p = product.p
     if product.one is not None and product.of_limbs:
         limbs.multiply(p, product.one, "dg", b, operands[-1])
     elif product.one is not None:
-        sm90_gemm(build, p, product.one, operands, beside=beside)
+        sm90_gemm(build, p, product.one, operands, independent=independent)
     elif product.tall is not None:
         tall = product.tall
         fields = {"m": p.k, "n": p.m, "k": p.n, "lda": p.x.strides[1], "ldb": p.w.strides[1], "rows": tall.rows}
@@ -119,7 +121,7 @@ def _multiply(
 
 
 def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
-    """Which GEMM makes dx or dw; `wide`: in float32, of 16-bit operands."""
+    """Which GEMM computes dx or dw; `wide`: in float32, of 16-bit operands."""
     obstacle, element = cublas_obstacle(p), element_for(p.dtype, precision)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -131,7 +133,7 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
         return Product(q, path, *kernel, one, wide)
 
     of_limbs = p if 1 in p.w.strides else p._replace(w=copied)
-    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # the kernels that make limbs on the way
+    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # skinny_product and tall_product
 
     def wins(us: float) -> bool:
         others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None)
@@ -158,13 +160,16 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
 
 
 def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: bool) -> tuple[Splits, bool]:
-    """The limbs that the products want, and whether dw is made before them.
+    """The limbs that the products need, where they lie, and whether dw is computed before them.
 
-    Where both want limbs dx is made first. The weight's then lie where dw will: they take the same bytes. dg's are all
-    made at once, those for dx in its place, and x's there as soon as dx is made. A dw that takes dg as it is comes
-    first if there are more rows than input features: dg's limbs take its place, and only the weight's want room. A
-    dx whose launch makes the weight's in registers wants dg's alone. A dg that is not the call's `own` stays as it is:
-    all limbs have room of their own.
+    Limbs reuse memory where they can:
+
+    - If both products need limbs, dx comes first. The weight's limbs lie in dw's memory, which has the same size. All
+      limbs of dg are made at once: those for dx overwrite dg, and x's limbs overwrite these once dx is there.
+    - If only dx needs limbs and there are more rows than input features, dw comes first. dg's limbs then overwrite dg,
+      and only the weight's limbs need room.
+    - If dx's launch makes the weight's limbs in registers, it needs dg's alone.
+    - If dg is not the call's `own`, it is not overwritten: all limbs have room of their own.
     """
     of_x, of_weight = (q.p if q is not None and q.of_limbs else None for q in (dx, dw))
     of_both = dx is not None and dx.one is not None and dx.one.element == "limbs"
@@ -173,7 +178,7 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
         dg = split_of("dg", of_x.x, of_x.m, of_x.k)
         fits = limb_pitch(of_x.k) == of_x.k  # rows of limbs are no longer than rows of float32
         in_place = fits and own
-        if of_weight is None:  # split_limbs makes them, one row after the other and each read in full
+        if of_weight is None:  # in place only if split_limbs reads a whole row before it writes the row's limbs
             in_place = in_place and dg.pitch == of_x.k <= SPLIT_WIDTHS[-1] and (dw is None or of_x.m > of_x.n)
             weight_first = in_place and dw is not None
         else:
@@ -194,17 +199,17 @@ def split_limbs_of(dx: Product | None, dw: Product | None, start: int, *, own: b
 
 
 def _limbs_us(p: Matmul) -> float:
-    """What a product of limbs by forward_sm90 takes."""
+    """The time of a product of limbs by forward_sm90, copies included."""
     return cheapest_tile(p, "gemm", "limbs").us + copies_us(p, rates=PRODUCTS)
 
 
 def _cublas_us(p: Matmul, element: str) -> float:
-    """What cuBLAS takes for a product, copies included."""
+    """The time of a product by cuBLAS, copies included."""
     return product_us(p, element, to_y=True, rates=PRODUCTS) + copies_us(p, rates=PRODUCTS)
 
 
 def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: str | None) -> bool:
-    """Whether a GEMM of the backward goes through limbs: asked for, or faster than cuBLAS, or cuBLAS cannot."""
+    """Whether a GEMM of the backward uses limbs: asked for, faster than cuBLAS, or cuBLAS cannot serve."""
     if not takes_limbs(p.dtype, precision, p.device) or max(p.m, p.n, p.k) > INT32_MAX // 2:
         return False
     if gemm != "auto" or obstacle is not None:
@@ -213,10 +218,8 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
 
 
 def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
-    """Whether forward_sm90 makes a 16-bit product: asked for, faster than cuBLAS or than its call, or cuBLAS cannot.
-
-    `theirs` is the same as cuBLAS would take it, with other copies or none.
-    """
+    """Whether forward_sm90 computes a 16-bit product: asked for, faster than cuBLAS or than the host calls cuBLAS, or
+    cuBLAS cannot serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies."""
     if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
         return False
     if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
@@ -231,7 +234,7 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
 
 
 def _fills_waves(p: Matmul) -> bool:
-    """Whether the largest tiles fill several waves: measured to beat cuBLAS, which cuts other shapes better."""
+    """Whether the largest tiles fill several waves: there forward_sm90 was measured faster than cuBLAS."""
     tile = cheapest_tile(p, "gemm", p.dtype)
     resident = p.device.clusters(tile.cluster)
     block_n = SM90_BLOCK_N * tile.cluster

@@ -1,4 +1,4 @@
-"""Copies of matrices in rows that every kernel can take, and back, and zeros: how they lie, and the grids."""
+"""Copies of matrices to rows that every kernel can take, and back: layouts, and the grids of copying and clearing."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ WORDS = 4 * 256  # of 16 bytes, in an item of copy_rows
 
 
 def in_rows(cols: int, itemsize: int) -> Matrix:
-    """A copy: rows on 16 bytes, on whole lines of 128 where that makes them longer by an eighth at most."""
+    """The layout of a copy: rows start on 128 bytes if that makes them at most an eighth longer, else on 16."""
     lines = round_up(cols, 128 // itemsize)
     return Matrix((lines if 8 * lines <= 9 * cols else round_up(cols, 16 // itemsize), 1), aligned=True, own=True)
 
 
 def copy_along(at: Matrix, rows: int, cols: int, itemsize: int) -> Matrix:
-    """A copy that runs along rows or columns, as the matrix does."""
+    """The layout of a copy that is row-major or column-major, as the matrix is."""
     row, col = at.strides
     return in_rows(cols, itemsize) if abs(col) <= abs(row) else in_rows(rows, itemsize).T
 
 
 def adjacent(at: Matrix, cols: int) -> bool:
-    """Whether its rows are adjacent elements, one row after the other."""
+    """Whether the elements of a row are adjacent, and rows do not overlap."""
     return at.strides[1] == 1 and at.strides[0] >= cols
 
 
 def on_words(at: Matrix, cols: int, itemsize: int) -> bool:
-    """Whether all its rows are adjacent elements that start on 16 bytes."""
+    """Whether, in addition, all rows start on 16 bytes."""
     return adjacent(at, cols) and word(at, itemsize) == 16
 
 
 def whole_words(at: Matrix, cols: int, itemsize: int) -> bool:
-    """Whether rows may be written in words of 16 bytes, the last of each, too: a copy's are padded."""
+    """Whether rows may be written in whole words of 16 bytes. A copy's rows are padded, so the last word fits, too."""
     return on_words(at, cols, itemsize) and (at.own or cols * itemsize % 16 == 0)
 
 
 def word(at: Matrix, itemsize: int) -> int:
-    """Bytes, up to 16, on which all its rows start, or all its columns where these are adjacent elements."""
+    """The bytes, up to 16, on which all rows start; or all columns, if the matrix is column-major."""
     pitch = max(at.strides) * itemsize
     return min(16, pitch & -pitch) if at.aligned else itemsize
 
@@ -49,7 +49,7 @@ def copy_grid(rows: int, cols: int, device: Device) -> int:
 
 
 def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:
-    """CTAs of copy_rows, for matrices of so many rows and pieces of 2 bytes in each."""
+    """CTAs of copy_rows, for matrices of (rows, pieces of 2 bytes in a row)."""
     return device.grid(sum(ceil_div(rows * ((cols + 6) // 8 + 1), WORDS) for rows, cols in pieces))
 
 

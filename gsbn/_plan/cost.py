@@ -1,4 +1,4 @@
-"""What a path is expected to take, in us: so that the choice among paths is right rather than each time."""
+"""The cost model: the time that a path is expected to take, in us, so that the planner can choose among paths."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def one_launch_us(
     split: int = 1,
     rates: Rates = H200,
 ) -> float:
-    """A forward by forward_sm90: waves of tiles, each steps of the tensor core or of what feeds it, and what is around.
+    """The time of forward_sm90: `waves` of tiles, each with a mainloop and an epilogue, and the fixed costs of a call.
 
-    Feeding: each CTA loads its weight tile and its share of the x tile through L2; what differs among the CTAs of a
-    wave comes from memory, where the operands do not stay in L2, and all of them do once; a CTA's copy engine brings
-    no more than it can; a ring may be too short for the way from L2 or memory, and for the slowest of those that
-    share. A short tile waits for the others' statistics (training). Where `split` CTAs share k, each multiplies the
-    rows of as many tiles, and they send each other their sums.
+    A step of the mainloop takes as long as the slowest of these (`pace`): the tensor cores; a fixed cost; the loads of
+    all CTAs through L2, plus those from memory if the operands do not fit in L2; the latency of a stage divided by the
+    pipeline's stages; one CTA's TMA; reading all operands from memory once. In training a short tile waits for the
+    statistics of others. With split-k, each of the `split` CTAs of a cluster multiplies the rows of `split` tiles, and
+    they exchange sums.
     """
     m, n, k, dtype, *_ = p
     of_x, of_w = (1, cluster) if mode == "cluster_batch" else (cluster, 1)  # CTAs that share a tile
     rows, ctas, product_m = ceil_div(m, block_m * of_w), clusters * cluster * split, split * block_m
     limbs = 2 if by_limbs(element) else 1
     size = 2 if by_limbs(element) else ITEMSIZE[dtype]  # of an operand's element
-    width = min(n, SM90_BLOCK_N)  # features of a tile that are there
+    width = min(n, SM90_BLOCK_N)  # features of a tile
     loaded = limbs * ctas * (product_m / of_x + width / of_w) * 128e-6
     groups = ceil_div(rows, split)  # of tiles
     distinct = min(groups, clusters) * product_m * of_w + max(1.0, clusters / groups) * of_x * width
-    distinct *= limbs * split * 128e-6  # each part of k has its own
+    distinct *= limbs * split * 128e-6
     operands = 1e-6 * limbs * (m + n) * k * size
-    cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # how much of them L2 does not keep
+    cold = min(1.0, max(0.0, operands / rates.l2_mb - 1))  # the part that does not stay in L2
     feed = loaded / rates.l2_rate + cold * distinct / rates.memory_rate
     if limbs == 1 and any(max(at.strides) * size % 128 for at in (p.x, p.w)):
         feed *= rates.off_line
     products = 3 if by_limbs(element) else 1
     pace = [products * rates.mma_us * product_m, rates.step_us, feed]
     if element == "limbs_rs":
-        pace[0] += rates.limbs_of_w_us  # and then multiplies
+        pace[0] += rates.limbs_of_w_us  # the consumer makes limbs, then multiplies
     if mode == "gemm" and limbs == 1:  # a step is written to shared memory once, and x is read by both warpgroups
         pace.append(rates.shared_us * (SM90_BLOCK_N + block_m + SM90_BLOCK_N + 2 * block_m))
     steps = ceil_div(ceil_div(k * size, 128), split)
@@ -60,18 +60,18 @@ def one_launch_us(
     latency = cold * rates.memory_us + (1 - cold) * rates.l2_us * asking**rates.crowd
     latency += rates.sharing_us * (cluster - 1)
     two = occupancy(element, mode, block_m, cluster * split) == 2
-    # where as many clusters again have room, the next launch begins beside this one
-    beside = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
-    ring = stages(element, mode, block_m, cluster, split)
-    if two and beside and mode == "inference" and not (p.x.own or p.w.own):
-        ring *= 2  # an SM then has a CTA of either, whose rings fill together; in training they wait for more
-    pace.append(latency / ring)
+    # With room for as many clusters again, the next launch begins while this one runs.
+    overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
+    stages_ = stages(element, mode, block_m, cluster, split)
+    if two and overlaps and mode == "inference" and not (p.x.own or p.w.own):
+        stages_ *= 2  # an SM has a CTA of each launch, and their pipelines fill together; not so in training
+    pace.append(latency / stages_)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
     pace.append(cold * operands / rates.copy_rate / (waves * steps))
-    step = sum(us**6 for us in pace) ** (1 / 6)  # the largest, smoothly
+    step = sum(us**6 for us in pace) ** (1 / 6)  # a smooth maximum
     y = m * n / waves * ITEMSIZE[dtype] * 1e-6 * _off_line(p, rates)
-    stored = y * (1 + saves) / rates.y_rate[mode]  # g - m is written as y is
+    stored = y * (1 + saves) / rates.y_rate[mode]  # deviations are stored like y
     tile = steps * step + rates.tile_us[mode] + block_m * ITEMSIZE[dtype] * rates.row_us[mode] + stored
     if split > 1:
         sent = 4e-6 * (split - 1) / split * product_m * SM90_BLOCK_N  # float32 sums, to each CTA
@@ -83,26 +83,27 @@ def one_launch_us(
         later = max(tile + y / rates.deferred_rate, rates.deferred_us)
     else:
         around = rates.constants_us * ceil_div(warps, 3) if mode == "inference" else 0.0
-        later = max(tile - stored, stored)  # y is on its way beside the next tile
+        later = max(tile - stored, stored)  # storing y overlaps with the next tile
     us: float = rates.call_us[mode] + tile + (waves - 1) * later + around
     if cluster * split > 1:
         us += rates.cluster_us[cluster * split]
-    return us - rates.early_us if beside else us
+    return us - rates.early_us if overlaps else us
 
 
 def _off_line(p: Matmul, rates: Rates) -> float:
-    """How much longer it takes to store y where its rows do not start on 128 bytes, and on 16: then in pieces."""
+    """The factor on storing y if its rows do not start on 128 bytes, or not on 16: then smaller pieces are stored."""
     pitch = p.y.strides[0] * ITEMSIZE[p.dtype]
     return rates.off_line_y ** ((pitch % 128 > 0) + (pitch % 16 > 0))
 
 
 def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bool, rates: Rates = H200) -> float:
-    """Training by forward_sm90 where it makes g twice: waves of tiles for their statistics, and all but the last for y.
+    """The time of training by forward_sm90 in mode "recompute".
 
-    A tile takes its steps and what comes after, or the time of its bytes.
+    It computes `waves` of tiles for their statistics, and all waves but the last again for y. A tile takes its steps
+    and its epilogue, or the time to move its bytes.
     """
     m, n, k, dtype, *_ = p
-    # who shares a tile of x loads half of it
+    # a CTA of a pair loads half of a tile of x
     alone = rates.alone if cluster == 1 and n > SM90_BLOCK_N else 1.0
     steps = ceil_div(k * ITEMSIZE[dtype], 256 if element == "limbs" else 128)
     product = steps * rates.again_step_us[element] * alone
@@ -113,7 +114,7 @@ def recompute_us(p: Matmul, element: str, cluster: int, waves: int, *, saves: bo
         max(product + rates.tile_us["recompute"] * (1 + saves), x + y),
     )
     us = waves * first + (waves - 1) * again + y
-    # twice the arithmetic of the other ways
+    # twice the arithmetic of other modes
     held = 4 * m * n * k / rates.held_flops * alone if ITEMSIZE[dtype] == 2 else 0.0
     return rates.call_us["recompute"] + max(us, held)
 
@@ -129,10 +130,11 @@ def skinny_us(
     saves: bool,
     rates: Rates = H200,
 ) -> float:
-    """A forward that makes g twice, of rows that are short: its bytes, or what multiplying takes.
+    """The time of a forward by the skinny kernels: moving its bytes or multiplying, and bringing the weight to shared
+    memory.
 
-    And the weight's way to shared memory. All SMs have so many `features`, and take `at_once` rows, so many `chunks` of
-    64 bytes of each at a time, whether they are there or not.
+    All SMs together have `features` and take `at_once` rows and `chunks` of 64 bytes of a row at a time; places that
+    stay empty take the same time.
     """
     m, n, k, size = p.m, p.n, p.k, ITEMSIZE[p.dtype]
     x, y = m * k * size * 1e-6 / rates.skinny_rate, m * n * size * (1 + saves) * 1e-6 / rates.skinny_rate
@@ -140,21 +142,22 @@ def skinny_us(
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)
     product *= 132 / p.device.sms
-    one_by_one = n > 64 and not on_words(p.y, n, size)  # of short rows these stores cost the other ways as much
+    one_by_one = n > 64 and not on_words(p.y, n, size)  # for short rows such stores are as slow on other paths
     stores = m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
-    laying = k * min(features, 64) * rates.skinny_weight_us[element]
-    us = rates.skinny_call_us[training] + laying + max(x + y, product + stores)
-    return us + laying + max(x, product) if training else us
+    weight = k * min(features, 64) * rates.skinny_weight_us[element]
+    us = rates.skinny_call_us[training] + weight + max(x + y, product + stores)
+    return us + weight + max(x, product) if training else us
 
 
 def tall_us(p: Matmul, chunks: int, parts: int, *, whole_words: bool, rates: Rates = PRODUCTS) -> float:
-    """A product over many rows by tall_product: the chunks of a CTA, or all bytes; and what its parts take."""
+    """The time of tall_product: the chunks of a CTA or all bytes, and the partial products."""
     us = max(chunks * rates.tall_chunk_us[whole_words], (p.m + p.n) * p.k * 4e-6 / rates.skinny_rate)
     return rates.tall_call_us + us + 1e-6 * parts / rates.parts_rate
 
 
 def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) -> float:
-    """What comes before the one launch: limbs. MN-major operands are read twice for them, in two launches more."""
+    """The time to make limbs before the launch of forward_sm90. MN-major operands take two more launches, and are read
+    twice."""
     if not by_limbs(element):
         return 0.0
     sides = [(p.x, p.m)] if prepared or element == "limbs_rs" else [(p.x, p.m), (p.w, p.n)]
@@ -164,7 +167,7 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 
 
 def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates = H200) -> float:
-    """A forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
+    """The time of a forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
     m, n, k, dtype, *_ = p
     size, g = ITEMSIZE[dtype] * (1 + saves), 4e-6 * m * n
     cold = g > 0.8 * rates.l2_mb
@@ -176,14 +179,14 @@ def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:
-    """What cuBLAS' kernels take for a product, `to_y` or to rows on 16 bytes.
+    """The time of cuBLAS' kernels for a product, written `to_y` or to rows on 16 bytes.
 
-    Those for rows that start or end on less are slower.
+    Kernels for rows that start or end on less are slower.
     """
     ieee, size = element == "limbs", ITEMSIZE[p.dtype]
     us = 2 * p.m * p.n * p.k / (rates.cublas_flops[element] * p.device.sms / 132)
-    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # few tiles of long k
-    if ieee:  # not held up by its operands
+    us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # the second term: few tiles, long k
+    if ieee:  # alignment makes no difference
         return us
     matrices = ((p.x, p.m, p.k), (p.w, p.n, p.k), (p.y, p.m, p.n))
     ends = (size * (cols if at.strides[1] == 1 else rows) for at, rows, cols in matrices[: 2 + to_y])
@@ -192,18 +195,18 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
 
 
 def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
-    """What it costs that some of its matrices are copies: a launch before the product, and one after it."""
+    """The time of copies: a launch before the product for x and weight, and one after it for y."""
     m, n, k = p.m, p.n, p.k
     before, after = k * (m * p.x.own + n * p.w.own), m * n * p.y.own
     return sum(copy_us(elements * ITEMSIZE[p.dtype], rates=rates) for elements in (before, after) if elements)
 
 
 def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
-    """A launch that copies so many bytes."""
+    """The time of a launch that copies `nbytes`."""
     return rates.copy_us + 2e-6 * nbytes / rates.copy_rate
 
 
 def ieee_us(p: Matmul, rates: Rates) -> float:
-    """A float32 product by cuBLAS in IEEE arithmetic."""
+    """The time of a float32 product by cuBLAS in IEEE arithmetic."""
     operands = (p.m + p.n) * p.k * 4e-6 / rates.operand_rate[True]
     return product_us(p, "limbs", rates=rates) + operands + rates.ieee_call_us

@@ -1,4 +1,4 @@
-"""What the kernels' sources declare, read from them, so that CUDA and Python cannot drift apart."""
+"""Structs, flags and parameter names, read from the kernels' sources so that CUDA and Python cannot differ."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .sources import Constants, text
 from .sources import source as source
 
 _NUMPY = {"long long": np.int64, "double": np.float64}
-_FIELD = r"(\w+)(?:\[(\d+)\])?"  # of a struct: a name, and how many there are if it is an array
+_FIELD = r"(\w+)(?:\[(\d+)\])?"  # of a struct: its name, and its size if it is an array
 _COMMON = Constants("common/common.cuh", {})
 
 
 @cache
 def activations() -> tuple[str, ...]:
-    """What y may be put through, as the structs of kernels/common/activation.cuh name it."""
+    """The names of activations: the structs of kernels/common/activation.cuh in lower case."""
     (header,) = KERNEL_DIR.rglob("activation.cuh")
     names = re.findall(r"\bstruct (\w+) \{\s*static constexpr bool JUMPS", header.read_text(encoding="utf-8"))
     return tuple(name.lower() for name in names if name != "Identity")
@@ -41,7 +41,7 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
 
 
 def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the fields that a kernel takes; TypeError where one of them is not among those given."""
+    """The names of the fields that a kernel takes; TypeError if `given` lacks one."""
     names = record_dtype(kernel).names or ()
     for name in names:
         if name not in given:
@@ -50,7 +50,7 @@ def fields_of(kernel: Kernel, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """What a kernel takes by value, of fields by name; TypeError where one that it declares is not among them."""
+    """The struct that a kernel takes by value; TypeError if `fields` lacks a field of it."""
     found = np.zeros(1, record_dtype(kernel))
     for name in fields_of(kernel, fields):
         found[name] = fields[name]
@@ -58,18 +58,18 @@ def record(kernel: Kernel, fields: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def flags(**given: bool) -> int:
-    """The FLAG_ bits of those that are true, by the rest of their names."""
+    """The FLAG_ bits of the names that are true: `vector_x` stands for FLAG_VECTOR_X."""
     return sum(_COMMON[f"FLAG_{name.upper()}"] * bool(is_set) for name, is_set in given.items())
 
 
 def kind_code(dtype: str) -> int:
-    """The KIND_ of a per-feature vector's elements."""
+    """The KIND_ constant of a vector's dtype."""
     return _COMMON[f"KIND_{dtype.upper()}"]
 
 
 @cache
 def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a kernel's parameters in order: of those that are passed by value, and then of the 64-bit words."""
+    """The names of a kernel's parameters in order: those passed by value, and the 64-bit words after them."""
     code = text(f"{kernel.file}.cu")
     start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", code)
     assert start is not None, kernel

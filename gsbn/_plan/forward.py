@@ -1,4 +1,4 @@
-"""A forward call, decided: its GEMM, its passes, where things lie in its workspace."""
+"""The plan of a forward call: its GEMM, its passes and the layout of its workspace."""
 
 from __future__ import annotations
 
@@ -38,41 +38,42 @@ from .sm90_variants import SM90_THREADS, by_limbs, element_for
 from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
-PREPARED = ("limbs of weight", "exponents of weight")  # arguments that a prepared weight brings
+PREPARED = ("limbs of weight", "exponents of weight")  # extra arguments of a call with a prepared weight
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
-STATS_CTAS, STATS_GROUP = 2, 16  # CTAs on an SM; rows that a thread holds at once
+# CTAs on an SM, and rows that a thread holds at once
+STATS_CTAS, STATS_GROUP = 2, 16
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
 
 
 class _Names(NamedTuple):
-    """Memory of a call: operands, as they are or their copies, and what it writes; ABSENT for what there is not."""
+    """Names of a call's memory: operands or their copies, and results; ABSENT for those that the call does not have."""
 
     x: str
     weight: str
     y: str
     deviations: str
     vectors: str
-    batches: str  # their number
+    batches: str  # num_batches_tracked
 
 
 class _Call(NamedTuple):
-    """What the paths share: the call as its path takes it, and what it is told."""
+    """A call, as all paths see it."""
 
     p: Matmul
-    taken: Matmul  # with x, weight and y as the kernels take them, perhaps copies
-    m: int  # rows, which may be none where ranks share the batch
+    taken: Matmul  # with x, weight and y as the kernels take them: the arguments or copies
+    m: int  # rows; may be 0 if ranks share the batch
     training: bool
     precision: str
-    saved_dtype: str | None  # of the deviations, where they are saved
+    saved_dtype: str | None  # of the deviations, if they are saved
     activation: str | None
     cumulative: bool
     prepared: bool
     ranks: Ranks | None
     names: _Names
-    fields: dict[str, Any]  # of any kernel: what the caller has set
+    fields: dict[str, Any]  # of the kernels' structs, as far as the caller determines them
 
 
-_OWN = {name: name for name in VECTORS}  # parameters of kernels, and the arguments of the call, by one name
+_OWN = {name: name for name in VECTORS}  # the kernels' parameters have the names of the call's arguments
 
 
 def plan_forward(
@@ -92,11 +93,10 @@ def plan_forward(
     out: bool = False,
     ranks: Ranks | None = None,
 ) -> Program:
-    """Decide a forward call; p's rows may be none where ranks share the batch, all other sizes are at least 1.
+    """Plan a forward call. If ranks share the batch p may have no rows; all other sizes are at least 1.
 
-    `prepared`: the weight's limbs are there. `saves`: deviations and vectors are kept for a backward. `number`: a scale
-    that is no array. `vectors`: what kernels are told of each per-feature vector. `counts`: num_batches_tracked is
-    given. `out`: y is given.
+    `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
+    scale, if it is not an array. `vectors`: `vector_codes`. `counts`: num_batches_tracked is given. `out`: y is given.
 
     Raises ValueError that names `gemm` if the one chosen cannot serve the call.
     """
@@ -105,12 +105,12 @@ def plan_forward(
     if ranks is not None:
         if ranks.waits and ranks.features is not None and p.n > ranks.features:
             raise ValueError(f"weight: expected at most {ranks.features} features with a group, got {p.n}")
-        # A rank with one row or none has no statistics to begin with: it takes a launch for each step.
+        # A rank with one row or none cannot start from statistics of its own: each step is a launch.
         where = "inside" if m > 1 and ranks.waits else "between"
         gemm = "auto" if m <= 1 else gemm
     if where == "inside":
         p = p._replace(device=p.device.with_room())
-        if p.device.clusters(2) == 0:  # forward_sm90 has no other tiles for ranks
+        if p.device.clusters(2) == 0:  # with ranks, all tiles of forward_sm90 are for clusters of two
             where = "between"
     of_call = {"precision": precision, "training": training, "saved": saves, "cumulative": cumulative}
     chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ def plan_forward(
 
 
 def _save(build: Builder, call: _Call, pitch: int) -> None:
-    """Make what a backward needs: deviations in rows of this pitch, and vectors."""
+    """Allocate what a backward needs: deviations in rows of this pitch, and vectors."""
     if call.saved_dtype is not None:
         build.make("deviations", (call.m, pitch), call.saved_dtype)
         build.make("vectors", (SAVED_ROWS, call.p.n), "float64")
@@ -171,7 +171,7 @@ def _flags(call: _Call, **given: bool) -> int:
     )
 
 
-# ---- forward_sm90, perhaps behind the launch that makes limbs, and before one that copies y
+# ---- one launch of forward_sm90, with one before it if limbs are made, and one after it if y is copied
 
 
 def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
@@ -200,7 +200,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
 
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
-    of_y = place(at_y) if taken.y.own else y  # where the launch works
+    of_y = place(at_y) if taken.y.own else y
     fields = call.fields | {"y_row": taken.y.strides[0], "ld_deviations": ldg}
     fields |= {name: getattr(one, name) for name in ("panel", "in_panels", "parts_in_panels", "parts_alone")}
     fields["flags"] = _flags(call, vector_y=vector_y, alone=not one.cooperative, limbs=by_limbs(one.element))
@@ -211,7 +211,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         split = dict(zip(SPLIT_WORDS, (of_x, place(one.limbs.x), exponents[0]), strict=False))
         split |= dict.fromkeys(SPLIT_WORDS[3:], ABSENT)
         of_x, x_at = place(one.limbs.x), Matrix((one.limbs.pitch, 1), True)
-        if one.element == "limbs_rs":  # the launch makes those of the weight for itself
+        if one.element == "limbs_rs":  # the launch makes the weight's limbs itself
             exponents = exponents[0], ABSENT
         elif call.prepared:
             of_w, exponents, w_at = PREPARED[0], (exponents[0], PREPARED[1]), x_at
@@ -227,7 +227,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         rows, cols, _, *rest = boxes[2]
         maps.append((deviations, (rows, cols, ldg * size, *rest)))
         passed |= {"deviations": deviations, "saved": vectors}
-    if not vector_y:  # it reads no map of y
+    if not vector_y:  # the kernel does not use the map of y
         maps[2] = maps[0]
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
@@ -245,7 +245,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])
 
 
-# ---- g, or nothing where the passes make it, the statistics and y
+# ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
 def _in_passes(
@@ -257,18 +257,18 @@ def _in_passes(
     saves = call.saved_dtype is not None
     y_size, g_size = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)
 
-    # Where g lies. float32 and float64: y itself, or the deviations, can hold it: one B x O array less, half in L2.
+    # Where g lies. In float32 and float64 it can lie in y or in the deviations: that saves a B x O array, half in L2.
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not skinny
-    if chosen == "sm90" and n * y_size % 16:  # the copy engine stores whole 16 bytes, and would reach past the row
+    if chosen == "sm90" and n * y_size % 16:  # TMA stores whole 16 bytes, which would pass the end of a row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
     saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
-    # How the work is cut.
+    # How the work is divided.
     one_pass = not skinny and one_pass_serves(p, training, call.cumulative, where)
-    merges = training and not one_pass  # statistics are made in parts, and merged
-    columns = 16 // g_size  # 16 bytes of g a thread
+    merges = training and not one_pass
+    columns = 16 // g_size  # of a thread
     blocks, row_threads = _one_pass_threads(p.m, n, columns, device) if one_pass else row_threads_for(n, columns)
     rows = THREADS // row_threads  # of a CTA at once
     splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
@@ -280,7 +280,7 @@ def _in_passes(
         splits, stats_rows, stats_grid, normalize_grid = skinny.splits, skinny.rows, skinny.grid, skinny.grid
     merge_columns, merge_grid = _merge(n, splits, device)
 
-    # The workspace: constants, the statistics of each part, g.
+    # The workspace: constants, the statistics of each split, g.
     affine = 0
     partials = round_up(affine + (4 * ldg * g_size if merges else 0), 256)
     g_at = round_up(partials + (splits * 2 * ldg * 8 if merges else 0), 256)
@@ -325,7 +325,7 @@ def _in_passes(
     g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
     fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
 
-    if m == 0 or skinny:  # the group's other ranks have rows; or g is made by what follows
+    if m == 0 or skinny:  # only other ranks have rows; or the skinny kernels compute g
         pass
     elif product is not None and limbs.of:
         made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
@@ -355,7 +355,7 @@ def _in_passes(
         if ranks is not None:
             passed["ranks"] = "ranks"
         build.launch(merge, merge_grid, fields, passed)
-        count = ABSENT if ranks is not None else count  # it has counted
+        count = ABSENT if ranks is not None else count  # merge_statistics has counted the batch
     if m:
         passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
         passed |= {**_OWN, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
@@ -366,8 +366,8 @@ def _in_passes(
 def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
     """Columns in an item of merge_statistics, and its CTAs.
 
-    Few columns, so that many threads share one, each with no more than 8 splits; but CTAs that leave half of the SMs
-    free, since they may wait for other ranks.
+    Few columns: many threads then share a column, and none has more than 8 splits. But half of the SMs stay free, as
+    the CTAs may wait for other ranks.
     """
 
     def fits(columns: int) -> bool:
@@ -381,8 +381,8 @@ def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:
 
 
 def _one_pass_threads(m: int, n: int, columns: int, device: Device) -> tuple[int, int]:
-    """Blocks of columns and row_threads where a CTA has all rows, a thread 16 of them at most: the most row_threads
-    that keep all SMs busy, or the fewest, 32 bytes."""
+    """Blocks of columns and row_threads if a CTA has all rows, and a thread at most 16 of them: the most row_threads
+    that keep all SMs busy, at least 2 (32 bytes of a row)."""
     row_threads, most = 2, min(16, STATS_GROUP * THREADS // m)
     while 2 * row_threads <= most and ceil_div(n, 2 * row_threads * columns) >= device.sms:
         row_threads *= 2

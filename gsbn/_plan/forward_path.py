@@ -1,4 +1,4 @@
-"""Which path serves a forward, and why: the cheapest of those that can, by the cost model."""
+"""Which path serves a forward, and why: of those that can, the one of least cost."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .problem import (
 from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
 
-ONE_PASS_ROWS = 1024  # up to which a CTA of normalize has all rows, and makes their statistics
+ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
 
 
 def one_pass_serves(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
-    """Whether normalize makes the statistics, too, a CTA having all rows of its columns: nobody else's sums are needed,
-    and no other CTA reads the count of batches."""
+    """Whether normalize_fused serves: each CTA has all rows of its columns and computes their statistics. Not for a
+    `cumulative` average: CTAs would read the count of batches that one of them raises."""
     return training and ranks is None and not cumulative and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
 def passes_over_g(p: Matmul, training: bool, cumulative: bool = False, ranks: str | None = None) -> str:
-    """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from what makes y."""
+    """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
     if not training:
         return "inference"
     return "one_pass" if one_pass_serves(p, training, cumulative, ranks) else "apart"
@@ -49,7 +49,7 @@ def gemm_for(
     cumulative: bool = False,
     ranks: Literal["inside", "between"] | None = None,
 ) -> tuple[str, str]:
-    """The path that serves a call of `plan`, and why; ValueError if `gemm` names one that cannot."""
+    """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {
         "sm90": sm90,
@@ -78,7 +78,7 @@ def _fastest(
     ranks: Literal["inside", "between"] | None,
     obstacles: dict[str, str | None],
 ) -> tuple[str, str, float]:
-    """Of the paths that have g in memory, or in registers: the fastest, why, and its us, 0 if none was compared."""
+    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
@@ -103,12 +103,12 @@ def _fastest(
 
 
 def taken_by(p: Matmul, gemm: str, element: str, fused: bool) -> Matmul:
-    """The call as its path takes it. All but the one launch write y wherever it lies."""
+    """The call as its path takes it. All paths but the one launch write y wherever it lies."""
     if gemm == "cublas":
         return for_cublas(p, element)
     if gemm == "tiled":
         return for_tiled(p)
-    if element == "limbs" and not fused:  # which are made of columns, too
+    if element == "limbs" and not fused:  # limbs are made of MN-major operands, too
         x, w = (at if 1 in at.strides else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
         return p._replace(x=x, w=w)
     taken = for_sm90(p, element)

@@ -1,4 +1,4 @@
-"""A product of two matrices: which kernels can make it, and how each would."""
+"""A product of two matrices: which kernels can compute it, and the launch of forward_sm90."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ from .sm90_variants import (
 )
 from .variants import TILES, gemm_tiled, split_limbs
 
-CUBLAS_SMS = 16  # SMs to aim at; with a target of one it was seen to end the process (a division by zero)
-LEAST_STEPS = 8  # of k, 128 bytes each, for each CTA that shares it: below, exchanging sums takes longer than it saves
-PANEL_MB = 40.0  # of operands, beyond which the GEMM alone takes its tiles in panels as wide as high
-# Terms of a sum up to which a product takes about as long as its result is written: then in full rows, and dw by
-# forward_sm90, since cuBLAS would clear words before it
+CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
+LEAST_STEPS = 8  # steps of 128 bytes of k per CTA that split-k needs: with fewer, the exchange of sums costs more
+PANEL_MB = 40.0  # MB of operands beyond which mode "gemm" takes its tiles in square panels
+# Up to so many terms of a sum a product takes about as long as writing its result. Tiles then go row by row, and
+# forward_sm90 computes dw, since cuBLAS would clear memory first.
 FEW_TERMS = 512
-# Terms of a sum up to which forward_sm90 adds them in the tensor core alone, which cuts off what float32 cannot hold:
-# the error grows with their number, and beyond would pass a quarter of the dtype's eps (TF32: what cuBLAS errs by).
+# Up to so many terms forward_sm90 adds them all in the tensor core, which truncates to float32. The error grows with
+# their number, and beyond would pass a quarter of the dtype's eps (TF32: cuBLAS' error).
 MAX_TERMS = {"float16": 2**15, "bfloat16": 2**18, "tf32": 2**15}
-
-LEAST_TERMS = 64  # from which on limbs are taken by themselves: few errors of theirs do not average out in a variance
+LEAST_TERMS = 64  # "auto" takes limbs from so many terms: the errors of fewer do not average out in a variance
 
 
 class LimbsOfRows(NamedTuple):
@@ -49,7 +48,7 @@ class LimbsOfRows(NamedTuple):
 
     kernel: Kernel
     grid: int
-    pitch: int  # from row to row, in float32's
+    pitch: int  # of rows, in float32 elements
     x: int
     w: int
     x_exponents: int
@@ -57,7 +56,7 @@ class LimbsOfRows(NamedTuple):
 
 
 class OneLaunch(NamedTuple):
-    """A launch of forward_sm90, the whole forward or its GEMM alone; offsets and sizes in bytes."""
+    """A launch of forward_sm90, for the whole forward or its GEMM alone; offsets and sizes in bytes."""
 
     kernel: Kernel
     cooperative: bool  # its CTAs wait for each other: all must be resident
@@ -67,16 +66,16 @@ class OneLaunch(NamedTuple):
     cluster: int
     clusters: int
     split: int  # CTAs that share k
-    panel: int
-    in_panels: int  # blocks of features whose columns are taken in panels; and in how many parts
-    parts_in_panels: int  # the rows of such a block are,
-    parts_alone: int  # and those of the others
+    panel: int  # columns of tiles in a panel
+    in_panels: int  # blocks of features that lie in whole panels
+    parts_in_panels: int  # parts of the rows whose statistics are merged, for such a block
+    parts_alone: int  # the same for the other blocks
     merged: int
     epoch: int
     workspace: int
-    wide: bool = False  # y is float32 though x has 16 bits
+    wide: bool = False  # y is float32 although x has 16 bits
     along_rows: bool = False  # a cluster shares a tile of the weight, not of x
-    defers: bool = False  # tiles wait in y, in words of 16 bytes
+    defers: bool = False  # some tiles have a deferred epilogue: they wait in y, in words of 16 bytes
 
     @property
     def ctas(self) -> int:
@@ -94,12 +93,12 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As `Limits` names it."""
+        """As in `Limits.sm90`."""
         return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
 def cheapest_tile(p: Matmul, mode: str, element: str, **of_call: bool) -> Tile:
-    """The tile that is cheapest for forward_sm90, and the clusters of its grid; `of_call`: what `candidates` asks."""
+    """The cheapest tile for forward_sm90; `of_call`: the options of `candidates`."""
     found = candidates(p, mode, element, **of_call)
     limits = p.limits
     for fits in (
@@ -123,28 +122,31 @@ def candidates(
     cumulative: bool = False,
     ranks: bool = False,
 ) -> list[Tile]:
-    """All tiles that forward_sm90 can have, each with what it is expected to take.
+    """All tiles that forward_sm90 can have, each with its expected time.
 
-    Limbs of the weight may be `prepared`; else it can make them itself, in registers. To train, it may make g twice, or
-    have all rows in a cluster. Such clusters never meet, as they must for a `cumulative` average: all read the count of
-    batches that one raises.
+    If the weight's limbs are not `prepared`, "limbs_rs" makes them in registers. Training has two more modes:
+    "recompute", and "cluster_batch", where a cluster has all rows. There clusters do not wait for each other, as they
+    must for a `cumulative` average: all read the count of batches that one raises.
     """
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
-    hows = [mode]
+    modes_rs = [mode]
     if mode == "training" and not (ranks or cumulative):
-        hows += ["cluster_batch"]
+        modes_rs += ["cluster_batch"]
         found += [("cluster_batch", *tile, 1) for tile in CLUSTER_BATCH_TILES] + [
             ("cluster_batch", m, 1, split) for m, split in SPLIT_K_TILES
         ]
-    ways = [(element, *way) for way in found]
+    variants = [(element, *variant) for variant in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
-        ways += [("limbs_rs", how, *tile) for how in hows for tile in LIMBS_RS_TILES]
-    made = (tile_of(p, of, as_, *tile, prepared=prepared, saves=saves, split=split) for as_, of, *tile, split in ways)
-    return [tile for tile in made if tile is not None]
+        variants += [("limbs_rs", mode_rs, *tile) for mode_rs in modes_rs for tile in LIMBS_RS_TILES]
+    tiles_of = (
+        tile_of(p, mode_, element_, *tile, prepared=prepared, saves=saves, split=split)
+        for element_, mode_, *tile, split in variants
+    )
+    return [tile for tile in tiles_of if tile is not None]
 
 
 def tile_of(
@@ -159,8 +161,8 @@ def tile_of(
     split: int = 1,
     rates: Rates | None = None,
 ) -> Tile | None:
-    """What forward_sm90 would take with this tile, limbs included, and the clusters of its grid; None where it cannot
-    have it."""
+    """The tile with its expected time, limbs included, and the clusters of its grid; None if forward_sm90 cannot have
+    it."""
     rates = rates or (PRODUCTS if mode == "gemm" else H200)
     if element == "limbs_rs" and not _takes_weight_as_it_lies(p, mode):
         return None
@@ -169,7 +171,7 @@ def tile_of(
         return None
     if mn_major_operands(p, mode, element)[0] and block_m // cluster < COLUMN:
         return None
-    # A cluster's CTAs, but for those that share k, lie below each other or side by side.
+    # The CTAs of a cluster that do not share k have adjacent tiles: below each other, or side by side.
     of_rows, of_columns = (cluster, 1) if mode == "cluster_batch" else (1, cluster)
     rows, columns = block_m * split * of_rows, SM90_BLOCK_N * of_columns
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
@@ -179,29 +181,29 @@ def tile_of(
         mode == "cluster_batch" and (p.m > rows or tiles > at_once)
     ):  # a cluster has one tile, of all rows
         return None
-    # Where CTAs share k a tile is made in a ring that takes nothing more afterwards: there is one wave.
+    # With split-k there is one wave: the pipeline takes no second tile.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
     if split > 1 and (tiles > at_once or steps < LEAST_STEPS * split):
         return None
-    # Where g is made twice, each cluster keeps to its features.
+    # In mode "recompute" a cluster has the same features in all its tiles.
     apart = ceil_div(p.n, columns) if mode == "recompute" else 1
     if apart > at_once:
         return None
     waves = ceil_div(tiles // apart, at_once // apart)
-    # As few clusters as need no more waves: the power that the others would draw goes to these.
+    # The fewest clusters that need no more waves: fewer busy SMs draw less power, and can clock higher.
     clusters = ceil_div(tiles // apart, waves) * apart
-    if mode == "training" and split == 1 and waves > 1:  # each keeps to a column of a panel, if that is to be had
+    if mode == "training" and split == 1 and waves > 1:  # if possible, a cluster stays in one column of a panel
         in_whole_panels = round_up(clusters, _panel(p, mode, element))
         clusters = in_whole_panels if in_whole_panels <= at_once else clusters
     if mode != "recompute":
         us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, saves=saves, split=split, rates=rates)
     elif waves > 1:
         us = recompute_us(p, element, cluster, waves, saves=saves, rates=rates)
-    else:  # all tiles stay in registers: none is made twice
+    else:  # all tiles stay in registers: there is nothing to recompute
         return None
     us += split_us(p, element, prepared=prepared, rates=rates)
     if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
-        us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # tiles are parked elsewhere
+        us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # deferred tiles wait in other memory than y
     return Tile(us, block_m, cluster, clusters, mode, split, element)
 
 
@@ -216,11 +218,11 @@ def one_launch(
     wide: bool = False,
     ranks: bool = False,
 ) -> OneLaunch:
-    """The launch of forward_sm90 in this mode, with the tile of least cost; `saves`: g - m for a backward, too; `wide`:
-    a product of 16-bit operands in float32; `ranks`: training of a batch that ranks share.
+    """The launch of forward_sm90 in this mode, with the tile of least cost.
 
-    CTAs wait for each other's statistics where a feature has several tiles, and where `cumulative` makes all of them
-    read the count of batches that one raises.
+    `saves`: it also writes the deviations; `wide`: a product of 16-bit operands is written in float32; `ranks`: ranks
+    share the batch. The launch is cooperative if CTAs wait for each other: if a feature has several tiles, or if all
+    CTAs read the count of batches that one raises (`cumulative`).
     """
     m, n, k = p.m, p.n, p.k
     of_call = {"prepared": prepared, "saves": saves, "cumulative": cumulative, "ranks": ranks}
@@ -231,17 +233,17 @@ def one_launch(
     panel = columns if by_rows else _panel(p, mode, element)
     defers = mode == "training" and split == 1 and rows * columns > clusters
     in_panels, in_parts = (columns - 1) // panel * panel * cluster, [rows, rows]
-    if defers:  # a CTA keeps to a column of a panel where their number divides that of the clusters
+    if defers:  # a CTA stays in one column of a panel if the panel's width divides the number of clusters
         in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
     merged = epoch = workspace = 0
-    if mode not in ("gemm", "cluster_batch"):  # which have no words for each other
+    if mode not in ("gemm", "cluster_batch"):  # these need no words in the workspace
         words = (clusters // columns if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
         merged = words * SM90_BLOCK_N * 16
         epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
         workspace = epoch + round_up(8 * (1 + clusters * cluster * split), 256)
     made = None
-    if by_limbs(element) and mode != "gemm":  # whose limbs may lie anywhere: see limbs.py
+    if by_limbs(element) and mode != "gemm":  # for "gemm", limbs.py lays them out
         of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
@@ -270,28 +272,28 @@ def one_launch(
 
 
 def mostly_writes(p: Matmul) -> bool:
-    """Whether a product takes about as long as its result is written."""
+    """Whether a product takes about as long as writing its result."""
     return p.k <= FEW_TERMS
 
 
 def _panel(p: Matmul, mode: str, element: str) -> int:
-    """Columns of blocks of features that clusters take together: x is then streamed less often, but more of w is."""
+    """Columns of tiles in a panel, which clusters take together: a wider panel reads x less often, but more of w."""
     if mode == "gemm" and not by_limbs(element):
         return 8 if (p.m + p.n) * p.k * ITEMSIZE[p.dtype] > 1e6 * PANEL_MB else 2
     return 1 if p.m <= 8192 else 2 if mode == "training" and not by_limbs(element) else 4
 
 
 def mn_major_operands(p: Matmul, mode: str, element: str) -> tuple[bool, bool]:
-    """Whether forward_sm90 reads x, and the weight, MN-major: in mode "gemm" alone, and limbs never."""
+    """Whether x, and whether the weight, are MN-major for forward_sm90: only in mode "gemm", and limbs never are."""
     if mode != "gemm" or element in ("tf32", "limbs"):
         return False, False
     return element != "limbs_rs" and p.x.strides[1] != 1, p.w.strides[1] != 1
 
 
 def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
-    """Whether forward_sm90 takes the float32 weight itself, with limbs of x: K-major, in "gemm" MN-major alone.
+    """Whether "limbs_rs" can take the float32 weight as it lies: K-major, and in mode "gemm" MN-major.
 
-    There x is dx's, rows: the columns that dw takes of dg are long, and cost about what is saved.
+    In mode "gemm" it serves dx alone. For dw, whose x is MN-major, making limbs of long columns costs what it saves.
     """
     if mode == "gemm":
         return is_mn_major(p) and p.x.strides[1] == 1
@@ -299,13 +301,13 @@ def _takes_weight_as_it_lies(p: Matmul, mode: str) -> bool:
 
 
 def is_mn_major(p: Matmul) -> bool:
-    """Whether forward_sm90 takes the weight as an MN-major operand."""
+    """Whether forward_sm90 can take the weight as an MN-major operand."""
     size = ITEMSIZE[p.dtype]
     return on_words(p.w.T, p.n, size) and p.w.strides[1] * size < 2**40
 
 
 def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOfRows:
-    """Limbs of the m rows of x and the n rows of the weight, none of which may be there, from an offset on."""
+    """The layout of limbs of m rows of x and n rows of the weight, from an offset on; m or n may be 0."""
     pitch = limb_pitch(k)
     w = start + round_up(4 * m * pitch, 256)
     x_exponents = w + round_up(4 * n * pitch, 256)
@@ -321,7 +323,7 @@ def limbs_of_rows(m: int, n: int, k: int, start: int, device: Device) -> LimbsOf
 
 
 def waiting_grid(items: int, device: Device) -> int:
-    """CTAs of a kernel that waits for other ranks: half of the SMs stay free at least."""
+    """CTAs of a kernel that waits for other ranks: at least half of the SMs stay free."""
     return min(items, max(1, device.sms // 2))
 
 
@@ -350,7 +352,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
     if max(m, n, k) > INT32_MAX // 2 or max(x.strides[0], w.strides[0], y.strides[0]) * size >= 2**40:
         return "the copy engine takes smaller sizes"
     if saved and not training:
-        # The sums over g see all of its error that has one sign: what tensor cores cut off.
+        # Tensor cores truncate, so g's errors have one sign, and add up in the backward's sums over g.
         return "it keeps nothing for a backward with frozen statistics (return_saved=True)"
     if saved and deviations_dtype(dtype, m, training=True) != dtype:
         return f"it keeps no deviations in float64, as up to {FEW_ROWS} rows need (return_saved=True)"
@@ -360,7 +362,7 @@ def sm90_obstacle(p: Matmul, precision: str, training: bool, saved: bool) -> str
 
 
 def for_sm90(p: Matmul, element: str) -> Matmul:
-    """The same with copies in place of what forward_sm90 cannot take as it lies; limbs are made of any rows."""
+    """The same with copies of what forward_sm90 cannot take as it lies. Limbs can be made of any rows."""
     size = ITEMSIZE[p.dtype]
     if element == "limbs":
         p = for_tiled(p)
@@ -376,7 +378,7 @@ def for_tiled(p: Matmul) -> Matmul:
 
 
 def for_cublas(p: Matmul, element: str) -> Matmul:
-    """The same with copies in place of operands that cuBLAS cannot take, or of all that it would read off 16 bytes."""
+    """The same with copies of operands that cuBLAS cannot take; or, if faster, of all that do not start on 16 bytes."""
     k, size, sides = p.k, ITEMSIZE[p.dtype], ((p.x, p.m), (p.w, p.n))
     copies = [copy_along(at, rows, k, size) for at, rows in sides]
     takes = [adjacent(at, k) or adjacent(at.T, rows) for at, rows in sides]
@@ -388,7 +390,10 @@ def for_cublas(p: Matmul, element: str) -> Matmul:
 
 
 def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, int]:
-    """The largest tile that still gives every SM one; failing that, the smallest. `wide`: a float32 result."""
+    """gemm_tiled with the largest tile that gives every SM at least one, else the smallest; its grid and block.
+
+    `wide`: the result is float32.
+    """
     choices = TILES["double" if p.dtype == "float64" else "float"]
     for tile in (p.limits.tiled,) if p.limits.tiled in choices else choices:
         block_m, block_n, thread_m, thread_n = tile

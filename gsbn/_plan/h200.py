@@ -1,4 +1,4 @@
-"""The rates of an H200. `tools/sweep.py fit` writes them anew, fitted to docs/results/sweep.jsonl."""
+"""The rates of an H200, written by `tools/sweep.py fit`, which fits them to docs/results/sweep.jsonl."""
 
 from .rates import Rates
 

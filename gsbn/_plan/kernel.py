@@ -1,4 +1,4 @@
-"""What names a compiled variant of a kernel."""
+"""The name of a compiled variant of a kernel."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Kernel(NamedTuple):
     name: str
     file: str
     defines: tuple[tuple[str, str], ...]
-    arch: str | None = None  # where only one will do
+    arch: str | None = None  # if it compiles for one architecture only
     shared: int = 0  # bytes of dynamic shared memory
 
 
 def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
-    """The variant of a kernel that knows this activation, a struct of common/activation.cuh; itself for None."""
+    """The variant of a kernel with this activation, a struct of common/activation.cuh; the kernel itself for None."""
     return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel

@@ -1,4 +1,4 @@
-"""float32 matrices as limbs: which are made, and where they and their exponents lie."""
+"""float32 matrices as limbs: which limbs a call makes, and where these and their exponents lie."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from .variants import split_rows_at_once
 SPAN = 64  # elements of a row whose limbs lie together
 AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
 Place = int | str  # bytes into the workspace, or the name of other memory
-SCRATCH = "scratch"  # the workspace, wherever there is room
+SCRATCH = "scratch"  # anywhere in the workspace
 
 
 class Operand(NamedTuple):
     """One operand of a product, as limbs."""
 
     limbs: Place
-    pitch: int  # from row to row, in float32's: limbs have their bytes
+    pitch: int  # of rows, in float32 elements: two limbs take as many bytes
     exponents: int = 0  # bytes into the workspace
 
 
 class Split(NamedTuple):
-    """A float32 matrix as it lies in memory, row after row, and the limbs that are wanted of it."""
+    """A float32 matrix, row-major in memory, and the limbs that a call needs of it."""
 
     name: str
     rows: int
     columns: int
     pitch: int  # in elements
     vector: bool  # rows start on 16 bytes
-    k_major: Operand | None = None  # of its rows, for sums over columns
-    mn_major: Operand | None = None  # of its columns, for sums over rows
-    late: bool = False  # made only when the memory that they take is free
+    k_major: Operand | None = None  # limbs of its rows, for sums over columns
+    mn_major: Operand | None = None  # limbs of its columns, for sums over rows
+    late: bool = False  # made when the memory that they take is free
 
 
 class Splits(NamedTuple):
-    """All that a call makes limbs of; offsets and sizes in bytes."""
+    """All matrices of which a call makes limbs; offsets and sizes in bytes."""
 
     of: tuple[Split, ...]
     maxima: int
@@ -45,28 +45,28 @@ class Splits(NamedTuple):
 
     @property
     def maxima_bytes(self) -> int:
-        """Of those of columns, and of rows with them, which must start at zero."""
+        """Bytes of maxima, which must start at zero; 0 if no matrix is MN-major."""
         return self.exponents - self.maxima if any(split.mn_major is not None for split in self.of) else 0
 
     def operand(self, name: str, at: Matrix) -> Operand:
-        """The limbs of a matrix, for a product that takes it as it lies `at`."""
+        """The limbs of a matrix for a product whose operand lies as `at` says."""
         split = next(split for split in self.of if split.name == name)
         found = split.k_major if at.strides[1] == 1 else split.mn_major
         assert found is not None
         return found
 
     def word(self, operand: Operand | None) -> int:
-        """Where the exponents of an operand start among all, and so its maxima; -1 for none."""
+        """The index of an operand's first exponent, and first maximum, among all; -1 for no operand."""
         return -1 if operand is None else (operand.exponents - self.exponents) // 4
 
 
 def limb_pitch(k: int) -> int:
-    """From row to row of limbs that are a matrix of their own."""
+    """The pitch of limbs that have memory of their own."""
     return round_up(k, SPAN)
 
 
 def split_of(name: str, at: Matrix, count: int, k: int, place: Place = SCRATCH) -> Split:
-    """An operand of `count` rows of k, K-major or MN-major."""
+    """The split of an operand of `count` rows of k, K-major or MN-major."""
     operand = Operand(place, limb_pitch(k))
     if at.strides[1] == 1:
         return Split(name, count, k, at.strides[0], _whole(at, 0), k_major=operand)
@@ -78,7 +78,7 @@ def _whole(at: Matrix, axis: int) -> bool:
 
 
 def lay_out(wanted: Iterable[Split], start: int) -> Splits:
-    """Find room from an offset on: for maxima, for exponents, and for limbs that have no other place."""
+    """Find room from an offset on for maxima, exponents, and limbs that have no other place."""
     splits = list(wanted)
     words = sum(_words(split.k_major, split.rows) + _words(split.mn_major, split.columns) for split in splits)
     exponents, end = start + words, start + 2 * words
@@ -101,7 +101,7 @@ def lay_out(wanted: Iterable[Split], start: int) -> Splits:
 
 
 def _words(operand: Operand | None, count: int) -> int:
-    """Bytes of its exponents."""
+    """Bytes of an operand's exponents."""
     return 0 if operand is None else round_up(4 * count, 256)
 
 

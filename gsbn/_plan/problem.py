@@ -1,61 +1,61 @@
-"""What a plan depends on: a product of two matrices, where its operands lie, and the GPU that it runs on."""
+"""What a plan depends on: the product of two matrices, the layout of its operands, and the GPU."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # those that have gradients, in the order of Gradients
+VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # vectors with gradients, in the order of Gradients
 VECTORS = (*VECTOR_PARAMETERS, "running_mean", "running_var")
 INT32_MAX = 2**31 - 1
-ROOM = 4  # SMs that a kernel which waits for another GPU leaves to others: enough for any one CTA of theirs to advance
+ROOM = 4  # SMs that a kernel leaves free while it waits for another GPU: any CTA of another kernel can run there
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "float64": "double"}
-SPLITS = 64  # CTAs, but for clusters, that share a column block of scale_stats or backward_sums: merging takes time
-# Up to so many rows 16-bit calls keep deviations in float64, and their backward computes in it. Of B rows dg has B - 2
-# dimensions left, into which the rounding of d turns a part of the other two: about sqrt(2 / (B - 2)) roundings of dg;
-# of two rows eps / var is left, of which float32 would keep a digit or two. Simulated on normal data, 16-bit deviations
-# pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
+SPLITS = 64  # the most CTAs (without clusters) per column block of scale_stats or backward_sums: merging takes time
+# Up to so many rows 16-bit calls save deviations in float64, and their backward computes in float64. For B rows dg has
+# B - 2 degrees of freedom. Rounding d turns a part of the other two dimensions into these: an error of about
+# sqrt(2 / (B - 2)) roundings of dg. For two rows only eps / var is left, a digit or two in float32. Simulated on normal
+# data, 16-bit deviations pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
 FEW_ROWS = 16
 SAVED_ROWS = 9  # O-vectors that a forward saves for its backward
 
 
 class Device(NamedTuple):
-    """A GPU, or a context's share of it, as far as a plan depends on it."""
+    """What a plan depends on of a GPU, or of a context's share of it."""
 
     capability: tuple[int, int]
     sms: int
     sm90a: bool = True  # NVRTC can compile for it
-    pairs: int | None = None  # clusters of two CTAs, an SM to each, that are there at once; None for sms / 2
-    fours: int | None = None  # of four, eight and sixteen; None for half as many as of half the size
+    pairs: int | None = None  # clusters of two CTAs, each with its own SM, that are resident at once; None for sms / 2
+    fours: int | None = None  # the same of four, eight and sixteen; None for half as many as of half the size
     eights: int | None = None
     sixteens: int | None = None
     limited: bool = False  # a launch may take no SM beyond `sms`, though there are more
 
     def at_most(self, sms: int | None) -> Device:
-        """The same for a call that may occupy so many SMs. Who holds the others may have broken a cluster with each."""
+        """The same for a call that may occupy so many SMs. Each SM that is left out may break another cluster."""
         if sms is None or sms >= self.sms:
             return self
         return self._with(sms, self.sms - sms)._replace(limited=True)
 
     def with_room(self) -> Device:
-        """The same for a launch that waits for another GPU: that one may wait for another kernel to run here."""
-        if self.limited or self.sms <= 2 * ROOM:  # whoever gave `sms` has left what room he wants
+        """The same for a launch that waits for another GPU, which in turn may wait for another kernel on this one."""
+        if self.limited or self.sms <= 2 * ROOM:  # the caller's `sms` leaves room
             return self
         return self._with(self.sms - ROOM, ROOM // 2)
 
     def _with(self, sms: int, broken: int) -> Device:
-        """The same with so many SMs, and so many clusters of each size broken."""
+        """The same with so many SMs, and `broken` clusters fewer of each size."""
         pairs, fours, eights, sixteens = (max(0, self.clusters(size) - broken) for size in (2, 4, 8, 16))
         return self._replace(sms=sms, pairs=pairs, fours=fours, eights=eights, sixteens=sixteens)
 
     @property
     def hopper(self) -> bool:
-        """Whether the kernels for compute capability 9.0 can be compiled for it and run."""
+        """Whether the kernels for compute capability 9.0 can be compiled and run."""
         return self.capability == (9, 0) and self.sm90a
 
     @property
     def target(self) -> int:
-        """How many SMs cuBLAS shall take; 0 for all."""
+        """The SM target for cuBLAS; 0 for all SMs."""
         return self.sms if self.limited else 0
 
     def clusters(self, size: int) -> int:
@@ -67,24 +67,24 @@ class Device(NamedTuple):
         return most if found is None else min(found, most)
 
     def ctas(self, of_an_sm: int) -> int:
-        """CTAs that fill the GPU. They spread over all SMs before any gets a second."""
+        """CTAs that fill the GPU. If limited, one per SM: CTAs spread over all SMs before any gets a second."""
         return self.sms if self.limited else of_an_sm * self.sms
 
     def grid(self, items: int) -> int:
-        """CTAs for so many items of work."""
+        """CTAs for so many items of work: one each, or if limited, at most one per SM."""
         return min(items, self.sms) if self.limited else items
 
 
 class Matrix(NamedTuple):
-    """Where a 2-D operand lies: strides in elements, whether its first element is on 16 bytes, whether it is a copy."""
+    """The layout of a 2-D operand; strides in elements."""
 
     strides: tuple[int, int]
-    aligned: bool
-    own: bool = False  # the call makes it of what it was given, or what it gives back of it
+    aligned: bool  # the first element is on 16 bytes
+    own: bool = False  # a copy that the call makes: of an operand, or one that it copies to the result
 
     @classmethod
     def of(cls, shape: tuple[int, int], strides: tuple[int, int], aligned: bool) -> Matrix:
-        """With the strides of dimensions of size 1, which mean nothing, made those of a C-contiguous array."""
+        """The layout of an array. Strides of dimensions of size 1 mean nothing: they become a C-contiguous array's."""
         col = strides[1] if shape[1] > 1 else 1
         return cls((strides[0] if shape[0] > 1 else max(shape[1] * col, 1), col), aligned)
 
@@ -94,27 +94,27 @@ class Matrix(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the planner's choice is limited to, for whoever wants another than the cheapest: tests, sweeps, benches.
+    """Limits of the planner's choice, for tests, sweeps and benches that want another than the cheapest.
 
-    A limit that leaves a product no choice is passed over.
+    None leaves the choice free. True forces a way wherever it can serve, False forbids it. A limit that leaves no
+    choice is ignored.
     """
 
-    # forward_sm90's rows in a tile, CTAs that share them, and CTAs that share k if several do
-    sm90: tuple[int, ...] | None = None
-    split: bool | None = None  # whether CTAs of forward_sm90 share k, where they can
-    recompute: bool | None = None  # whether forward_sm90 makes g twice in training, where it can
-    cluster_batch: bool | None = None  # whether a cluster of forward_sm90 has all rows in training, where they fit
-    limbs_rs: bool | None = None  # whether forward_sm90 makes the weight's limbs itself, in registers, where it can
+    sm90: tuple[int, ...] | None = None  # forward_sm90's BLOCK_M, CLUSTER, and SPLIT_K if not 1
+    split: bool | None = None  # split-k in forward_sm90
+    recompute: bool | None = None  # mode "recompute" of forward_sm90 in training
+    cluster_batch: bool | None = None  # mode "cluster_batch" of forward_sm90 in training
+    limbs_rs: bool | None = None  # forward_sm90 makes the weight's limbs in registers
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
-    skinny: bool | None = None  # whether the kernels of skinny.cu may serve; True: wherever they can
-    tall: bool | None = None  # whether tall_product may make dw; True: wherever it can
-    fused: bool | None = None  # the passes after a GEMM, or before the backward's, in one launch for few rows; or never
-    cluster: int | None = None  # CTAs of backward_fused that share columns, where they can; 1: none
-    gpu: Device | None = None  # one to plan for in place of the real one, which has no fewer SMs
+    skinny: bool | None = None  # the kernels of skinny.cu
+    tall: bool | None = None  # tall_product for dw
+    fused: bool | None = None  # one launch for the passes after the forward's GEMM, or before the backward's
+    cluster: int | None = None  # CTAs of a cluster of backward_fused; 1: no clusters
+    gpu: Device | None = None  # the GPU to plan for; the real one must have at least as many SMs
 
 
 class Matmul(NamedTuple):
-    """g = x wᵀ and where its result goes, as far as a plan depends on it: x (m, k), w (n, k), y (m, n)."""
+    """What a plan depends on of the product x wᵀ: x (m, k), w (n, k), and the result of the call, y (m, n)."""
 
     m: int
     n: int
@@ -128,9 +128,9 @@ class Matmul(NamedTuple):
 
 
 def deviations_dtype(dtype: str, rows: int, *, training: bool) -> str:
-    """What a forward keeps for its backward, g - m in training and g in inference: its dtype for an x of `dtype`.
+    """The dtype in which a forward on an x of `dtype` saves g - mean (in training) or g (in inference).
 
-    In inference a float16 g overflows, and there are no statistics to scale it by.
+    In inference a float16 g could overflow, and there are no statistics to scale it by.
     """
     if ITEMSIZE[dtype] > 2:
         return dtype
@@ -138,15 +138,15 @@ def deviations_dtype(dtype: str, rows: int, *, training: bool) -> str:
 
 
 def split_rows(m: int, blocks: int, ctas: int, step: int) -> tuple[int, int]:
-    """Cut m rows so that blocks * cuts fill one wave of `ctas`: (cuts, rows each), rows in whole steps."""
+    """Split m rows so that blocks * splits fill one wave of `ctas`: (splits, rows of each, a multiple of `step`)."""
     rows = round_up(ceil_div(m, max(1, ctas // blocks)), step)
     return ceil_div(m, rows), rows
 
 
 def row_threads_for(n: int, columns: int) -> tuple[int, int]:
-    """Blocks of columns and threads along a row, of so many columns each: a power of two, and a warp at most.
+    """Blocks of columns, and row_threads of `columns` columns each: a power of two, at most a warp.
 
-    A CTA then has a power of two of rows at once: what rounding makes of their sums is the same at any width.
+    A CTA then takes a power of two of rows at once, and the rounding of their sums does not depend on the width.
     """
     row_threads = min(32, 1 << (ceil_div(n, columns) - 1).bit_length())
     return ceil_div(n, row_threads * columns), row_threads

@@ -1,4 +1,4 @@
-"""The steps that make a product c = a bᵀ by kernels of gsbn: limbs, forward_sm90's GEMM, the sum of a split k."""
+"""The steps of a product c = a bᵀ by gsbn's kernels: limbs, forward_sm90's GEMM, the reduction of split-k."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def sm90_gemm(
     operands: tuple[str, str, str],
     exponents: tuple[str, str] = (ABSENT, ABSENT),
     *,
-    beside: bool = False,
+    independent: bool = False,
     of: Matmul | None = None,
 ) -> None:
-    """forward_sm90 in mode "gemm", of the memory of a, b and c; a and b may be limbs, and then have exponents.
+    """Add forward_sm90 in mode "gemm". `operands`: the memory of a, b and c; if a or b are limbs they have `exponents`.
 
-    Rows of c may start anywhere. `beside`: it reads nothing that the launch ahead of it writes, and may overlap with
-    that launch. `of`: the product whose limbs p's operands are.
+    Rows of c may start anywhere. `independent`: it reads nothing that the launch ahead of it writes, and may overlap
+    with that launch. `of`: the product whose limbs p's operands are.
     """
     a, b, c = operands
     fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
     by_words = whole_words(p.y, p.n, 4 if one.wide else ITEMSIZE[p.dtype])
-    fields["flags"] = declared.flags(independent=beside, vector_y=by_words)
+    fields["flags"] = declared.flags(independent=independent, vector_y=by_words)
     fields |= dict.fromkeys((*_OF_PARTS, *_OF_STATISTICS), 0)
     of_a, of_b, of_c = map_arguments(one, p)
-    maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # c is mapped where it is stored by words
+    maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # without by_words c needs no map
     passed = dict.fromkeys(SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, maps=maps, made_of=(one, of or p))
 
@@ -51,23 +51,23 @@ def sm90_gemm(
 def reduce_split_k(
     build: Builder, parts: SplitKReduction, at: str, to: str, shape: tuple[int, int], dtype: str
 ) -> None:
-    """Add up the partial products of a split k."""
+    """Add the launch that adds up partial products."""
     fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
     fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
     build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to}, made_of=parts)
 
 
 class Limbs:
-    """The steps that make limbs, and the products of these.
+    """Adds the steps that make limbs, and the products of limbs.
 
-    `names` are those of memory, by the names of the splits; `cleared`: an earlier step clears the maxima.
+    `names` maps the names of the splits to their memory; `cleared`: an earlier step clears the maxima.
     """
 
     def __init__(self, build: Builder, splits: Splits, names: dict[str, str], *, cleared: bool = False) -> None:
         self._build, self._splits, self._names, self._cleared = build, splits, names, cleared
 
     def make(self, *, late: bool = False) -> None:
-        """Limbs of all matrices; `late`: of those whose place was not free before."""
+        """Make the limbs of all matrices that are not late; `late`: of those that are."""
         if not late:
             self._maxima()
         now = [split for split in self._splits.of if split.late == late]
@@ -80,19 +80,19 @@ class Limbs:
             self._tiles(tiles)
 
     def multiply(self, p: Matmul, one: OneLaunch, a: str, b: str, c: str) -> None:
-        """A product of limbs that are there, of the matrices of these names; or of b as it is."""
+        """A product of matrices whose limbs have been made; "limbs_rs" takes b itself."""
         a_at, a_limbs, a_exponents = self._operand(a, p.x)
         b_at, b_limbs, b_exponents = self._operand(b, p.w) if one.element == "limbs" else (p.w, self._names[b], ABSENT)
         q = p._replace(x=a_at, w=b_at)
         sm90_gemm(self._build, q, one, (a_limbs, b_limbs, c), (a_exponents, b_exponents), of=p)
 
     def _operand(self, name: str, at: Matrix) -> tuple[Matrix, str, str]:
-        """How its limbs lie, where, and where their exponents are."""
+        """The layout of a matrix's limbs, their memory, and that of their exponents."""
         of = self._splits.operand(name, at)
         return Matrix((of.pitch, 1), True), self._place(of.limbs), place(of.exponents)
 
     def _maxima(self) -> None:
-        """Those of all matrices that want any, early and late, in one launch."""
+        """The maxima of all matrices that need them, also late ones, in one launch."""
         build, splits = self._build, self._splits
         if tiles := [split for split in splits.of if split.mn_major is not None]:
             if not self._cleared:
@@ -106,7 +106,7 @@ class Limbs:
         return place(at) if isinstance(at, int) else self._names[at]
 
     def _rows(self, k: int, splits: list[Split]) -> None:
-        """K-major matrices, one or two."""
+        """Limbs of one or two K-major matrices."""
         passed = dict.fromkeys(SPLIT_WORDS, ABSENT)
         fields = {"m": 0, "n": 0, "k": k, "ldx": 0, "ldw": 0}
         for split, name, count in zip(splits, ("x", "w"), ("m", "n"), strict=False):
@@ -120,7 +120,7 @@ class Limbs:
         self._build.launch(split_limbs(k), grid, fields, passed, made_of=self._splits)
 
     def _tiles(self, splits: list[Split]) -> None:
-        """MN-major matrices, whose own rows may be wanted as well."""
+        """Limbs of MN-major matrices, and of their rows if these are needed, too."""
         _, kernel = tile_kernels()
         passed = {**self._sources(splits), "maxima": place(self._splits.maxima)}
         passed["exponents"] = place(self._splits.exponents)
@@ -151,5 +151,5 @@ class Limbs:
 
 
 def _all(of_splits: list[Any], absent: Any) -> list[Any]:
-    """For every matrix that a launch has room for."""
+    """One entry for every matrix that a launch has room for."""
     return of_splits + [absent] * (AT_ONCE - len(of_splits))

@@ -1,7 +1,7 @@
-"""A call, decided: what it allocates, and what happens in which order. Nothing here touches a GPU.
+"""The program of a call: the memory that it allocates, and its steps in order. Nothing here touches a GPU.
 
-A planner writes a `Program` with a `Builder`. The host runs it, `describe` and the tests read the same list. Memory has
-names: those of the call's arguments, those of the arrays that the call makes, and places in the workspace.
+A planner writes a `Program` with a `Builder`. The host runs it; `describe` and the tests read the same list. Memory has
+names: those of the call's arguments, those of the arrays that the call allocates, and places in the workspace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIDES = ("a", "b", "c")  # of copy_rows' matrices
 
 
 class Array(NamedTuple):
-    """An array that every call makes anew; `scratch`: for itself, else it is returned."""
+    """An array that every call allocates. `scratch`: it is freed after the call; else it is returned."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,20 +30,20 @@ class Array(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel of gsbn."""
+    """The launch of a kernel of gsbn."""
 
     kernel: Kernel
     grid: int
     block: int
-    fields: dict[str, Any]  # what its struct declares, by name
-    passed: dict[str, str]  # memory, by the names of its parameters
-    maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # memory, and what its tensor map encodes
+    fields: dict[str, Any]  # of its struct
+    passed: dict[str, str]  # parameters and their memory
+    maps: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # of each tensor map: the memory, and what the map encodes
     cooperative: bool = False  # its CTAs wait for each other: all must be resident
     made_of: Any = None  # the choice that it carries out, for tests and sweeps
 
 
 class Gemm(NamedTuple):
-    """A product c = a bᵀ of cuBLAS, of the memory of a, b and c; `wide`: c has the accumulator's type."""
+    """A product c = a bᵀ by cuBLAS; `operands` is the memory of a, b and c; `wide`: c has the accumulator's type."""
 
     p: Matmul
     precision: str
@@ -52,7 +52,7 @@ class Gemm(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """So many doubles of every rank, by NCCL, from one place to the other."""
+    """NCCL gathers so many doubles of every rank, from the first memory to the second."""
 
     doubles: int
     operands: tuple[str, str]
@@ -62,15 +62,15 @@ Step = Launch | Gemm | Gather
 
 
 class Program(NamedTuple):
-    """What a call does. Offsets into the workspace and its size are in bytes."""
+    """What a call does; sizes in bytes."""
 
     path: str  # as `gemm` names it
     why: str
     arrays: tuple[Array, ...]
     workspace: int
-    lent: int  # bytes behind the workspace that one step uses at a time
+    lent: int  # scratch memory after the workspace, shared by all steps
     steps: tuple[Step, ...]
-    limited: bool = False  # no launch begins before the one ahead of it in the stream has ended
+    limited: bool = False  # no launch begins before the one ahead has ended
 
     def launches(self, name: str | None = None) -> list[Launch]:
         """The launches, or those of the kernel with this name."""
@@ -86,7 +86,7 @@ class Program(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A matrix, the memory that it is in and shall be in, and how it lies in each."""
+    """The copy of a matrix, with the name and layout of its source and of its destination."""
 
     name: str
     to: str
@@ -108,7 +108,7 @@ def offset_of(name: str) -> int | None:
 
 
 class Builder:
-    """Collects what a program consists of, in the order of its steps."""
+    """Collects the arrays and steps of a program."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -124,16 +124,16 @@ class Builder:
     # ---- memory
 
     def make(self, name: str, shape: tuple[int, ...], dtype: str, *, scratch: bool = False) -> str:
-        """An array that every call makes anew; gives its name."""
+        """Allocate an array; returns its name."""
         self._arrays.append(Array(name, shape, dtype, scratch))
         return name
 
     def reserve(self, nbytes: int) -> None:
-        """The size of the workspace; before anything is lent."""
+        """Set the size of the workspace, before any `lend`."""
         self._nbytes = nbytes + -nbytes % 256
 
     def lend(self, nbytes: int) -> str:
-        """Scratch memory for one step, behind the workspace: the next step may overwrite what it leaves there."""
+        """Scratch memory after the workspace. It is shared: a later `lend`, or a GEMM of cuBLAS, may overwrite it."""
         self._lent = max(self._lent, nbytes)
         return place(self._nbytes) if nbytes else ABSENT
 
@@ -151,7 +151,7 @@ class Builder:
         cooperative: bool = False,
         made_of: Any = None,
     ) -> None:
-        """A kernel, with the fields of those given that its struct declares."""
+        """Launch a kernel with those of `fields` that its struct declares."""
         mine = {name: fields[name] for name in declared.fields_of(kernel, fields)}
         self._steps.append(Launch(kernel, grid, block, mine, passed, maps, cooperative, made_of))
 
@@ -162,11 +162,11 @@ class Builder:
         self._steps.append(Gather(doubles, (posted, gathered)))
 
     def clear(self, name: str, nbytes: int) -> None:
-        """Zeros, of memory on 16 bytes."""
+        """Write zeros to memory that starts on 16 bytes."""
         self.launch(clear(), clear_grid(nbytes, self.device), {"bytes": nbytes}, {"to": name})
 
     def copied(self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str) -> Copy:
-        """A copy of the argument of this name, which lies as `of` says and shall lie as `at` says, in new memory."""
+        """Allocate a copy of an argument, whose layout is `of`, with the layout `at`; returns what `copy` takes."""
         rows, cols = shape
         if at.strides[1] != 1:
             rows, cols, of, at = cols, rows, of.T, at.T
@@ -174,7 +174,7 @@ class Builder:
         return Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at)
 
     def copy(self, copies: list[Copy]) -> None:
-        """One launch for three matrices whose rows are adjacent elements here and there, and one for any other."""
+        """Add the launches of copies: one for up to three that are `adjacent` in both layouts, one for each other."""
         fields: dict[str, Any]
         by_rows = [c for c in copies if all(adjacent(at, c.shape[1]) for at in (c.at, c.to_at))]
         for c in copies:
@@ -186,7 +186,7 @@ class Builder:
                 self.launch(copy_matrix(c.itemsize), copy_grid(rows, cols, self.device), fields, passed)
         for first in range(0, len(by_rows), COPIES_AT_ONCE):
             together = by_rows[first : first + COPIES_AT_ONCE]
-            # in pieces of 2 bytes, from here on
+            # sizes and strides in pieces of 2 bytes
             sizes = [(c.shape[0], c.shape[1] * c.itemsize // 2) for c in together]
             none = [0] * (COPIES_AT_ONCE - len(together))
             fields = {

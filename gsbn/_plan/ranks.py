@@ -1,4 +1,4 @@
-"""What ranks that share a batch post to each other: how many numbers, and where they lie in a call's workspace."""
+"""What ranks that share a batch post to each other: how many numbers, and their place in the workspace."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Ranks(NamedTuple):
-    """Ranks of a group, as far as a program depends on them."""
+    """What a program depends on of the ranks of a group."""
 
-    waits: bool = True  # kernels wait for the other ranks' numbers in peer memory; else NCCL gathers them between two
+    waits: bool = True  # kernels wait for the other ranks' numbers in peer memory; else NCCL gathers between launches
     size: int = 1
-    features: int | None = None  # that a mailbox has room for
-    signature: int = 0  # of the call, which all ranks must have in common
+    features: int | None = None  # for which a mailbox has room
+    signature: int = 0  # of the call; it must be the same on all ranks
 
 
 def letters(features: int) -> int:
@@ -20,7 +20,7 @@ def letters(features: int) -> int:
 
 
 def posts_at(start: int, features: int, ranks: Ranks | None) -> tuple[int, int, int]:
-    """In a call's workspace, from an offset on: what this rank posts, what NCCL gathers, and the end."""
+    """Offsets in the workspace, from `start` on: of what this rank posts, of what NCCL gathers, and of the end."""
     nbytes = 8 * letters(features) + -8 * letters(features) % 256
     start += -start % 256
     return start, start + nbytes, start + nbytes * (1 if ranks is None or ranks.waits else 1 + ranks.size)

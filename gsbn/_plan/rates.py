@@ -1,4 +1,4 @@
-"""What a GPU takes for what the kernels do: the constants of the cost model, each of which a fit may change."""
+"""What a GPU takes for what the kernels do: the constants of the cost model, all of which a fit may change."""
 
 from __future__ import annotations
 
@@ -6,58 +6,68 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """In us and MB; a "step" of forward_sm90 is 128 bytes of k. `cost` says how they enter."""
+    """Names end in the unit: `_us` (microseconds), `_rate` (MB/us), `_flops` (FLOP/us), `_mb` (MB). Others are factors.
 
-    mma_us: float  # of a step, for each row of x
-    step_us: float  # of a step, whatever is in it
-    shared_us: float  # 128 bytes in or out of shared memory, in a GEMM alone
-    l2_rate: float  # MB/us of all that the CTAs load
-    memory_rate: float  # MB/us of what differs among them, where it comes from memory
-    memory_us: float  # from asking memory for a step of a ring to its arrival
-    l2_us: float  # the same of L2, where all SMs ask;
-    crowd: float  # with fewer, times their share of all SMs to the power of this
-    sharing_us: float  # more, for each other CTA that must have read a step before the next one takes its place
-    engine_rate: dict[bool, float]  # MB/us that a CTA's copy engine loads; whether rows start on 32 bytes
-    off_line: float  # times the traffic where rows of x and weight do not start on 128 bytes
-    off_line_y: float  # and y's where its rows do not; once more where they do not on 16
-    tile_us: dict[str, float]  # beginning and end of a tile, by mode
-    row_us: dict[str, float]  # of a tile, beside its mode's tile_us: each of its rows
-    y_rate: dict[str, float]  # MB/us, by mode
-    exchange_us: float  # where CTAs share k: until all have multiplied, and what is sent has arrived
-    exchange_rate: float  # MB/us that a CTA receives meanwhile
-    cluster_us: dict[int, float]  # more, where CTAs are launched in clusters, by their CTAs
-    early_us: float  # less, where there is room for as many CTAs again: the next launch begins beside this one
-    deferred_rate: float  # MB/us of tiles that are finished later
-    call_us: dict[str, float]  # by mode
-    constants_us: float  # inference: a round of constants, 96 features by three warps
-    deferred_us: float  # training: a tile that waits, at least
-    again_step_us: dict[str, float]  # where g is made twice: a step of the largest tile, by operand
-    alone: float  # times that where a CTA loads all of x's tile, of several blocks of features
-    tile_statistics_us: float  # and the statistics of a tile
-    held_flops: float  # FLOP/us of 16 bits there, at the power that long launches, one after the other, are held to
-    copy_rate: float  # MB/us of what is read and written once, in order
-    merge_us: dict[int, float]  # training: merging statistics, by rows of tiles
-    trip_us: float  # and of more rows
-    limbs_of_w_us: float  # limbs of a step of a weight tile, made in registers
-    limb_us: float  # a launch that splits float32 into limbs
-    limb_rate: float  # MB/us of what it reads and writes
-    cublas_flops: dict[str, float]  # FLOP/us by operand; "limbs" is IEEE float32
-    ieee_call_us: float  # more than for a GEMM on tensor cores
-    cublas_call_us: dict[str, float]  # of its launches, by the passes over g
-    cublas_step_us: tuple[float, float]  # of a step of k: on tensor cores, in IEEE arithmetic
-    cublas_host_us: float  # what a call of cuBLAS costs the host; a launch of ours costs it 3.5
-    cublas_off_words: dict[int, float]  # times that on tensor cores, where rows start on so many bytes, if measured
-    operand_rate: tuple[float, float]  # MB/us of cuBLAS' operands: on tensor cores, in IEEE arithmetic
-    skinny_call_us: dict[bool, float]  # of a forward that makes g twice; in training, of its three launches
-    skinny_rate: float  # MB/us of x and y there
-    skinny_chunk_us: dict[str, float]  # 64 bytes of a million rows by a feature, by operand
-    skinny_weight_us: dict[str, float]  # an element of the weight to shared memory, by operand
-    skinny_row_us: float  # and a million rows by a feature, however short
-    skinny_off_line_us: float  # and a million elements of y that are stored one by one
-    tall_call_us: float  # of a product over many rows, of its two launches
-    tall_chunk_us: dict[bool, float]  # 32 rows there; the True ones being read by 16 bytes
-    parts_rate: float  # MB/us of what its CTAs make
-    copy_us: float  # a launch that copies rows
-    g_rate: tuple[float, float]  # MB/us of g by scale_stats: from L2, from memory
-    y_cublas_rate: tuple[float, float]  # MB/us of g and y by normalize: from L2, from memory
-    l2_mb: float  # of operands, and 0.8 times that of g, stay in L2
+    A "step" of forward_sm90 is 128 bytes of k. Dicts by mode or operand have the names of `sm90_variants`. `cost` has
+    the formulas.
+    """
+
+    # ---- forward_sm90: a step of the mainloop takes about the longest of these
+    mma_us: float  # per step and row of x: the tensor cores
+    step_us: float  # per step, however small the tile
+    shared_us: float  # mode "gemm" without limbs: per 128 bytes that are written to or read from shared memory
+    l2_rate: float  # what all CTAs load from L2
+    memory_rate: float  # operands that do not fit in L2: what the CTAs of a wave load from memory, each byte once
+    memory_us: float  # latency of a pipeline stage from memory
+    l2_us: float  # latency of a pipeline stage from L2, if every SM has a CTA
+    crowd: float  # if fewer SMs have one: l2_us times (their share of all SMs) ** crowd
+    sharing_us: float  # latency added per other CTA of the cluster: all must have read a stage before it is refilled
+    engine_rate: dict[bool, float]  # what one CTA's TMA loads; True: rows of x and weight start on 32 bytes
+    off_line: float  # factor on the time of loads from L2 and memory, if rows of x or weight do not start on 128 bytes
+    off_line_y: float  # factor on the time to store y, if its rows do not start on 128 bytes; squared, if not on 16
+    # ---- forward_sm90: a tile, and a call
+    tile_us: dict[str, float]  # by mode: per tile, before and after its mainloop
+    row_us: dict[str, float]  # by mode: added to tile_us, per row of the tile and byte of an element of y
+    y_rate: dict[str, float]  # by mode: y stored by all CTAs
+    exchange_us: float  # split-k: until all CTAs of the cluster have multiplied and the first sums have arrived
+    exchange_rate: float  # split-k: the sums that one CTA receives
+    cluster_us: dict[int, float]  # by CTAs of a cluster, if more than one: added per call
+    early_us: float  # subtracted per call, if the CTAs of the next launch fit on the GPU together with this one's
+    deferred_rate: float  # training: y of tiles with a deferred epilogue
+    call_us: dict[str, float]  # by mode: per call
+    constants_us: float  # inference: per round of constants; in a round three warps make those of 96 features
+    deferred_us: float  # training: the least time of a tile with a deferred epilogue
+    again_step_us: dict[str, float]  # mode "recompute", by operand: per step of the largest tile (limbs: 256 bytes)
+    alone: float  # mode "recompute": factor, if several blocks of features each load the whole tile of x
+    tile_statistics_us: float  # mode "recompute": per tile, its statistics
+    held_flops: float  # mode "recompute", 16 bits: the rate to which the power limit holds long launches back to back
+    copy_rate: float  # data that is read and written once, in order
+    merge_us: dict[int, float]  # training, by rows of tiles: merging the statistics
+    trip_us: float  # training: the same for more rows of tiles than merge_us lists
+    limbs_of_w_us: float  # limbs_rs: per step, the limbs of a weight tile in registers
+    limb_us: float  # per launch that splits float32 into limbs
+    limb_rate: float  # what that launch reads and writes
+    # ---- cuBLAS; pairs are (on tensor cores, in IEEE float32)
+    cublas_flops: dict[str, float]  # by operand, on 132 SMs; "limbs" stands for IEEE float32
+    ieee_call_us: float  # added per product in IEEE float32
+    cublas_call_us: dict[str, float]  # per forward, by the passes over g (`passes_over_g`)
+    cublas_step_us: tuple[float, float]  # per 128 bytes of k
+    cublas_host_us: float  # the host's time for a call of cuBLAS; a launch of ours takes it 3.5 us
+    cublas_off_words: dict[int, float]  # by the bytes on which rows start: factor on tensor cores; 1 for others
+    operand_rate: tuple[float, float]  # operands read
+    # ---- the skinny kernels
+    skinny_call_us: dict[bool, float]  # per forward; True: in training, with three launches
+    skinny_rate: float  # x and y
+    skinny_chunk_us: dict[str, float]  # by operand: per 64 bytes of a row of x, million rows and feature
+    skinny_weight_us: dict[str, float]  # by operand: per element of the weight, to bring it to shared memory
+    skinny_row_us: float  # per million rows and feature, however short the rows are
+    skinny_off_line_us: float  # per million elements of y, if they are stored one by one
+    # ---- tall_product
+    tall_call_us: float  # per product: its two launches
+    tall_chunk_us: dict[bool, float]  # per 32 rows of a CTA; True: both operands are read 16 bytes at a time
+    parts_rate: float  # the partial products of its CTAs
+    # ---- other launches; pairs are (from L2, from memory)
+    copy_us: float  # per launch that copies rows
+    g_rate: tuple[float, float]  # g read by scale_stats
+    y_cublas_rate: tuple[float, float]  # g read and y written by normalize
+    l2_mb: float  # operands up to this size stay in L2, and g up to 0.8 times this

@@ -1,4 +1,4 @@
-"""Many rows that are short: neither g nor dg ever lies in memory (kernels/skinny.cu, kernels/skinny_backward.cu)."""
+"""Many short rows: neither g nor dg is written to memory (kernels/skinny.cu, kernels/skinny_backward.cu)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from .variants import (
     skinny_teams,
 )
 
-LEAST_ROWS = 2048  # that g is worth making twice for
-# for skinny_backward in float32 of more than 32 features in and out: below, its parts win
+LEAST_ROWS = 2048  # with fewer, computing g twice does not pay
+# for skinny_backward in float32 with more than 32 features and input features: below, the separate kernels are faster
 LEAST_FLOAT32_ROWS = 4 * 10**5
-# and in 16 bits of more than 128 features, by the room for features and input features; clusters win where three
-# quarters of it are filled
+# and in 16 bits with more than 128 features, by the room for features and input features. Clusters are faster only if
+# at least three quarters of the room for features are filled.
 LEAST_WIDE_ROWS = {(256, 64): 8192, (256, 128): 24576, (512, 64): 16384, (1024, 64): 16384}
 
 
 class Skinny(NamedTuple):
-    """The two launches; or the one, where g alone is wanted."""
+    """The two launches of a forward, or the one that computes g alone."""
 
     stats: Kernel
     normalize: Kernel
-    splits: int  # CTAs that share the rows of as many features as one has
-    rows: int  # of each but the last
+    splits: int  # CTAs that share the rows of a block of features
+    rows: int  # of each split but the last
     blocks: int  # of features
     threads: int  # of a CTA
     us: float
-    product: Kernel | None  # which is there for limbs
+    product: Kernel | None  # computes g alone; for limbs only
 
     @property
     def grid(self) -> int:
@@ -54,9 +54,9 @@ class Skinny(NamedTuple):
 
 
 def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> bool:
-    """Whether these kernels can serve a call: of rows enough, and features that all SMs can share, with few inputs.
+    """Whether these kernels can serve a call: enough rows, few input features, and no more features than SMs can share.
 
-    They keep nothing for a backward with frozen statistics.
+    They save nothing for a backward with frozen statistics.
     """
     if not p.device.hopper or p.dtype == "float64" or (saved and not training):
         return False
@@ -66,42 +66,43 @@ def serves_skinny(p: Matmul, precision: str, training: bool, saved: bool) -> boo
 
 
 def _element(p: Matmul, precision: str) -> str:
-    """How the kernels multiply: limbs where they are accurate, else in IEEE float32."""
+    """How the kernels multiply. In float32: by limbs if that is accurate, else in IEEE arithmetic."""
     element = element_for(p.dtype, precision)
     return "float32" if element == "limbs" and p.k < LEAST_TERMS else element
 
 
 def _most_inputs(dtype: str, element: str, features: int) -> int:
-    """The input features up to which a CTA can have so many features."""
+    """The most input features with which a CTA can have so many features."""
     if element == "limbs":
         return LIMBS_BYTES // (4 * features)
     return 64 * SKINNY_CHUNKS[element][-1] // ITEMSIZE[dtype]
 
 
 def _sizes(p: Matmul, element: str) -> list[int]:
-    """Features that a CTA may have: few only where there are no more, for each CTA makes operands of all its rows."""
+    """Features that a CTA may have. The smallest size serves only if one CTA has all features: every CTA loads and
+    converts all its rows, so more CTAs would repeat that."""
     few, *more = skinny_features(element)
     return [few, *more] if p.n <= few else more
 
 
 def _features(p: Matmul, element: str) -> int:
-    """Features of a CTA: no more than there are, else what leaves the fewest places empty."""
+    """Features of a CTA: the least size that holds all, else the size that leaves the fewest places empty."""
     sizes = [size for size in _sizes(p, element) if p.k <= _most_inputs(p.dtype, element, size)]
     several = min(sizes, key=lambda size: (round_up(p.n, size), -size))
     return next((size for size in sizes if p.n <= size), several)
 
 
 def for_skinny(p: Matmul) -> Matmul:
-    """The same with copies of rows off 16 bytes: of x the kernels cannot take them, of the weight slowly."""
+    """The same with copies of rows that do not start on 16 bytes: x cannot be taken so, the weight only slowly."""
     x, w = (at if on_words(at, p.k, ITEMSIZE[p.dtype]) else in_rows(p.k, ITEMSIZE[p.dtype]) for at in (p.x, p.w))
     return p._replace(x=x, w=w)
 
 
 def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, rates: Rates = H200) -> Skinny:
-    """The two launches for a call, and what they take with the copies that they want."""
+    """The two launches for a call, and their time, copies included."""
     element = _element(p, precision)
     features = _features(p, element)
-    largest = SKINNY_CHUNKS[element][-1]  # which limbs take several times
+    largest = SKINNY_CHUNKS[element][-1]  # limbs may take it several times
     chunks = next((most for most in SKINNY_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
     sizes = narrow_sizes(element, features, chunks)
     threads, tile, block = sizes["CTA"], sizes["TILE_ROWS"], sizes["BLOCK_ROWS"]
@@ -118,7 +119,7 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
 
 
 def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
-    """The launch that makes g alone, of limbs, where it can. It takes x as it lies, the weight as in `for_skinny`."""
+    """The launch that computes g alone, by limbs, if it can. It takes x as it lies, the weight as in `for_skinny`."""
     serves = _element(p, precision) == "limbs" and serves_skinny(p, precision, True, False)
     if not serves or not on_words(p.x, p.k, ITEMSIZE[p.dtype]):
         return None
@@ -126,7 +127,7 @@ def skinny_product_for(p: Matmul, precision: str) -> Skinny | None:
 
 
 class SkinnyBackward(NamedTuple):
-    """dg and both products of many rows that are short, in one launch and one that adds up dw."""
+    """skinny_backward, which computes dg and both products in one launch, and the launch that adds up dw."""
 
     kernel: Kernel
     ctas: int
@@ -138,8 +139,8 @@ class SkinnyBackward(NamedTuple):
 
 @lru_cache(maxsize=4096)  # a layer asks at every call
 def serves_skinny_backward(dtype: str, m: int, n: int, k: int, asked: bool = False) -> bool:
-    """Whether skinny_backward has room for n features and k input features, and wins on m rows, or, `asked` for, works
-    on them. How the operands lie is not looked at."""
+    """Whether skinny_backward has room for n features and k input features, and is fastest on m rows; if `asked` for,
+    it need not be fastest. The layout of the operands is not considered."""
     size = _skinny_backward_size(dtype, n, k)
     return size is not None and m >= (LEAST_ROWS if asked else _least_rows(dtype, n, k, size))
 
@@ -151,7 +152,7 @@ def _skinny_backward_size(dtype: str, n: int, k: int) -> tuple[int, int, int] | 
 
 
 def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float:
-    """From how many rows on skinny_backward of this size wins; infinity if never."""
+    """The rows from which on skinny_backward of this size is fastest; infinity if never."""
     features, inputs, cluster = size
     if dtype == "float32":
         return LEAST_FLOAT32_ROWS if min(n, k) > 32 else LEAST_ROWS
@@ -161,7 +162,7 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
 
 
 def skinny_backward(p: Matmul, dy: Matrix, activation: str | None) -> SkinnyBackward | None:
-    """What makes dg, dx and dw of a batch, `dy` lying as told, where it can and wins; `p` is as in backward_plan."""
+    """The launch of skinny_backward, if it can serve and is fastest; `p` as in plan_backward, `dy` perhaps a copy."""
     m, n, k, dtype, device, x, w, _, limits = p
     size = ITEMSIZE[dtype]
     allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
@@ -176,7 +177,7 @@ def skinny_backward(p: Matmul, dy: Matrix, activation: str | None) -> SkinnyBack
     teams, threads, tile = skinny_teams(dtype, features, inputs)
     own = features if cluster == 1 else round_up(ceil_div(n, cluster), 16 // size)
     rows = round_up(ceil_div(m, together), tile)
-    if dtype in MAX_TERMS:  # of which a team adds up dw in the tensor core alone: beyond, there are several waves
+    if dtype in MAX_TERMS:  # a team adds up dw in the tensor core alone; more rows take several waves
         rows = min(rows, teams * MAX_TERMS[dtype])
     number = ceil_div(m, rows)
     if number > together and device.limited:

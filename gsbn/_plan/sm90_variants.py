@@ -1,4 +1,4 @@
-"""The variants of forward_sm90: its modes, operands and tiles, and what they are compiled with."""
+"""The variants of forward_sm90: its modes, operands and tiles, and their macros."""
 
 from __future__ import annotations
 
@@ -9,46 +9,45 @@ from functools import cache
 from .kernel import Kernel
 from .sources import Constants, macros
 
-ARCH = "sm_90a"  # what a kernel that uses wgmma, TMA or clusters is compiled for
+ARCH = "sm_90a"  # of kernels that use wgmma, TMA or clusters
 CONFIG = "sm90/config.cuh"
 SM90_THREADS = Constants(CONFIG, {})["THREADS"]  # of a CTA
 SM90_BLOCK_N = Constants(CONFIG, {})["BLOCK_N"]  # features in a tile
-COLUMN = Constants(CONFIG, {})["COLUMN"]  # rows of an MN-major operand that lie side by side in shared memory
+COLUMN = Constants(CONFIG, {})["COLUMN"]  # rows of an MN-major operand in one block of shared memory
 
 
 def _names(file: str, prefix: str) -> dict[str, str]:
-    """What a macro may stand for, by the rest of its name in lower case."""
+    """Macros that begin with a prefix, by the rest of their names in lower case."""
     return {name.removeprefix(prefix).lower(): name for name in macros(file, prefix)}
 
 
-# The macros ELEMENT and MODE. "float32" is the skinny kernels' alone, which have a multiply-add for it.
+# Values of the macros ELEMENT and MODE. Only the skinny kernels have "float32", with multiply-adds.
 ELEMENTS = {name: macro for name, macro in _names("common/elements.cuh", "ELEMENT_").items() if name != "float32"}
 MODES = _names("sm90/modes.cuh", "MODE_")
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
-# BLOCK_M, and CTAs that share a weight tile, where a cluster has the whole batch: others were best by 12 % at most, and
-# (64, 1) never
+# (BLOCK_M, CLUSTER) of mode "cluster_batch", where CTAs share a weight tile. Other tiles were faster by at most 12 %
+# anywhere, and (64, 1) nowhere.
 CLUSTER_BATCH_TILES = (
     (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 8), (128, 16), (256, 1), (256, 8),
     (256, 16),
 )  # fmt: skip
-RANKS_CLUSTERS = (2,)  # the same where ranks share the batch: half the variants to compile
-# BLOCK_M and SPLIT_K where CTAs share k. They multiply 128 rows of x at most: of 256 they would load as much, and send
-# each other twice as many sums.
+RANKS_CLUSTERS = (2,)  # CLUSTERS if ranks share the batch: half the variants to compile
+# (BLOCK_M, SPLIT_K). A cluster multiplies at most 128 rows of x: with 256 its CTAs would load as much, and exchange
+# twice as many sums.
 SPLIT_K_TILES = ((16, 2), (32, 2), (64, 2), (16, 4), (32, 4), (16, 8))
-# BLOCK_M, CLUSTER and SPLIT_K, by mode; of fewer rows they train as "cluster_batch"
+# (BLOCK_M, CLUSTER, SPLIT_K) by mode; fewer rows train as "cluster_batch"
 SPLIT_K_TILES_BY_MODE = {
     "inference": (*((block_m, 1, split) for block_m, split in SPLIT_K_TILES), (32, 2, 4)),
     "training": ((32, 1, 2), (64, 1, 2), (32, 2, 4), (16, 1, 8)),
 }
-# The same, and tiles whose k one CTA has alone, where it makes the weight's limbs in registers: for few rows. "gemm"
-# reads an MN-major weight alone, as the backward's is.
+# (BLOCK_M, CLUSTER, SPLIT_K) of "limbs_rs", for few rows. In mode "gemm" the weight is MN-major, as in the backward.
 LIMBS_RS_TILES = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLIT_K_TILES_BY_MODE["inference"][:-1]
 
 
 def sm90_kernels() -> Iterator[Kernel]:
-    """All of them, without an activation."""
-    elements, of_x = [element for element in ELEMENTS if element != "limbs_rs"], "limbs_rs"
+    """All variants, without an activation."""
+    elements, limbs_rs = [element for element in ELEMENTS if element != "limbs_rs"], "limbs_rs"
     for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)
         if mode != "cluster_batch" and (block_m == largest or (block_m < largest and mode != "recompute")):
@@ -74,12 +73,12 @@ def sm90_kernels() -> Iterator[Kernel]:
         for element in elements
         for tile in SPLIT_K_TILES_BY_MODE[mode]
     ]
-    tiles += [(of_x, mode, *tile) for mode in ("inference", "training", "cluster_batch") for tile in LIMBS_RS_TILES]
+    tiles += [(limbs_rs, mode, *tile) for mode in ("inference", "training", "cluster_batch") for tile in LIMBS_RS_TILES]
     for element, mode, block_m, cluster, split in tiles:
         for saves in (False,) if mode == "inference" else (False, True):
             yield forward_sm90(element, mode, block_m, cluster, saves, split=split)
     for block_m, cluster, split in LIMBS_RS_TILES:
-        yield forward_sm90(of_x, "gemm", block_m, cluster, w_mn_major=True, split=split)
+        yield forward_sm90(limbs_rs, "gemm", block_m, cluster, w_mn_major=True, split=split)
 
 
 @cache
@@ -95,11 +94,11 @@ def forward_sm90(
     ranks: bool = False,
     split: int = 1,
 ) -> Kernel:
-    """The variant of forward_sm90 for these operands, this mode, this many rows in a tile and CTAs that share them.
+    """The variant of forward_sm90 with these values of ELEMENT, MODE, BLOCK_M, CLUSTER and SPLIT_K (`split`).
 
-    `saves`: training, any way, that also writes g - mean; `x_mn_major`, `w_mn_major`: a GEMM whose x, or weight, is
-    MN-major, in 16 bits, or the weight beside limbs of x; `wide`: a GEMM whose result is float32; `ranks`: training of
-    a batch that ranks share; `split`: how many CTAs share k.
+    `saves`: training that also writes the deviations, g - mean. `x_mn_major`, `w_mn_major`: mode "gemm" with an
+    MN-major x or weight: in 16 bits, or the weight of "limbs_rs". `wide`: mode "gemm" with a float32 result. `ranks`:
+    training of a batch that ranks share.
     """
     defines = {
         "ELEMENT": ELEMENTS[element],
@@ -120,33 +119,33 @@ def forward_sm90(
 
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
-    """Of forward_sm90's pipeline: steps of k that are on their way at once."""
+    """Stages of forward_sm90's pipeline."""
     if occupancy(element, mode, block_m, cluster * split) == 2:
         return {"inference": 4, "cluster_batch": 5}[mode]
     return {256: 4, 128: 6, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)
 
 
 def occupancy(element: str, mode: str, block_m: int, ctas: int) -> int:
-    """CTAs of forward_sm90 on an SM, a cluster being of so many."""
+    """CTAs of forward_sm90 on an SM; `ctas` is the size of a cluster."""
     small = block_m == 32 and ctas == 1 and element in ("float16", "bfloat16")
     return 2 if small and mode in ("inference", "cluster_batch") else 1
 
 
 def largest_block(element: str) -> int:
-    """The most rows of x in a tile of forward_sm90: limbs leave no room for sums beside so many accumulators."""
+    """The most rows of x in a tile of forward_sm90: half with limbs, whose sums need registers as well."""
     return BLOCKS_M[by_limbs(element)]
 
 
 def by_limbs(element: str) -> bool:
-    """Whether forward_sm90 multiplies it as limbs."""
+    """Whether this element is multiplied as limbs."""
     return element in ("limbs", "limbs_rs")
 
 
 def precision_for(precision: str, features: int) -> str:
-    """What a call is computed in: products of a matrix and a vector, those of one feature, have no TF32 in PyTorch."""
+    """The precision of a call. With one feature it is "highest": PyTorch has no TF32 for matrix-vector products."""
     return "highest" if features == 1 else precision
 
 
 def element_for(dtype: str, precision: str) -> str:
-    """What forward_sm90 makes of operands of a dtype: one of ELEMENTS."""
+    """How forward_sm90 multiplies operands of a dtype: one of ELEMENTS."""
     return {"highest": "limbs", "high": "tf32"}[precision] if dtype == "float32" else dtype

@@ -1,6 +1,6 @@
-"""The kernels' sources: where they lie, their text, and the integers that they declare.
+"""The kernels' sources: their folder, their text, and the integers that they declare.
 
-Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) are said once, in CUDA, as constexpr
+Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) stand only in CUDA, as constexpr
 integers. `Constants` evaluates them as the compiler does, for the macros of one variant.
 """
 
@@ -43,12 +43,12 @@ def _includes(file: str) -> tuple[str, ...]:
 
 @cache
 def text(file: str) -> str:
-    """A file without its comments, and the headers that it includes."""
+    """The headers that a file includes and the file, without comments."""
     return "".join(map(text, _includes(file))) + _own(file)
 
 
 def macros(file: str, prefix: str) -> tuple[str, ...]:
-    """The macros of a file that begin so, in their order: an enum whose names #if can compare."""
+    """The macros of a file that begin with `prefix`, in order: an enum that #if can compare."""
     return tuple(re.findall(rf"^#define ({prefix}\w+) ", _own(file), re.MULTILINE))
 
 
@@ -74,7 +74,7 @@ _OPERATORS: dict[str, tuple[int, Callable[[int, int], int]]] = {
 
 @cache
 def _definitions(file: str) -> dict[str, str]:
-    """What a file's own macros, constants, enumerators and aliases stand for; the first of each name."""
+    """The values of a file's own macros, constants, enumerators and aliases; of a name that occurs twice, the first."""
     code = _own(file)
     found = re.findall(r"^#define (\w+) +(.+?) *$", code, re.MULTILINE)
     found += re.findall(r"\busing (\w+) = (\w+);", code)
@@ -88,7 +88,7 @@ def _definitions(file: str) -> dict[str, str]:
 
 
 def _split(declaration: str) -> list[str]:
-    """Where commas part declarators, not the arguments of a function."""
+    """Split a declaration at commas between declarators, not between the arguments of a function."""
     return re.split(r",(?![^()]*\))", declaration)
 
 
@@ -153,7 +153,7 @@ class Constants:
 
 @cache
 def _meaning(file: str, name: str) -> str:
-    """What a name stands for in a file, or in the first of its headers that declares it."""
+    """The value of a name in a file, or in the first of its headers that declares it."""
     if name in _definitions(file):
         return _definitions(file)[name]
     for header in _includes(file):

@@ -1,4 +1,4 @@
-"""A matrix that comes as parts, each the sums over some rows of a batch, and what adds them up."""
+"""The reduction of a split-k product: partial products, each summed over some rows of a batch, are added up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .kernel import Kernel
 from .problem import Device, ceil_div
 from .variants import THREADS, reduce_split_k
 
-SHARE = 8  # threads that share an element's parts at most
+SHARE = 8  # the most threads that add up one element
 
 
 class SplitKReduction(NamedTuple):
@@ -19,7 +19,7 @@ class SplitKReduction(NamedTuple):
     number: int
     size: int  # of each
     pitch: int  # of its rows
-    share: int  # threads to an element
+    share: int  # threads per element
 
     @property
     def nbytes(self) -> int:
@@ -27,7 +27,7 @@ class SplitKReduction(NamedTuple):
 
 
 def split_k_reduction(number: int, rows: int, pitch: int, device: Device) -> SplitKReduction:
-    """So many parts of so many rows each."""
+    """The reduction of `number` partial products of `rows` rows each."""
     share = min(SHARE, 1 << (number.bit_length() - 1))
     grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
     return SplitKReduction(reduce_split_k(), grid, number, rows * pitch, pitch, share)

@@ -1,4 +1,4 @@
-"""dw in float32 where dg and x are tall, of many rows: the launch that makes their limbs, and what it takes."""
+"""dw in float32 if dg and x have many rows: tall_product, which makes their limbs itself, and its expected time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .split_k import SplitKReduction, split_k_reduction
 from .variants import TALL_SIDE, tall_product
 
 CHUNK = 32  # rows that a CTA takes at a time: CHUNK of kernels/tall_product.cu
-LEAST_ROWS = 2048  # with fewer, dg and x are no more bytes than the parts of their product
+LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
 
 class Tall(NamedTuple):
-    """tall_product, whose CTAs make parts of the product, and what adds them up."""
+    """tall_product, whose CTAs compute partial products, and the launch that adds them up."""
 
     kernel: Kernel
     ctas: int
-    rows: int  # of each but the last of a block
-    whole_words: bool  # both operands are read by 16 bytes
+    rows: int  # of each CTA but the last of a block
+    whole_words: bool  # both operands are read 16 bytes at a time
     parts: SplitKReduction
     us: float
 
 
 def tall(p: Matmul, precision: str) -> Tall | None:
-    """The two launches for a product of two MN-major operands, where they can make it."""
+    """The two launches for a product of two MN-major operands, if they can serve."""
     mn_major = p.x.strides[0] == 1 and p.w.strides[0] == 1
     if not mn_major or not takes_limbs(p.dtype, precision, p.device) or p.limits.tall is False:
         return None

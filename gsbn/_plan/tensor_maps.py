@@ -1,4 +1,4 @@
-"""What the tensor maps of forward_sm90 encode: how its copy engine cuts each operand into boxes."""
+"""What the tensor maps of forward_sm90 encode: the boxes into which TMA divides each operand."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ L2_NONE, L2_256B = 0, 3  # CUtensorMapL2promotion
 
 
 def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
-    """What a tensor map takes beside a pointer, for x, weight and y.
+    """The arguments of `tensor_map` after the pointer, for x, weight and y.
 
-    A box is 128 bytes wide and as high as one transfer; its rows are rows of k where an operand is MN-major. Limbs lie
-    as p's x and w say, counted in float32 elements. Of an operand that several CTAs share, a transfer takes one limb.
+    A box is 128 bytes wide and as high as one transfer. If an operand is MN-major the box's rows run over k. p's x and
+    w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
     of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # CTAs that share it
-    multiplied = one.block_m * one.split  # rows of x
+    multiplied = one.block_m * one.split  # rows of x that a CTA multiplies
     if by_limbs(one.element):
         of_limbs = "float16", SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1
         if one.element == "limbs":

@@ -1,5 +1,4 @@
-"""Every variant of every kernel that a plan may ask for: its file, its macros, its shared memory. Those of forward_sm90
-are in `sm90_variants`."""
+"""All variants of all kernels that a plan may launch: files, macros, shared memory. forward_sm90's: `sm90_variants`."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ from .sm90_variants import ARCH, MODES, sm90_kernels
 from .sources import Constants
 
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
-# rows that a thread of backward_sums or backward_dg has on their way at once
+# stages of the pipeline of a thread of backward_sums or backward_dg, of a row each
 RING = Constants("backward/rows.cuh", {})["STAGES"]
-COLUMN_CLUSTERS = (2, 4, 8)  # CTAs that share the rows of some columns in backward_fused
-SUMS_CLUSTER = 8  # and in backward_sums, where they do
-SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # split_limbs' WIDTH: elements of a row up to which it takes several
-# By operand, how many times 64 bytes of a row of x skinny.cu's kernels take at once, which but for limbs is all of it.
+COLUMN_CLUSTERS = (2, 4, 8)  # CTAs of a cluster that shares the rows of some columns in backward_fused
+SUMS_CLUSTER = 8  # the same in backward_sums, if it uses clusters
+SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: elements of a row, at most
+# By operand: chunks of 64 bytes of a row of x that skinny.cu's kernels take at once: the whole row, except with limbs.
 SKINNY_CHUNKS = {"bfloat16": (1, 2), "float16": (1, 2), "tf32": (1, 2), "limbs": (2,), "float32": (1, 2, 4)}
-LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # of the weight in a CTA
-SKINNY_SIZES = (32, 64, 128)  # features in and out that variants of skinny_backward, but for wide ones, have room for
-SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # and the most for each dtype
+LIMBS_BYTES = Constants("skinny/config.cuh", {})["LIMBS_BYTES"]  # of the weight's limbs in a CTA
+SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants of skinny_backward have room
+SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these; wide variants are apart
 _TALL = Constants("tall_product.cu", {})
-TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of its block, threads
+TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of a CTA's block; threads
 TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
     "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
@@ -33,7 +32,7 @@ TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
 
 
 def every_kernel() -> Iterator[Kernel]:
-    """All variants; what is compiled ahead of time."""
+    """All variants, which can be compiled ahead of time."""
     for kernel in _plain_kernels():
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
@@ -54,7 +53,7 @@ def _plain_kernels() -> Iterator[Kernel]:
     for dtype in C_TYPE:
         yield fold(dtype)
         wide = "float64" if dtype == "float64" else "float32"
-        saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # of many rows, of few
+        saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
         for training, kept in [(False, wide), *((True, kept) for kept in sorted(saved_in_training))]:
             yield from backward_kernels(dtype, kept, training=training)
             yield backward_kernels(dtype, kept, training=training, sharing=SUMS_CLUSTER)[0]
@@ -100,15 +99,15 @@ def fold(dtype: str) -> Kernel:
 
 
 def normalize(dtype: str, kept: str | None = None, *, running: bool = False) -> Kernel:
-    """The variant of normalize for a y of this dtype, for keeping g - m in another, or in the same; `running`: it makes
-    the constants of the running statistics."""
+    """The variant of normalize for a y of `dtype` that saves deviations in the dtype `kept`, if not None; `running`: it
+    computes the constants from the running statistics."""
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("RUNNING", str(running).lower()))
     return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
 
 
 def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
-    """The variant of normalize_fused for a y of this dtype, and for keeping g - m in another, or in the same."""
+    """The variant of normalize_fused for a y of `dtype` that saves deviations in the dtype `kept`, if not None."""
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]))
     of_kept = () if kept is None else (("D_TYPE", C_TYPE[kept]),)
@@ -118,8 +117,8 @@ def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
 @cache
 def skinny(element: str, features: int, chunks: int, saves: bool = False) -> tuple[Kernel, Kernel]:
     """The variants of skinny_stats and skinny_normalize for operands that are multiplied as `element`, one of
-    SKINNY_CHUNKS, and a CTA that has so many features and takes so many times 64 bytes of a row at once; `saves`: y's
-    also writes g - m."""
+    SKINNY_CHUNKS, and a CTA with so many features, which takes `chunks` of 64 bytes of a row at once; `saves`:
+    skinny_normalize also writes the deviations."""
     of_x = _skinny_defines(element, features, chunks)
     shared = Constants("skinny/config.cuh", dict(of_x))["SHARED_BYTES"]
     stats = Kernel("skinny_stats", "skinny", of_x, arch=ARCH, shared=shared)
@@ -138,8 +137,8 @@ def skinny_features(element: str) -> tuple[int, ...]:
 
 @cache
 def narrow_sizes(element: str, features: int, chunks: int) -> Constants:
-    """What skinny/config.cuh makes of such a CTA: CTA is its threads, TILE_ROWS the rows of a tile, BLOCK_ROWS those of
-    all tiles that it has at once."""
+    """The constants of skinny/config.cuh for such a CTA: CTA is its threads, TILE_ROWS the rows of a tile, BLOCK_ROWS
+    the rows of all tiles that it has at once."""
     return Constants("skinny/config.cuh", dict(_skinny_defines(element, features, chunks)))
 
 
@@ -148,7 +147,7 @@ def _skinny_defines(element: str, features: int, chunks: int) -> tuple[tuple[str
 
 
 def skinny_backward_sizes(dtype: str) -> list[tuple[int, int, int]]:
-    """Features of a CTA of skinny_backward, input features, CTAs of a cluster with features of their own."""
+    """The variants of skinny_backward: features of a CTA, input features, CTAs of a cluster that share the features."""
     if dtype not in SKINNY_BACKWARD:
         return []
     alone = [(n, k, 1) for n in SKINNY_SIZES for k in SKINNY_SIZES if max(n, k) <= SKINNY_BACKWARD[dtype]]
@@ -169,7 +168,7 @@ def skinny_backward_kernel(dtype: str, features: int, inputs: int, cluster: int 
 
 @cache
 def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]:
-    """How many teams a CTA of skinny_backward has, each with room for dw in its registers; threads and rows of each."""
+    """The number of teams in a CTA of skinny_backward, and the threads and rows of each; each has dw in registers."""
     teams = 1 if features > 128 else 4 if max(features, inputs) <= 64 else 2
     if dtype == "float32":
         teams = 16 if features * inputs == 1024 else 8
@@ -178,12 +177,12 @@ def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]
 
 
 def tall_product() -> Kernel:
-    """What makes the parts of a float32 product over many rows."""
+    """Computes the partial products of a float32 product over many rows."""
     return Kernel("tall_product", "tall_product", (), arch=ARCH, shared=_TALL["SHARED_BYTES"])
 
 
 def reduce_split_k() -> Kernel:
-    """What adds up the parts of a matrix."""
+    """Adds up partial products."""
     return Kernel("reduce_split_k", "reduce_split_k", ())
 
 
@@ -194,22 +193,22 @@ def copy_matrix(itemsize: int) -> Kernel:
 
 
 def copy_rows() -> Kernel:
-    """What copies rows of elements of any size from and to any bytes."""
+    """Copies rows of elements of any size, from and to any alignment."""
     return Kernel("copy_rows", "copy_rows", ())
 
 
 def clear() -> Kernel:
-    """What writes zeros."""
+    """Writes zeros."""
     return Kernel("clear", "clear", ())
 
 
 def fill_sm(shared: int) -> Kernel:
-    """What fills an SM with one CTA, if `shared` is all of its shared memory."""
+    """Fills an SM with one CTA, if `shared` is all of its shared memory."""
     return Kernel("fill_sm", "fill_sm", (), arch=ARCH, shared=shared)
 
 
 def tile_kernels() -> tuple[Kernel, Kernel]:
-    """What makes limbs of MN-major operands."""
+    """The two kernels that make limbs of MN-major operands: take_maxima and split_tiles."""
     maxima, tiles = (Kernel(name, *split_limbs(1)[1:]) for name in ("take_maxima", "split_tiles"))
     return maxima, tiles
 
@@ -218,11 +217,11 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
 def backward_kernels(
     dtype: str, kept: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1
 ) -> tuple[Kernel, ...]:
-    """The variants of backward_sums, _dg and _fused, of sum_features and, in training, of merge_sums, for a dy of this
-    dtype and what was kept.
+    """The variants of backward_sums, backward_dg, backward_fused, sum_features and, in training, merge_sums, for a dy
+    of `dtype` and deviations of the dtype `kept`.
 
-    `transposed`: backward_dg writes dg's transpose, too; `cluster`: how many CTAs share columns in backward_fused, and
-    `sharing` in backward_sums.
+    `transposed`: backward_dg also writes dg's transpose; `cluster`: CTAs of a cluster of backward_fused; `sharing`: of
+    backward_sums.
     """
     t, d = C_TYPE[dtype], C_TYPE[kept]
     g = "double" if d == "double" else "float"
