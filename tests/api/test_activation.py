@@ -87,7 +87,7 @@ def assert_forward_within(got: Any, arrays: Arrays, options: dict[str, Any], *, 
     arrays, options = judged(arrays, options)
     wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
     truth = reference.forward(**arrays, **options, dtype=wide)
-    of = [bounds(arrays, truth, **options, operand=TF32 if tf32 else 0.0, parked=arrays["x"].dtype.itemsize == 2)]
+    of = [bounds(arrays, truth, **options, operand=TF32 if tf32 else 0.0, deferred=arrays["x"].dtype.itemsize == 2)]
     of += [bounds(arrays, truth, **options, limbs=True)] if limbs else []
     limit = of[0]._replace(**{
         field: np.maximum.reduce([getattr(one, field) for one in of])
@@ -109,7 +109,7 @@ def assert_gradients_within(
     of_u, training = before_relu(dy, y), options["training"]
     truth = truth_of(judged_arrays, of_u, training=training)
     operand = TF32 if tf32 else 2.0**-22 + 48 * 2.0**-23  # or limbs, as in tests/fuzz/good.py
-    form = {"training": training, "operand": operand, "parked": True, "activation": "relu"}
+    form = {"training": training, "operand": operand, "deferred": True, "activation": "relu"}
     limits = gradient_bounds(judged_arrays, of_u, truth, **form)
     for name, gradient in got.items():
         if gradient is not None:
@@ -223,7 +223,7 @@ def test_gradients_of_every_form(form: str, dtype: str, training: bool, name: st
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("needs", [("beta",), ("x",), ("weight",), ("gamma", "beta"), ("scale",), ()], ids=str)
-def test_what_nobody_needs_changes_nothing(needs: tuple[str, ...], dtype: str, training: bool, name: str) -> None:
+def test_needs_do_not_change_other_gradients(needs: tuple[str, ...], dtype: str, training: bool, name: str) -> None:
     """The signs are there for each gradient alone, too."""
     arrays, options = drawn(SHAPES["one tile"], dtype, training)
     dy, kind = draw_integers(arrays), kind_of(name)
@@ -272,7 +272,7 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
     "tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLIT_K_TILES_BY_MODE["training"]], ids=str
 )
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
-@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # parks tiles
+@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # deferred
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")

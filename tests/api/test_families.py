@@ -10,7 +10,7 @@ import pytest
 from gsbn import reference
 from gsbn._plan import Limits
 from tests.support.families import FAMILIES, spoil
-from tests.support.forwards import made_twice_on_few_sms
+from tests.support.forwards import recompute_on_few_sms
 from tests.support.harness import forward, kind_of
 from tests.support.strategies import Case
 from tests.support.tolerance import assert_outcome_within, bounds, norm_error, summed
@@ -83,9 +83,9 @@ def test_on_a_gpu(name: str, shape: tuple[int, int, int], kind: str, family: str
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", FAST)
-def test_g_made_twice(kind: str, family: str) -> None:
+def test_recompute(kind: str, family: str) -> None:
     """By CTAs that have several tiles, and merge them one after the other."""
-    limits = made_twice_on_few_sms(*beside_torch.KINDS[kind], 2)
+    limits = recompute_on_few_sms(*beside_torch.KINDS[kind], 2)
     how = {"device": "cuda", "libraries": ("torch-cuda",), "gemms": ("sm90",), "limits": limits}
     assert_beside_torch((4000, 264, 200), kind, family, **how)
 

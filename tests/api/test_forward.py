@@ -38,7 +38,7 @@ def assert_right(kind: Kind, case: Case) -> None:
     got, again = (forward(kind, arrays, dict(case.layouts), **case.options) for _ in range(2))
     narrow = DTYPES[case.dtype].itemsize == 2
     if case.shape[0]:
-        assert_outcome_within(got, truth, bounds(without_out(arrays), truth, **case.options, parked=narrow))
+        assert_outcome_within(got, truth, bounds(without_out(arrays), truth, **case.options, deferred=narrow))
     for one, other in zip(got, again, strict=True):
         if one is not None:
             assert_same_bits(one, other)
@@ -224,7 +224,7 @@ def test_half_inputs_whose_gemm_overflows_half(cpu_kind: Kind) -> None:
     arrays = {"x": x, "weight": np.full((3, 512), 100, np.float16), "scale": np.ones(3, np.float16)}
     got = forward(cpu_kind, arrays, training=True)  # g reaches 1e7; y is ordinary
     truth = reference.forward(**arrays, training=True)
-    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, deferred=True))
     assert np.isfinite(got.y).all()
 
 

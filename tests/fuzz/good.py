@@ -282,10 +282,10 @@ def forward_bounds(case: Good, arrays: Arrays, truth: reference.Forward) -> Boun
     """Those of the path, or the larger of those of the paths among which "auto" chooses."""
     of = partial(bounds, arrays, truth, **case.recipe.options)
     if case.kind in CPU_KINDS:
-        return of(parked=DTYPES[case.recipe.dtype].itemsize == 2)
+        return of(deferred=DTYPES[case.recipe.dtype].itemsize == 2)
     if not may_take_limbs(case, case.gemm):
-        parked = may_be_sm90(case, case.gemm) and DTYPES[case.recipe.dtype].itemsize == 2
-        return of(operand=operand_error(case), parked=parked)
+        deferred = may_be_sm90(case, case.gemm) and DTYPES[case.recipe.dtype].itemsize == 2
+        return of(operand=operand_error(case), deferred=deferred)
     choices = [of(limbs=limbs) for limbs in ((True,) if case.gemm == "sm90" else (False, True))]
     return Bounds(*(None if found[0] is None else np.max(found, axis=0) for found in zip(*choices, strict=True)))
 
@@ -301,7 +301,7 @@ def backward_bounds(
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
     options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
-    options["parked"] = may_be_sm90(case, *gemms)
+    options["deferred"] = may_be_sm90(case, *gemms)
     if not may_take_limbs(case, *gemms):
         return gradient_bounds(arrays, dy, gradients, operand=operand_error(case), **options)
     limits = gradient_bounds(arrays, dy, gradients, operand=2.0**-22 + 48 * 2.0**-23, **options)

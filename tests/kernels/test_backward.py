@@ -59,8 +59,8 @@ def assert_right(
     dy = dy if activation is None else before_relu(dy, y)
     truth = truth_of(arrays, dy, training=training, eps=eps)
     form = {"training": training, "eps": eps, "activation": activation}
-    parked = options.get("gemm", "auto") in ("auto", "sm90")
-    limits = gradient_bounds(arrays, dy, truth, operand=operand, parked=parked, **form)
+    deferred = options.get("gemm", "auto") in ("auto", "sm90")
+    limits = gradient_bounds(arrays, dy, truth, operand=operand, deferred=deferred, **form)
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
@@ -259,7 +259,7 @@ def test_the_same_bits_every_time(dtype: str, gemm: str, training: bool) -> None
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("needs", [(), ("x",), ("weight",), ("bias",), ("scale",), ("gamma",), ("beta", "x")])
-def test_what_nobody_needs_changes_nothing(needs: tuple[str, ...], training: bool) -> None:
+def test_needs_do_not_change_other_gradients(needs: tuple[str, ...], training: bool) -> None:
     arrays = Case((1500, 200, 300), "float16", training).arrays()
     dy = draw_dy(arrays)
     everything = backward(kind_of("cupy"), arrays, dy, gemm="tiled", training=training)
@@ -336,7 +336,7 @@ def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, trai
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64, 16384), (64, 16384, 64), (128, 512, 512)])
-def test_dw_runs_beside_dx_and_does_not_end_before_it(shape: tuple[int, int, int], captured: bool) -> None:
+def test_dw_overlaps_with_dx_and_later_kernels_see_both(shape: tuple[int, int, int], captured: bool) -> None:
     """What follows sees both, though dx takes ten times as long in the first shape and a tenth in the second."""
     arrays = without_out(Case(shape, "bfloat16", True).arrays())
     native = {name: cupy.asarray(a) for name, a in arrays.items()}
@@ -401,6 +401,6 @@ def test_a_replay_is_a_step(gpu_kind: Kind, dtype: str, training: bool, gemm: st
             replay()
             stream.synchronize()
             truth = truth_of(arrays, dy, training=training, eps=case.eps)
-            limits = gradient_bounds(arrays, dy, truth, training=training, eps=case.eps, parked=True)
+            limits = gradient_bounds(arrays, dy, truth, training=training, eps=case.eps, deferred=True)
             for name in NAMES:
                 assert_within(gpu_kind.get(getattr(got, name)), getattr(truth, name), limits[name], name)

@@ -31,7 +31,7 @@ def integers(shape: tuple[int, int], dtype: str) -> Any:
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 512, 256), (1000, 264, 520), (4096, 256, 128), (300, 100, 77), (16, 64, 64)])
-def test_give_what_the_whole_gives(
+def test_give_the_bits_of_the_whole_backward(
     shape: tuple[int, int, int], dtype: str, activation: str | None, training: bool
 ) -> None:
     rows, inputs, features = shape

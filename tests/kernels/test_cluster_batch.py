@@ -38,7 +38,7 @@ def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]
 
 
 @pytest.mark.parametrize("tile", [tile for tile in LIMBS_RS_TILES if tile[2] == 1], ids=str)
-def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int]) -> None:
+def test_all_rows_in_a_tile_with_limbs_rs(tile: tuple[int, int, int]) -> None:
     block_m, *_ = tile
     limits = Limits(sm90=tile[:2], split=False, cluster_batch=True, limbs_rs=True)
     for rows in {2, block_m - 5, block_m}:
@@ -48,7 +48,7 @@ def test_all_rows_in_a_tile_beside_the_weight_as_it_is(tile: tuple[int, int, int
 @pytest.mark.parametrize("of_x", [False, True], ids=["", "limbs of x"])
 @pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
-def test_who_has_all_rows_shares_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
+def test_all_rows_in_a_cluster_with_split_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
     """As above, of a k whose parts are not alike."""
     if of_x and (dtype, precision) != ("float32", "highest"):
         pytest.skip("the weight as it is stands beside limbs alone")

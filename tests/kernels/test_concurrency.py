@@ -113,7 +113,7 @@ def test_streams_are_made_and_destroyed(gpu_kind: Kind, gemm: str) -> None:
                 stream.synchronize()
                 del stream
         for native, arrays, (truth, _) in zip(natives, problems, limits, strict=True):
-            limit = bounds(arrays, truth, training=True, parked=True)
+            limit = bounds(arrays, truth, training=True, deferred=True)
             assert_within(gpu_kind.get(native["out"]), truth.y, limit.y, "y")
 
 
@@ -267,18 +267,18 @@ def test_a_limited_grid_does_all_the_work(
     arrays = Case(shape, dtype, training).arrays()
     options = {"training": training, "gemm": gemm, "sms": sms}
     layouts = {"x": "F", "weight": "strided", "dy": "F"}
-    parked = gemm in ("auto", "sm90")
+    deferred = gemm in ("auto", "sm90")
     got = forward(kind_of("cupy"), arrays, layouts, **options)
     truth, _ = truth_and_bounds(arrays, training=training)
-    limit = bounds(arrays, truth, training=training, parked=parked)
-    limbs = bounds(arrays, truth, training=training, limbs=True) if parked and dtype == "float32" else limit
+    limit = bounds(arrays, truth, training=training, deferred=deferred)
+    limbs = bounds(arrays, truth, training=training, limbs=True) if deferred and dtype == "float32" else limit
     assert_outcome_within(
         got, truth, type(limit)(*(a if a is None else np.maximum(a, b) for a, b in zip(limit, limbs, strict=True)))
     )
     dy = draw_dy(arrays)
     of = backward(kind_of("cupy"), arrays, dy, layouts, **options)
     want = truth_of(arrays, dy, training=training)
-    limits = gradient_bounds(arrays, dy, want, training=training, parked=parked)
+    limits = gradient_bounds(arrays, dy, want, training=training, deferred=deferred)
     for name, gradient in of.items():
         if gradient is not None:
             assert_within(gradient, getattr(want, name), limits[name], name)
@@ -345,7 +345,7 @@ def test_the_current_context_is_left_as_it_was(name: str) -> None:
         cupy.cuda.runtime.deviceSynchronize()
         checked(cu.cuGreenCtxDestroy(green))
     truth, _ = truth_and_bounds(arrays, training=True)
-    assert_within(kind.get(native["out"]), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+    assert_within(kind.get(native["out"]), truth.y, bounds(arrays, truth, training=True, deferred=True).y)
 
 
 def test_another_current_device_is_left_as_it_was() -> None:
@@ -359,7 +359,7 @@ def test_another_current_device_is_left_as_it_was() -> None:
     assert cupy.cuda.driver.ctxGetCurrent() == before
     truth, _ = truth_and_bounds(arrays, training=True)
     with cupy.cuda.Device(1):
-        assert_within(y.get(), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+        assert_within(y.get(), truth.y, bounds(arrays, truth, training=True, deferred=True).y)
 
 
 @pytest.mark.parametrize("name", GPU_KINDS)
@@ -369,7 +369,7 @@ def test_an_interrupted_call_leaves_the_next_one_right(name: str) -> None:
     arrays = Case(SHAPE, "bfloat16", True, layouts=()).arrays()
     native = {n: kind.put(a) for n, a in arrays.items()}
     truth, _ = truth_and_bounds(arrays, training=True)
-    limit = bounds(arrays, truth, training=True, parked=True).y
+    limit = bounds(arrays, truth, training=True, deferred=True).y
     gsbn.forward(**native, training=True)
     import sys
 

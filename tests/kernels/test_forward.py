@@ -143,7 +143,7 @@ def test_what_lies_right_of_out_is_not_touched(
     with refused_by_sm90(gemm):
         gsbn.forward(**native, training=training, gemm=gemm)
     truth, limit = truth_and_bounds(arrays, training=training)
-    limit = bounds(arrays, truth, training=training, parked=True, limbs=dtype == "float32")
+    limit = bounds(arrays, truth, training=training, deferred=True, limbs=dtype == "float32")
     assert_within(cupy.asnumpy(native["out"]), truth.y, limit.y, "y")
     assert (buffer[:, features:] == 7).all()
 
@@ -231,7 +231,7 @@ def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None
         now = {name: kind.get(a) for name, a in native.items()}
         y = gsbn.forward(**native, training=True, gemm=gemm)
         truth, limit = truth_and_bounds(now, training=True)
-        assert_within(kind.get(y), truth.y, bounds(now, truth, training=True, parked=True).y)
+        assert_within(kind.get(y), truth.y, bounds(now, truth, training=True, deferred=True).y)
         assert_within(kind.get(mean), truth.running_mean, limit.running_mean)
 
     def noise(*shape: int) -> Any:

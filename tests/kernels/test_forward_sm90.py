@@ -1,4 +1,4 @@
-"""The one-launch kernel on Hopper: many tiles a CTA, parked tiles, graphs side by side, and what it refuses."""
+"""The one-launch kernel on Hopper: many tiles a CTA, deferred tiles, graphs side by side, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gsbn._plan import Limits
 from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, LIMBS_RS_TILES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
-from tests.support.forwards import made_twice_on_few_sms
+from tests.support.forwards import recompute_on_few_sms
 from tests.support.gradients import backward, draw_dy, gradient_bounds, truth_of
 from tests.support.harness import DTYPES, GPU_KINDS, assert_same_bits, forward, kind_of, without_out
 from tests.support.strategies import Case
@@ -38,7 +38,7 @@ SHAPES = [
     (4100, 264, 104),
     (129, 1032, 1000),
     (600, 4104, 264),  # k is long enough for CTAs to share it
-    (9000, 64, 2104),  # CTAs have several tiles: all but the last are parked
+    (9000, 64, 2104),  # CTAs have several tiles: all but the last are deferred
 ]
 
 
@@ -48,8 +48,8 @@ def tile(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-PARKED = {"recompute": False, "cluster_batch": False, "split": False, "limbs_rs": False}
-CHOICES = [Limits(), *(Limits(sm90=tile, **PARKED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
+DEFERRED = {"recompute": False, "cluster_batch": False, "split": False, "limbs_rs": False}
+CHOICES = [Limits(), *(Limits(sm90=tile, **DEFERRED) for tile in itertools.product(BLOCKS_M, CLUSTERS))]
 CHOICES += [Limits(sm90=(256, cluster), recompute=True) for cluster in CLUSTERS]
 CHOICES += [
     Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=False) for tile in SPLIT_K_TILES_BY_MODE["training"]
@@ -99,7 +99,7 @@ def test_every_tile_is_right(
     got = forward(kind_of("cupy"), arrays, limits=within, **options)
     truth = reference.forward(**without_out(arrays), training=training)
     operand = TF32 if dtype == "float32" else 0.0
-    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
+    limit = bounds(arrays, truth, training=training, operand=operand, deferred=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
 
 
@@ -127,7 +127,7 @@ def test_constants_of_tiles_whose_features_alternate() -> None:
 
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_tile_keeps_what_a_backward_needs(
+def test_every_tile_saves_what_a_backward_needs(
     shape: tuple[int, int, int], dtype: str, precision: str, within: Limits
 ) -> None:
     """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
@@ -149,7 +149,7 @@ def test_every_tile_keeps_what_a_backward_needs(
     a, of_scale, of_gamma, rate, unit = saved.vectors[:5]
     d = saved.deviations[:, : shape[2]].astype("f8") * unit
     short = roundoff(DTYPES[dtype])
-    # y and d each come from a parked deviation or from g, with one rounding more, and float32 arithmetic between
+    # y and d each come from a deferred deviation or from g, with one rounding more, and float32 arithmetic between
     error = abs(a) * (short * (4 * abs(d) + 2 * abs(d).max(0)) + 2.0**-24 * unit) + short * abs(wide)
     error += 8 * 2.0**-24 * (abs(a * d) + abs(of("beta", 0))) + 2.0**-24
     assert (abs(a * d + of("beta", 0) - wide) <= error).all()
@@ -167,7 +167,7 @@ def test_every_tile_keeps_what_a_backward_needs(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> None:
+def test_gradients_of_saved_deviations(shape: tuple[int, int, int], dtype: str) -> None:
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
         pytest.skip("so few rows are kept in float64")
     arrays = without_out(Case(shape, dtype, True).arrays())
@@ -175,7 +175,7 @@ def test_gradients_of_what_it_keeps(shape: tuple[int, int, int], dtype: str) -> 
     got = backward(kind_of("cupy"), arrays, dy, training=True, **SM90)
     truth = truth_of(arrays, dy, training=True)
     operand = TF32 if dtype == "float32" else 0.0
-    limits = gradient_bounds(arrays, dy, truth, training=True, operand=operand, parked=True)
+    limits = gradient_bounds(arrays, dy, truth, training=True, operand=operand, deferred=True)
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
@@ -225,7 +225,7 @@ def test_rows_off_16_bytes(
     got = forward(kind_of("cupy"), arrays, layouts, **options)
     truth = reference.forward(**without_out(arrays), training=training)
     operand = TF32 if dtype == "float32" else 0.0
-    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
+    limit = bounds(arrays, truth, training=training, operand=operand, deferred=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
     assert_same_bits(forward(kind_of("cupy"), arrays, layouts, **options).y, got.y)
 
@@ -239,7 +239,7 @@ def test_gradients_of_rows_off_16_bytes(shape: tuple[int, int, int], dtype: str,
     got = backward(kind_of("cupy"), arrays, dy, training=True, gemm=gemm, precision="high")
     truth = truth_of(arrays, dy, training=True)
     operand = TF32 if dtype == "float32" else 0.0
-    limits = gradient_bounds(arrays, dy, truth, training=True, operand=operand, parked=True)
+    limits = gradient_bounds(arrays, dy, truth, training=True, operand=operand, deferred=True)
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
@@ -251,7 +251,7 @@ def test_contiguous_rows_off_16_bytes_are_copied(name: str) -> None:
     layouts = dict.fromkeys(("x", "weight"), "unaligned")
     got = forward(kind_of(name), arrays, layouts, training=True, **SM90)
     truth = reference.forward(**without_out(arrays), training=True)
-    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, parked=True))
+    assert_outcome_within(got, truth, bounds(arrays, truth, training=True, deferred=True))
 
 
 @pytest.mark.parametrize("block_m", sorted({*BLOCKS_M, *(block_m for block_m, _ in SPLIT_K_TILES)}))
@@ -273,16 +273,16 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
 
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
+def test_deferred_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
     """g of any size: a raw float16 deviation would overflow above 65504 and lose its digits below 6e-5."""
     rng, t, (B, I, O) = np.random.default_rng(0), DTYPES[dtype], (9000, 256, 2048)
     root = np.sqrt(magnitude)
     x = reference.round_to(rng.standard_normal((B, I)) * root, t)
     weight = reference.round_to(rng.standard_normal((O, I)) * root / 16, t)
     arrays = {"x": x, "weight": weight, "scale": np.full(O, 1 / magnitude, np.float32)}
-    got = forward(kind_of("cupy"), arrays, limits=Limits(**PARKED), training=True, **SM90)
+    got = forward(kind_of("cupy"), arrays, limits=Limits(**DEFERRED), training=True, **SM90)
     truth = reference.forward(**arrays, training=True)
-    assert_within(got.y, truth.y, bounds(arrays, truth, training=True, parked=True).y)
+    assert_within(got.y, truth.y, bounds(arrays, truth, training=True, deferred=True).y)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])
@@ -296,17 +296,17 @@ def test_parked_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) 
         (8001, 264, 200),  # more steps of k than stages
     ],
 )
-def test_g_made_twice(
+def test_recompute(
     shape: tuple[int, int, int], dtype: str, precision: str, cluster: int, activation: str | None
 ) -> None:
-    limits = made_twice_on_few_sms(dtype, precision, cluster)
+    limits = recompute_on_few_sms(dtype, precision, cluster)
     assert_right_and_repeated(Case(shape, dtype, True).arrays(), dtype, precision, limits, activation)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_g_made_twice_is_as_accurate_as_torch(name: str, dtype: str) -> None:
-    limits = made_twice_on_few_sms(dtype, "highest", 2)
+def test_recompute_is_as_accurate_as_torch(name: str, dtype: str) -> None:
+    limits = recompute_on_few_sms(dtype, "highest", 2)
     assert_as_accurate_as_torch(kind_of("torch-cuda"), name, (1024, 1024, 512), dtype, gemm="sm90", limits=limits)
 
 
@@ -332,14 +332,14 @@ def test_the_same_bits_under_load(dtype: str, precision: str) -> None:
 
 @pytest.mark.parametrize("momentum", [-0.5, 0.1, None])
 def test_a_padded_y_keeps_its_padding_and_any_momentum_counts(momentum: float | None) -> None:
-    """60 features in rows of 64, parked tiles: "auto" may take another path, and none may touch columns 60 to 63."""
+    """60 features in rows of 64, deferred tiles: "auto" may take another path, and none may touch columns 60 to 63."""
     arrays = Case((9000, 64, 60), "float16", True, layouts=()).arrays()
     native = {n: cupy.asarray(a) for n, a in arrays.items()}
     rows = cupy.full((9000, 64), 7, cupy.float16)
     native["out"] = rows[:, :60]
     gsbn.forward(**native, training=True, momentum=momentum)
     truth = reference.forward(**without_out(arrays), training=True, momentum=momentum)
-    limit = bounds(arrays, truth, training=True, momentum=momentum, parked=True)
+    limit = bounds(arrays, truth, training=True, momentum=momentum, deferred=True)
     assert (rows[:, 60:] == 7).all()
     assert_within(rows[:, :60].get(), truth.y, limit.y, "y")
     assert limit.running_mean is not None
@@ -384,7 +384,7 @@ def test_two_graphs_at_once_beside_eager_calls_and_a_busy_gpu() -> None:
     for (arrays, native), calls in zip(problems, (rounds + 1, rounds + 1, rounds), strict=True):
         assert native["num_batches_tracked"].get() == arrays["num_batches_tracked"] + calls
         truth = reference.forward(**without_out(arrays), training=True)
-        assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+        assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, deferred=True).y)
         assert set(names) <= set(native)
 
 
@@ -402,13 +402,13 @@ def test_ten_thousand_replays_advance_the_statistics() -> None:
         stream.synchronize()
     truth = reference.forward(**without_out(arrays), training=True)
     assert native["num_batches_tracked"].get() == arrays["num_batches_tracked"] + 10_001
-    assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, parked=True).y)
+    assert_within(native["out"].get(), truth.y, bounds(arrays, truth, training=True, deferred=True).y)
 
 
 def test_threads_share_the_tensor_maps() -> None:
     arrays = Case((512, 128, 384), "bfloat16", True, layouts=()).arrays()
     truth = reference.forward(**without_out(arrays), training=True)
-    limit = bounds(arrays, truth, training=True, parked=True).y
+    limit = bounds(arrays, truth, training=True, deferred=True).y
     wrong: list[BaseException] = []
 
     def run() -> None:

@@ -39,7 +39,7 @@ def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = No
     assert_outcome_within(got, truth, bounds(arrays, truth, **case.options, operand=operand, limbs=limbs))
 
 
-def test_the_kernels_are_those_that_are_meant() -> None:
+def test_the_expected_kernels_run() -> None:
     arrays = {name: cupy.asarray(a) for name, a in Case((5000, 32, 32), "float32", True).arrays().items()}
     told = forward_within(SKINNY, **arrays, training=True)
     assert told.shape == (5000, 32)
@@ -109,7 +109,7 @@ def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activ
     dy = dy if activation is None else before_relu(dy, y)
     truth = truth_of(arrays, dy, training=True)
     operand = TF32 if (dtype, precision) == ("float32", "high") else 0.0
-    limits = gradient_bounds(arrays, dy, truth, operand=operand, parked=True, **options)
+    limits = gradient_bounds(arrays, dy, truth, operand=operand, deferred=True, **options)
     for name, gradient in got.items():
         if gradient is not None:
             assert_within(gradient, getattr(truth, name), limits[name], name)
@@ -168,7 +168,7 @@ def test_powers_of_two_change_no_digit_of_dx() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("sms", [None, 7])
-def test_dx_is_the_same_beside_other_gradients(sms: int | None, training: bool) -> None:
+def test_dx_has_the_same_bits_with_other_gradients(sms: int | None, training: bool) -> None:
     """And right, wherever what it is made of lies."""
     arrays = Case((9001, 96, 136), "float32", training).arrays()
     dy = draw_dy(arrays)

@@ -48,7 +48,7 @@ def test_sums_over_parts_of_k(
     got = forward(kind_of("cupy"), arrays, limits=within, **options)
     truth = reference.forward(**without_out(arrays), training=training)
     operand, limbs = TF32 if dtype == "float32" else 0.0, (dtype, precision) == ("float32", "highest")
-    limit = bounds(arrays, truth, training=training, operand=operand, parked=dtype != "float32", limbs=limbs)
+    limit = bounds(arrays, truth, training=training, operand=operand, deferred=dtype != "float32", limbs=limbs)
     assert_outcome_within(got, truth, limit)
     busy = cupy.ones(1 << 24)
     for _ in range(10):

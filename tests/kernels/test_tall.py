@@ -76,7 +76,7 @@ def test_rows_that_grow_or_fade(power: int) -> None:
     assert_dw(dg, x)
 
 
-def test_the_kernels_are_those_that_are_meant() -> None:
+def test_the_expected_kernels_run() -> None:
     """And what they take of dg is nothing: dx finds it as it was."""
     rng = cupy.random.default_rng(0)
     x, weight = draw(rng, 0, 100000, 128), draw(rng, 0, 200, 128)

@@ -1,4 +1,4 @@
-"""What holds of every plan: its launches, workspace and copies fit together, and fit the device."""
+"""What is true of every plan: its launches, workspace and copies fit together, and fit the device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sizes() -> st.SearchStrategy[int]:
 
 @st.composite
 def matrices(draw: st.DrawFn, rows: int, columns: int) -> Matrix:
-    """C or Fortran order, padded or not, or strides of any kind."""
+    """In C or Fortran order, padded or not, or with any strides."""
     pad = draw(st.sampled_from([0, 0, 1, 8]))
     strides = draw(
         st.sampled_from([(columns + pad, 1), (1, rows + pad), (-(columns + pad), 1), (2 * columns, 2), (0, 0), (0, 1)])
@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn) -> Matmul:
 
 
 def largest_grid(device: Device) -> int:
-    """CTAs spread over the SMs before any gets a second: as many of them take as many SMs."""
+    """The most CTAs of a launch. CTAs spread over all SMs before any gets a second, so n of them take n SMs."""
     return device.sms if device.limited else LARGEST_GRID
 
 
@@ -60,12 +60,12 @@ ARGUMENTS = {"x", "weight", *VECTORS, "num_batches_tracked", "out", *PREPARED, "
 def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
     assert_steps_fit(decided.program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
 
-    # what lies elsewhere is a copy, in rows on 16 bytes
+    # an operand is the argument, or a copy whose rows start on 16 bytes
     taken, size, one = decided.taken, ITEMSIZE[p.dtype], decided.one
     if taken is not None:
         assert taken._replace(x=p.x, w=p.w, y=p.y, device=p.device) == p
-        for lies, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k)):
-            assert_copied_or_given(lies, at, rows, columns, size)
+        for given, at, rows, columns in ((p.x, taken.x, p.m, p.k), (p.w, taken.w, p.n, p.k)):
+            assert_copied_or_given(given, at, rows, columns, size)
     if one is not None:
         assert taken is not None
         assert_copied_or_given(p.y, taken.y, p.m, p.n, size)
@@ -83,11 +83,11 @@ def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
     if stats is not None:
         assert (fields["splits"] - 1) * fields["stats_rows"] < p.m <= fields["splits"] * fields["stats_rows"]
         assert training
-    if decided.one_pass:  # a CTA has all rows of its columns, a thread a whole number of them in a warp
+    if decided.one_pass:  # a CTA has all rows of its columns, and a warp has whole rows
         assert fields["normalize_rows"] == p.m <= STATS_GROUP * THREADS // fields["row_threads"]
         assert fields["row_threads"] in (2, 4, 8, 16)
 
-    # the workspace: constants, the statistics of each part and g, aligned, in order, and large enough
+    # the workspace has constants, the statistics of each split and g: aligned, in order, and large enough
     g_size, ldg = max(size, 4), fields["ldg"]
     affine, partials = fields["affine"], fields["partials"]
     assert ldg >= p.n and affine % 256 == partials % 256 == 0
@@ -104,22 +104,22 @@ def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
         assert fields["merge_columns"] in (8, 16, 32, 64, 128, 256)
         assert 1 <= decided.merge.grid <= max(1, p.device.sms // 2)
 
-    # 16-byte accesses only where every row begins on 16 bytes
+    # 16-byte accesses only if every row starts on 16 bytes
     if fields["flags"] & flags(vector_y=True):
         assert p.y.aligned and p.y.strides[1] == 1 and p.y.strides[0] * size % 16 == 0
     assert ldg * g_size % 16 == 0
     if decided.g in ("y", "out"):
         assert size == g_size and (p.y.strides[1], ldg) == (1, p.y.strides[0])
-        if decided.product is not None:  # the copy engine stores whole words: the last may not reach past a row
+        if decided.product is not None:  # TMA stores whole words: the last may not pass the end of a row
             assert p.n * g_size % 16 == 0
 
-    # a GEMM reads rows or, cuBLAS alone, columns that are contiguous and do not overlap; all else is copied
+    # operands of a GEMM have contiguous rows (for cuBLAS, or columns) that do not overlap; others are copied
     for name, ld, given, rows in (("x", "ldx", p.x, p.m), ("weight", "ldw", p.w, p.n)):
         at = given if taken is None else taken.x if name == "x" else taken.w
         if taken is None and decided.array(f"copy of {name}") is not None:
             at = Matrix((fields[ld], 1), True)
         row, column = at.strides
-        if decided.limbs.of:  # limbs are made of rows and columns that lie anywhere
+        if decided.limbs.of:  # limbs can be made of rows and columns of any alignment
             assert 1 in at.strides
             continue
         by_rows = column == 1 and (decided.gemm == "tiled" or row >= p.k)
@@ -130,41 +130,41 @@ def assert_copied_or_given(given: Matrix, at: Matrix, rows: int, columns: int, s
     if not at.own:
         assert at == given
         return
-    beside, pitch = sorted(at.strides)
-    assert (beside, at.aligned, pitch * size % 16) == (1, True, 0)
+    step, pitch = sorted(at.strides)
+    assert (step, at.aligned, pitch * size % 16) == (1, True, 0)
     assert pitch >= (columns if at.strides[1] == 1 else rows)
 
 
-def makes_g_twice(one: OneLaunch) -> bool:
+def is_recompute(one: OneLaunch) -> bool:
     return dict(one.kernel.defines)["MODE"] == MODES["recompute"]
 
 
-def has_all_rows(one: OneLaunch) -> bool:
+def is_cluster_batch(one: OneLaunch) -> bool:
     return dict(one.kernel.defines)["MODE"] == MODES["cluster_batch"]
 
 
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
-    assert one.kernel.shared <= 227 << 10  # what a CTA may have on Hopper
+    assert one.kernel.shared <= 227 << 10  # the limit of a CTA on Hopper
     of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
-    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of a cluster
+    tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of all CTAs of a cluster
     two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
     assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
     assert 1 <= one.clusters <= min(tiles, p.device.ctas(2) if two else p.device.clusters(one.cluster * one.split))
     assert one.ctas <= p.device.ctas(1 + two)
     if one.split > 1:  # each CTA has one tile, and a part of k
-        assert one.clusters == tiles and p.k > one.split and not makes_g_twice(one)
+        assert one.clusters == tiles and p.k > one.split and not is_recompute(one)
     features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
-    if makes_g_twice(one):  # every cluster keeps to its features
+    if is_recompute(one):  # all tiles of a cluster have the same features
         assert one.clusters % one.panel == 0 and one.cooperative
         assert one.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
         parts = one.clusters // one.panel
     end = 0
-    if has_all_rows(one):  # in a cluster, which has one tile
+    if is_cluster_batch(one):  # each cluster has one tile
         assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.along_rows and not one.cooperative
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
-        assert_folded_parts_fit(p, one)
+        assert_merged_parts_fit(p, one)
         assert one.merged + features * 16 <= one.epoch
         end = one.epoch + 8 * (1 + one.ctas)
     if one.limbs is not None:
@@ -182,24 +182,24 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert end <= one.workspace
     assert p.y.strides[1] == 1 and p.n <= p.y.strides[0]
     assert not one.defers or (p.y.aligned and p.y.strides[0] * ITEMSIZE[p.dtype] % 16 == 0)
-    # what the copy engine takes
+    # what TMA can load
     for at in (p.x, p.w):
         assert at.strides[1] == 1
         if one.limbs is None or (one.element == "limbs_rs" and at is p.w):
             assert at.strides[0] >= p.k and at.aligned and at.strides[0] * ITEMSIZE[p.dtype] % 16 == 0
 
 
-def assert_folded_parts_fit(p: Matmul, one: OneLaunch) -> None:
-    """Behind the words of all tiles there is room for those of folded parts."""
+def assert_merged_parts_fit(p: Matmul, one: OneLaunch) -> None:
+    """After the words of all tiles there is room for those of merged parts."""
     rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
     counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
-    if not makes_g_twice(one) and any(count != rows for count in counts):
+    if not is_recompute(one) and any(count != rows for count in counts):
         assert one.defers and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
         assert (rows * blocks + sum(counts)) * SM90_BLOCK_N * 16 <= one.merged
 
 
 def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int]) -> None:
-    """Maxima, exponents and limbs apart from each other; what lies elsewhere in no more than the bytes `lent`."""
+    """Maxima, exponents and limbs do not overlap; limbs in other memory take no more than its bytes in `lent`."""
     taken: list[tuple[int, int]] = []
 
     def take(at: int, size: int) -> None:
@@ -232,7 +232,7 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
         assert 1 <= grid <= largest_grid(gpu) and 1 <= tiles_grid(across, gpu) <= largest_grid(gpu)
         assert rows * grid >= sum(split.rows * -(-split.columns // 128) for split in across) or gpu.limited
     assert all(end <= limbs.end for _, end in taken)
-    # What is written over dg: the limbs of its own rows, tile by tile, and what waits until these were read.
+    # Only two kinds of limbs overwrite dg: those of its own rows, tile by tile, and late ones, after these were read.
     for split in limbs.of:
         for operand in (split.k_major, split.mn_major):
             if operand is not None and operand.limbs == "dg":
@@ -247,7 +247,9 @@ def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:
     assert decided.weight_first or not (takes_dg and "dg" in places.get("dg", ()))
     assert not (decided.weight_first and any("dweight" in of for of in places.values()))
     along, across = operands.get("dg", (None, None))
-    if along is not None and along.limbs == "dg" and across is None:  # by split_limbs: dense rows, each held in full
+    if (
+        along is not None and along.limbs == "dg" and across is None
+    ):  # by split_limbs: dense rows, each held in registers as a whole
         split = next(split for split in decided.limbs.of if split.name == "dg")
         assert split.pitch == split.columns == along.pitch <= 8192
 
@@ -258,7 +260,7 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
     assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
     assert one.ctas <= p.device.sms
     of_both = one.element == "limbs"
-    if not of_both:  # what the copy engine takes
+    if not of_both:  # what TMA can load
         assert (one.element, dict(one.kernel.defines)["W_MN_MAJOR"], p.w.strides[0]) == ("limbs_rs", "1", 1)
         assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
         assert b not in {split.name for split in limbs.of}
@@ -314,17 +316,17 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     macros = dict(one.kernel.defines)
     for at, rows, across in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
-        (beside, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
-        assert beside == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what the copy engine takes
-    assert p.y.strides[1] == 1  # its rows may start anywhere
+        (step, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
+        assert step == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what TMA can load
+    assert p.y.strides[1] == 1  # rows may start anywhere
 
 
-# ---- what a forward keeps for its backward
+# ---- the dtype of saved deviations
 
 FIELDS = ("x", "weight", "bias", "scale", "gamma", "beta")
 
 
-def kept_by(p: Matmul, *, training: bool) -> str:
+def saved_dtype(p: Matmul, *, training: bool) -> str:
     if ITEMSIZE[p.dtype] > 2:
         return p.dtype
     if not training:

@@ -1,4 +1,4 @@
-"""What a program does, in the words of the tests: read from its steps, as the host runs them."""
+"""Programs as the tests see them: what a call does, read from the steps that the host runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Seen:
         return None if at is None else self.program.arrays[at]
 
     def sm90(self, *, gemm: bool) -> tuple[OneLaunch, Matmul] | None:
-        """The choice that a launch of forward_sm90 carries out, as a GEMM alone or as a whole forward."""
+        """The choice behind a launch of forward_sm90, either of a bare GEMM or of a whole forward."""
         for launch in self.program.launches("forward_sm90"):
             if (dict(launch.kernel.defines)["MODE"] == MODES["gemm"]) == gemm:
                 return launch.made_of  # type: ignore[no-any-return]
@@ -51,7 +51,7 @@ class Seen:
 
 
 class Forward(Seen):
-    """A forward. Of the launches after a GEMM: `stats` (None where `normalize` makes them), `merge`, `normalize`."""
+    """A forward. The launches after a GEMM are `stats` (None if `normalize` computes them), `merge`, `normalize`."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -61,7 +61,7 @@ class Forward(Seen):
         product = self.sm90(gemm=True)
         self.product = None if product is None else product[0]
         by_cublas = next((step.p for step in program.steps if isinstance(step, Gemm)), None)
-        # The call as a GEMM takes it: operands as they lie, or as their copies do.
+        # the call as its GEMM takes it, with copies of operands
         self.taken = next((of[1] for of in (found, product) if of is not None), by_cublas)
         self.skinny = program.launch("skinny_normalize") is not None
         self.stats = program.launch("skinny_stats") or program.launch("scale_stats")
@@ -73,12 +73,12 @@ class Forward(Seen):
 
     @property
     def g(self) -> str | None:
-        """The memory of g, where it has any."""
+        """The memory of g, if it is in memory."""
         return None if self.normalize is None else self.normalize.passed.get("g")
 
 
 class Made(NamedTuple):
-    """A product of the backward, and how it is made."""
+    """A product of the backward, and how it is computed."""
 
     gemm: str
     p: Matmul
@@ -118,7 +118,7 @@ class Backward(Seen):
 
     @property
     def weight_first(self) -> bool:
-        """Whether dw is made before any limbs."""
+        """Whether dw is computed before any limbs are made."""
         steps = list(self.program.steps)
         limbs = [i for i, step in enumerate(steps) if isinstance(step, Launch) and isinstance(step.made_of, Splits)]
         made = [i for i, step in enumerate(steps) if _writes(step, gradient_of("weight"))]
@@ -145,7 +145,7 @@ class Backward(Seen):
         raise AssertionError(f"no step writes d{name}")
 
     def place(self, name: str) -> int | None:
-        """The offset of what the launch that makes dg is passed by this name."""
+        """The offset of an argument of the launch that computes dg."""
         at = None if self.dg_launch is None else self.dg_launch.passed.get(name)
         return None if at is None else offset_of(at)
 
@@ -157,7 +157,7 @@ def _writes(step: Any, memory: str) -> bool:
 
 
 def assert_steps_fit(program: Program, arguments: set[str], known: set[Any], largest_grid: int) -> None:
-    """All that holds of any program: its kernels are compiled ahead, its grids fit, and its memory is there."""
+    """What is true of any program: its kernels are known, its grids fit, and its memory exists."""
     arrays = {array.name for array in program.arrays}
     assert len(arrays) == len(program.arrays) and program.workspace % 256 == 0
     for step in program.steps:

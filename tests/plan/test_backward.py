@@ -1,4 +1,4 @@
-"""Plans of a backward: for every shape, layout and set of gradients one that fits together."""
+"""Plans of a backward: every shape, layout and set of gradients has one that fits together."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.plan.fits import (
     assert_sm90_product_fits,
     assert_tall_product_fits,
     contiguous,
-    kept_by,
     largest_grid,
     problems,
+    saved_dtype,
     sizes,
 )
 from tests.plan.seen import assert_steps_fit, backward_plan, plan
@@ -38,7 +38,7 @@ from tests.plan.seen import assert_steps_fit, backward_plan, plan
 
 @given(rows=st.tuples(sizes(), st.integers(0, 300)), k=st.integers(1, 2**20) | st.sampled_from([64, 65, 8192, 8193]))
 def test_split_limbs_takes_as_many_rows_as_it_holds(rows: tuple[int, int], k: int) -> None:
-    """A CTA for each 8192 elements, of x or of the weight: none takes a second item where all may be there."""
+    """One CTA for each 8192 elements of x or the weight: no CTA takes a second item if all can be resident."""
     kernel, at_once = split_limbs(k), split_rows_at_once(k)
     width = int(dict(kernel.defines)["WIDTH"])
     assert kernel in set(_kernels.all_kernels("sm_90a"))
@@ -79,7 +79,7 @@ def test_a_backward_fits(
 
     assert_steps_fit(decided.program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
 
-    # no work that nobody needs
+    # no needless work
     assert decided.dg == bool(needs & {"x", "weight"})
     skinny, dg, sums = decided.skinny, decided.dg_launch, decided.sums_launch
     dg_at = decided.place("partials" if skinny is not None else "dg")
@@ -134,7 +134,7 @@ def test_a_backward_fits(
         end = transposed_at + p.n * decided.across * size
     assert end <= decided.workspace
     if sums is not None:
-        assert dict(sums.kernel.defines)["D_TYPE"] == C_TYPE[kept_by(p, training=training)]
+        assert dict(sums.kernel.defines)["D_TYPE"] == C_TYPE[saved_dtype(p, training=training)]
     if fields and fields["vector_dy"]:
         assert decided.dy.strides[1] == 1 and decided.dy.strides[0] * size % 16 == 0
 
@@ -151,7 +151,7 @@ def test_a_backward_fits(
         assert (q.m, q.n, q.k) == shape
         b = p.w if product is decided.x else p.x
         assert_copied_or_given(b.T, q.w, q.n, q.k, size)
-        assert q.y == Matrix((q.n, 1), True)  # rows that start anywhere, too
+        assert q.y == Matrix((q.n, 1), True)  # its rows may start anywhere
         if product.of_limbs:
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
@@ -184,12 +184,12 @@ def test_a_backward_fits(
         ((65536, 256, 512), True),
         ((380000, 768, 512), True),
         ((131071, 97, 201), True),
-        ((3000, 64, 128), False),  # cuBLAS has done it before two launches begin
+        ((3000, 64, 128), False),  # cuBLAS takes less time than two launches
         ((16384, 4096, 4096), False),  # more blocks than SMs
     ],
 )
-def test_dw_of_many_rows_makes_limbs_on_the_way(shape: tuple[int, int, int], auto: bool) -> None:
-    """Of float32 at "highest" alone, of rows that are adjacent elements; no limbs of x are made for it."""
+def test_tall_product_computes_dw_of_many_rows(shape: tuple[int, int, int], auto: bool) -> None:
+    """Only for float32 at "highest", and contiguous rows; no launch makes limbs of x for it."""
     B, I, O = shape
     p = contiguous(B, O, I, "float32")._replace(limits=Limits(skinny=False))
     can = -(-I // 128) * -(-O // 128) <= 132
@@ -214,8 +214,8 @@ def test_dw_of_many_rows_makes_limbs_on_the_way(shape: tuple[int, int, int], aut
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("features", [32, 128, 512])
-def test_dw_of_very_many_short_rows_is_not_left_to_the_tensor_core_alone(dtype: str, features: int) -> None:
-    """A team keeps dw in the tensor core's accumulators over all of its rows: there are no more than MAX_TERMS."""
+def test_skinny_backward_sums_few_enough_rows_in_the_tensor_core(dtype: str, features: int) -> None:
+    """A team accumulates dw in the tensor core over all of its rows: at most MAX_TERMS of them."""
     rows = 600 * MAX_TERMS[dtype]
     p = contiguous(rows, features, 32, dtype)._replace(y=Matrix((features, 1), True))
     plan = backward_plan(p, training=True, needs=("x", "weight"))
@@ -224,13 +224,13 @@ def test_dw_of_very_many_short_rows_is_not_left_to_the_tensor_core_alone(dtype: 
     assert plan.skinny.rows <= teams * MAX_TERMS[dtype]
     together = plan.skinny.ctas * plan.skinny.rows
     assert together >= rows
-    held = p._replace(device=p.device.at_most(100))  # where a second wave would take other SMs than it may
+    held = p._replace(device=p.device.at_most(100))  # a second wave might take other SMs
     assert backward_plan(held, training=True, needs=("x", "weight")).skinny is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
-    """Clusters take all columns of some rows of dw before the next."""
+    """Clusters compute all columns of some rows of dw before the next rows."""
     for B in (64, FEW_TERMS, FEW_TERMS + 8):
         decided = backward_plan(contiguous(B, 8192, 8192, dtype), training=True, needs=("weight",), gemm="sm90").weight
         assert decided is not None and decided.one is not None
@@ -241,7 +241,8 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "skinny"),
     [
-        ((1000000, 32, 32), "float32", True),  # 281 us and 510 by four launches
+        # us of skinny_backward, and of four launches
+        ((1000000, 32, 32), "float32", True),  # 281 and 510
         ((20000, 64, 64), "float32", False),  # 45.5 and 42.0
         ((5000, 128, 128), "bfloat16", True),  # 25.2 and 27.1
         ((24575, 128, 256), "bfloat16", False),  # 38.4 and 37.7 of 24000 rows
@@ -253,11 +254,13 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
         ((100000, 72, 264), "float16", False),
         ((100000, 32, 72), "float32", False),
         ((2000, 32, 32), "float16", False),
-        ((5000, 36, 32), "float16", False),  # rows of x off 16 bytes
+        ((5000, 36, 32), "float16", False),  # rows of x do not start on 16 bytes
         ((5000, 32, 32), "float64", False),
     ],
 )
-def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int], dtype: str, skinny: bool) -> None:
+def test_skinny_backward_is_chosen_where_it_was_measured_faster(
+    shape: tuple[int, int, int], dtype: str, skinny: bool
+) -> None:
     B, I, O = shape
     p = contiguous(B, O, I, dtype)
     for needs in (FIELDS, ("weight",), ("x",)):
@@ -276,21 +279,19 @@ def test_many_short_rows_have_a_backward_of_their_own(shape: tuple[int, int, int
     [
         ((802816, 128, 128), True, True),
         ((131071, 96, 200), True, True),
-        ((70001, 97, 201), True, True),  # rows of dg have a pitch of their own
+        ((70001, 97, 201), True, True),  # rows of dg are padded
         ((65536, 256, 512), True, True),
-        ((8192, 256, 256), False, True),  # forward_sm90 makes limbs of the weight in registers, which are few
-        ((5000, 96, 96), False, True),  # cuBLAS in IEEE arithmetic
+        ((8192, 256, 256), False, True),  # limbs_rs is faster, as the weight has few rows
+        ((5000, 96, 96), False, True),  # cuBLAS in IEEE arithmetic is faster
         ((2048, 500, 64), False, True),
-        ((50000, 64, 1024), False, False),  # the weight's limbs find no room
+        ((50000, 64, 1024), False, False),  # no room for the weight's limbs
         ((50000, 32, 1024), True, True),
         ((100000, 128, 63), False, False),  # too few terms
         ((2047, 128, 128), False, False),
     ],
 )
-def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
-    shape: tuple[int, int, int], auto: bool, can: bool
-) -> None:
-    """Of float32 at "highest" alone; whatever else is wanted, and where dg lies. No limbs of dg are made for it."""
+def test_skinny_product_computes_dx_of_many_short_rows(shape: tuple[int, int, int], auto: bool, can: bool) -> None:
+    """Only for float32 at "highest", with any `needs`, wherever dg lies. No launch makes limbs of dg for it."""
     B, I, O = shape
     p = contiguous(B, O, I, "float32")
 
@@ -316,7 +317,7 @@ def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
     for other in ("float64", "bfloat16"):
         assert not by_skinny(asked._replace(dtype=other), needs=("x",))
     assert not by_skinny(asked._replace(device=Device((8, 0), 108)))
-    if can:  # a weight of columns on 16 bytes lies as it is wanted
+    if can:  # a column-major weight whose columns start on 16 bytes is not copied
         across = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
         copied = backward_plan(asked, training=True, needs=("x",)).x
         assert across is not None and copied is not None and (across.p.w.own, copied.p.w.own) == (False, True)
@@ -326,7 +327,7 @@ def test_dx_of_many_short_rows_makes_limbs_of_dg_in_registers(
     ("shape", "dx", "dw"),
     [
         ((128, 8192, 8192), "limbs_rs", "limbs"),
-        ((32, 8192, 2048), "limbs_rs", None),  # sums of 32 rows are cuBLAS'
+        ((32, 8192, 2048), "limbs_rs", None),  # cuBLAS computes sums over 32 rows
         ((64, 16384, 1024), "limbs_rs", "limbs"),
         ((16384, 4096, 4096), "limbs", "limbs"),
         ((1, 4096, 4096), None, None),
@@ -342,12 +343,12 @@ def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
         assert (None if product.one is None else product.one.element) == want
         assert (name in {split.name for split in decided.limbs.of}) == (want == "limbs")
     alone = backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x",))
-    if dx == "limbs_rs":  # neither maxima nor limbs of anything but dg, row by row
+    if dx == "limbs_rs":  # no maxima, and limbs of dg's rows alone
         assert [(split.name, split.mn_major) for split in alone.limbs.of] == [("dg", None)]
         assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
 
 
-def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
+def test_limbs_rs_of_dx_can_be_forced_or_forbidden() -> None:
     p = contiguous(100, 4104, 520, "float32")
 
     def one_of(p: Matmul, **limits: Any) -> OneLaunch:
@@ -363,16 +364,16 @@ def test_limbs_of_dg_alone_are_asked_for_refused_or_impossible() -> None:
     for w, want in (
         (p.w._replace(aligned=False), "limbs"),
         (Matrix((521, 1), True), "limbs"),
-        (Matrix((1, 4104), True), "limbs"),  # along what dx sums over
+        (Matrix((1, 4104), True), "limbs"),  # K-major for dx
         (Matrix((524, 1), True), "limbs_rs"),
-        (Matrix((1040, 2), True), "limbs_rs"),  # of a copy
+        (Matrix((1040, 2), True), "limbs_rs"),  # it is copied
     ):
         assert one_of(p._replace(w=w), limbs_rs=True).element == want
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_limbs_end_where_the_copy_engine_does(saved: bool) -> None:
-    """The kernel counts in 32 bits."""
+def test_limbs_are_refused_for_sizes_beyond_32_bits(saved: bool) -> None:
+    """The kernel has 32-bit sizes."""
     p = contiguous(2, 8, 2**30 + 8, "float32")
     assert plan(p, training=True, saved=saved).gemm == "cublas"
     with pytest.raises(ValueError, match=r"gemm: .*copy engine"):

@@ -1,4 +1,4 @@
-"""The cost model: the planner takes what was measured to win, and loses little where it does not."""
+"""The cost model: the planner chooses what was measured fastest, or loses little."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from gsbn._plan import Device
-from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, makes_g_twice
+from tests.plan.fits import A100, H200, OLD_NVRTC, SHARES, contiguous, is_recompute
 from tests.plan.seen import backward_plan, plan
 from tests.support import ROOT
 
 
 def test_a_share_of_the_gpu() -> None:
-    """Whoever holds the other SMs may have broken a pair with each; without pairs, CTAs stay alone."""
+    """Each SM that another call holds may break a pair; without pairs there are no clusters."""
     assert (H200.at_most(None), H200.at_most(132), H200.at_most(10**30)) == (H200,) * 3
     assert [H200.at_most(n).clusters(2) for n in (131, 120, 67, 66, 2)] == [65, 54, 1, 0, 0]
     assert [H200.at_most(n).clusters(4) for n in (131, 120, 99)] == [32, 21, 0]
@@ -37,26 +37,26 @@ def test_a_share_of_the_gpu() -> None:
         ((16384, 4096, 4096), "float16", H200, {}, "sm90"),
         ((16384, 4096, 4096), "float32", H200, {"precision": "high"}, "sm90"),
         ((16384, 4096, 4096), "float32", H200, {}, "sm90"),
-        ((1000, 1000, 777), "float32", H200, {}, "sm90"),  # limbs have a pitch of their own
+        ((1000, 1000, 777), "float32", H200, {}, "sm90"),  # limbs have their own pitch
         ((16384, 4096, 4096), "float32", A100, {}, "cublas"),
-        ((1000, 1001, 777), "float32", H200, {}, "sm90"),  # its GEMM, and the portable passes
-        ((1000, 4096, 32), "float32", H200, {}, "cublas"),  # IEEE is the more accurate
-        ((1000000, 32, 32), "float32", H200, {}, "tiled"),  # 148 against 241 us: g is made twice, in IEEE arithmetic
+        ((1000, 1001, 777), "float32", H200, {}, "sm90"),  # its bare GEMM, and the portable passes
+        ((1000, 4096, 32), "float32", H200, {}, "cublas"),  # IEEE is more accurate
+        ((1000000, 32, 32), "float32", H200, {}, "tiled"),  # 148 against 241 us: skinny, in IEEE arithmetic
         ((1000000, 32, 32), "bfloat16", H200, {}, "tiled"),  # 59 against 122 us
         ((1000000, 32, 32), "bfloat16", A100, {}, "cublas"),
-        ((100000, 64, 64), "float32", H200, {}, "tiled"),  # 49 against 62 us: g is made twice, of limbs
+        ((100000, 64, 64), "float32", H200, {}, "tiled"),  # 49 against 62 us: skinny, by limbs
         ((16384, 4096, 4096), "float64", H200, {}, "cublas"),
-        ((1024, 8192, 8191), "bfloat16", H200, {}, "sm90"),  # of copies in rows on 16 bytes
+        ((1024, 8192, 8191), "bfloat16", H200, {}, "sm90"),  # with copies whose rows start on 16 bytes
         ((1024, 8191, 8192), "bfloat16", H200, {}, "sm90"),
         ((1024, 8192, 8192), "bfloat16", A100, {}, "cublas"),
         ((1024, 8192, 8192), "bfloat16", OLD_NVRTC, {}, "cublas"),
-        ((128, 8192, 8192), "bfloat16", H200, {}, "sm90"),  # 39 against 50 us, all rows in a cluster
+        ((128, 8192, 8192), "bfloat16", H200, {}, "sm90"),  # 39 against 50 us: cluster_batch
         ((512, 1024, 16384), "bfloat16", H200._replace(eights=15), {}, "cublas"),  # 44 against 52 us
-        ((65536, 128, 64), "bfloat16", H200, {}, "sm90"),  # 22 against 36 us, one CTA a cluster
+        ((65536, 128, 64), "bfloat16", H200, {}, "sm90"),  # 22 against 36 us: clusters of one CTA
         ((32, 32, 16384), "bfloat16", H200, {}, "cublas"),  # 15 against 49 us: cuBLAS splits k
     ],
 )
-def test_auto_takes_what_was_measured_to_win(
+def test_auto_chooses_what_was_measured_fastest(
     shape: tuple[int, int, int], dtype: str, device: Device, options: dict[str, Any], want: str
 ) -> None:
     assert plan(contiguous(*shape, dtype, device), training=True, **options).gemm == want
@@ -64,22 +64,22 @@ def test_auto_takes_what_was_measured_to_win(
 
 @pytest.mark.parametrize(
     ("shape", "options", "dx", "dw"),
-    [  # cuBLAS's us and forward_sm90's, for dx and for dw
+    [  # us of cuBLAS and of forward_sm90, for dx, and for dw
         ((1024, 8192, 8192), {}, "sm90", "sm90"),  # 174 and 174, 199 and 190
         ((16384, 4096, 4096), {}, "sm90", "sm90"),  # 861 and 833, 818 and 811
         ((3072, 5120, 5120), {}, "cublas", "cublas"),  # 221 and 231, 236 and 256: a wave is half empty
         ((4096, 1024, 1024), {}, "cublas", "cublas"),  # 20.0 and 20.8: one wave; 17.7 and 19.2: cuBLAS splits k
         ((32768, 1024, 1024), {}, "sm90", "cublas"),  # 122 and 121; 99 and 142
         ((128, 1024, 512), {}, "sm90", "sm90"),  # 6.5 and 7.1, 6.8 and 7.6: the host takes 8 to call cuBLAS
-        ((256, 2048, 2048), {}, "cublas", "sm90"),  # 10.6 and 13.1; with the sums before 11.3 and 11.1
-        ((32, 2048, 8192), {}, "cublas", "sm90"),  # dw with the sums before 20.2 and 15.3
+        ((256, 2048, 2048), {}, "cublas", "sm90"),  # 10.6 and 13.1; with the preceding passes 11.3 and 11.1
+        ((32, 2048, 8192), {}, "cublas", "sm90"),  # dw with the preceding passes 20.2 and 15.3
         ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
-        ((128, 1020, 512), {"gemm": "sm90"}, "sm90", "sm90"),  # rows of dx off 16 bytes: it is copied
+        ((128, 1020, 512), {"gemm": "sm90"}, "sm90", "sm90"),  # rows of dx do not start on 16 bytes: it is copied
         ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
         ((1024, 8192, 8192), {"gemm": "tiled"}, "tiled", "tiled"),
     ],
 )
-def test_a_backward_takes_what_was_measured_to_win(
+def test_a_backward_chooses_what_was_measured_fastest(
     shape: tuple[int, int, int], options: dict[str, Any], dx: str, dw: str
 ) -> None:
     B, I, O = shape
@@ -90,7 +90,7 @@ def test_a_backward_takes_what_was_measured_to_win(
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "options", "want"),
-    [  # us of g made twice, and of tiles that are parked
+    [  # us of recompute, and of tiles with a deferred epilogue
         ((524288, 128, 128), "bfloat16", {}, True),  # 110 and 164
         ((802816, 128, 128), "bfloat16", {}, True),  # 166 and 245
         ((802816, 128, 128), "float32", {"precision": "high"}, True),  # 316 and 445
@@ -100,7 +100,7 @@ def test_a_backward_takes_what_was_measured_to_win(
         ((65536, 256, 512), "bfloat16", {}, True),  # 65 and 84
         ((65536, 256, 512), "bfloat16", {"training": False}, False),
         ((65536, 256, 512), "bfloat16", {"ranks": "inside"}, False),
-        ((380000, 768, 512), "bfloat16", {}, False),  # 851 and 707, call after call
+        ((380000, 768, 512), "bfloat16", {}, False),  # 851 and 707, in a row of calls
         ((380000, 768, 512), "bfloat16", {"saved": True}, False),  # 911 and 840
         ((380000, 768, 512), "float32", {"precision": "high"}, False),  # 1686 and 1466
         ((380000, 768, 512), "float32", {}, False),  # 3443 and 2813
@@ -109,15 +109,15 @@ def test_a_backward_takes_what_was_measured_to_win(
         ((1024, 8192, 8192), "bfloat16", {}, False),
     ],
 )
-def test_g_is_made_twice_where_that_was_measured_to_win(
+def test_recompute_is_chosen_where_it_was_measured_faster(
     shape: tuple[int, int, int], dtype: str, options: dict[str, Any], want: bool
 ) -> None:
     m, k, n = shape
     one = plan(contiguous(m, n, k, dtype), gemm="sm90", **{"training": True, **options}).one
-    assert one is not None and makes_g_twice(one) == want
+    assert one is not None and is_recompute(one) == want
 
 
-def test_the_planner_loses_little_on_what_was_measured() -> None:
+def test_regret_is_small_on_the_measured_sweep() -> None:
     """docs/results/sweep.jsonl has the times of all choices on an H200: 515 shapes, three dtypes, both modes."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "tools" / "sweep.py")
     assert spec is not None and spec.loader is not None
@@ -128,10 +128,10 @@ def test_the_planner_loses_little_on_what_was_measured() -> None:
     regret = np.array([line["regret"] for line in lines])
     assert (regret <= 0.05).mean() > 0.91 and regret.mean() < 0.015
     assert (regret <= 0.2).mean() > 0.985
-    # TF32 of 16 features, for which cuBLAS takes longer than the model knows, and rows of 16 bytes by tiles made twice
+    # TF32 with 16 features, where cuBLAS is slower than the model expects, and rows of 16 bytes in mode "recompute"
     slow = [(line["dtype"], line["shape"][1:]) for line in lines if line["regret"] > 0.52]
     assert slow == [("tf32", [96, 16]), ("bfloat16", [8, 80])]
     assert len([line for line in lines if line["of eager"] > 1]) <= 7
-    # Those are of TF32 and long sums, for which cuBLAS picks a better kernel where PyTorch asks.
+    # These are TF32 with long sums: PyTorch's call makes cuBLAS choose a better kernel.
     slower = [line for line in lines if line["of eager"] > 1.1]
     assert all(line["dtype"] == "tf32" and line["shape"][1] > 16000 for line in slower)

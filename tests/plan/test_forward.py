@@ -1,4 +1,4 @@
-"""Plans of a forward, as pure code: there is one for every shape, and what it hands out fits together."""
+"""Plans of a forward: every shape has one, and its parts fit together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, precision_fo
 from gsbn._plan.gemm import MAX_TERMS, candidates
 from gsbn._plan.problem import row_threads_for
 from gsbn._plan.program import offset_of
-from tests.plan.fits import FIELDS, assert_fits, contiguous, has_all_rows, kept_by, makes_g_twice, problems
+from tests.plan.fits import FIELDS, assert_fits, contiguous, is_cluster_batch, is_recompute, problems, saved_dtype
 from tests.plan.seen import backward_plan, plan
 from tests.support.harness import DTYPES
 
@@ -26,7 +26,7 @@ def test_auto_serves_every_call(p: Matmul, training: bool) -> None:
 
 
 @given(p=problems(), training=st.booleans(), gemm=st.sampled_from(["cublas", "tiled"]))
-def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, gemm: str) -> None:
+def test_a_requested_path_serves_or_is_refused(p: Matmul, training: bool, gemm: str) -> None:
     if gemm == "cublas" and p.device.capability < (8, 0) and p.dtype == "bfloat16":
         with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
             plan(p, training=training, gemm=gemm)
@@ -37,7 +37,7 @@ def test_a_choice_is_kept_or_refused(p: Matmul, training: bool, gemm: str) -> No
 
 
 @given(p=problems(), training=st.booleans())
-def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
+def test_saved_deviations_have_rows_on_16_bytes(p: Matmul, training: bool) -> None:
     decided = plan(p, training=training, saved=True)
     assert (decided.gemm == "sm90") == (decided.product is not None or decided.one is not None)
     if decided.one is not None:
@@ -46,7 +46,7 @@ def test_a_forward_keeps_whole_words(p: Matmul, training: bool) -> None:
     assert_fits(p, decided, training=training)
     assert decided.deviations is not None
     (rows, pitch), dtype = decided.deviations.shape, decided.deviations.dtype
-    assert rows == p.m and dtype == kept_by(p, training=training)
+    assert rows == p.m and dtype == saved_dtype(p, training=training)
     assert pitch * ITEMSIZE[p.dtype] % 16 == pitch * ITEMSIZE[dtype] % 16 == 0
     assert 0 <= pitch - p.n < 16 // ITEMSIZE[p.dtype]
     if decided.normalize is not None:
@@ -65,7 +65,7 @@ def test_a_launch_is_cooperative_where_its_ctas_wait_for_each_other(rows: int, c
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", "highest"), ("bfloat16", "highest"), ("float32", "high")])
-def test_long_sums_are_not_left_to_the_tensor_core_alone(dtype: str, precision: str) -> None:
+def test_sm90_refuses_sums_too_long_for_the_tensor_core(dtype: str, precision: str) -> None:
     limit = MAX_TERMS["tf32" if dtype == "float32" else dtype]
     assert plan(contiguous(64, 64, limit, dtype), training=True, precision=precision, gemm="sm90").one is not None
     p = contiguous(64, 64, limit + 8, dtype)
@@ -93,20 +93,20 @@ def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int,
 
 
 def test_a_choice_can_be_limited() -> None:
-    """What tests, sweeps and benches ask for instead of the cheapest; a limit that leaves nothing is passed over."""
+    """Tests, sweeps and benches can force another choice than the cheapest; a limit that leaves none is ignored."""
     p = contiguous(1000, 1032, 136)
     tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
-    assert len(tiles) == 8 + 2  # those with all rows in a cluster: 256 by 8, 128 by 8
+    assert len(tiles) == 8 + 2  # two of cluster_batch: 256 by 8, 128 by 8
     for tile in tiles[:8]:
         one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
-        assert one is not None and (one.block_m, one.cluster) == tile and not makes_g_twice(one)  # no CTA has two tiles
+        assert one is not None and (one.block_m, one.cluster) == tile and not is_recompute(one)  # no CTA has two tiles
     for tile in tiles[8:]:
         one = plan(p._replace(limits=Limits(sm90=tile, cluster_batch=True)), training=True, gemm="sm90").one
-        assert one is not None and (one.block_m, one.cluster) == tile and has_all_rows(one)
+        assert one is not None and (one.block_m, one.cluster) == tile and is_cluster_batch(one)
     many = contiguous(100000, 512, 512)
     for tile, again in itertools.product([(256, 1), (256, 2)], (True, False)):
         one = plan(many._replace(limits=Limits(sm90=tile, recompute=again)), training=True, gemm="sm90").one
-        assert one is not None and ((one.block_m, one.cluster), makes_g_twice(one)) == (tile, again)
+        assert one is not None and ((one.block_m, one.cluster), is_recompute(one)) == (tile, again)
     limbs = contiguous(1000, 1032, 136, "float32")._replace(limits=Limits(sm90=(256, 2)))
     one = plan(limbs, training=True, gemm="sm90").one
     assert one is not None and one.block_m < 256
@@ -119,8 +119,8 @@ def test_a_choice_can_be_limited() -> None:
 
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
-def test_threads_lie_along_rows_of_any_length(columns: int) -> None:
-    """A power of two, a warp at most, and no more than the row has vectors but for the rounding."""
+def test_row_threads_of_rows_of_any_length(columns: int) -> None:
+    """row_threads is a power of two, at most a warp, and less than twice the vectors of a row."""
     for n in range(1, 2000):
         blocks, along = row_threads_for(n, columns)
         assert along in (1, 2, 4, 8, 16, 32) and (blocks - 1) * along * columns < n <= blocks * along * columns

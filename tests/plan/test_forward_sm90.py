@@ -16,7 +16,7 @@ from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
 from gsbn._plan.gemm import candidates
 from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
-from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, has_all_rows
+from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, is_cluster_batch
 from tests.plan.seen import backward_plan, plan
 
 
@@ -38,8 +38,8 @@ def test_the_driver_is_asked_how_many_clusters_fit(monkeypatch: pytest.MonkeyPat
     assert asked == [(2**40, 2, 1, 1, 384, 1, 1, 1000, 1), (4, 2, 1, 1)]
 
 
-def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
-    """What starts off 16 bytes is copied, unless cuBLAS is as fast without; dw reads dg in place."""
+def test_sm90_takes_operands_that_tma_can_load() -> None:
+    """Rows that do not start on 16 bytes are copied, unless cuBLAS is as fast without copies; dw reads dg in place."""
     p = contiguous(1024, 8192, 8192)
     p = p._replace(w=p.w._replace(aligned=False))
     asked, auto = (backward_plan(p, training=True, needs=FIELDS, gemm=gemm) for gemm in ("sm90", "auto"))
@@ -55,7 +55,7 @@ def test_sm90_takes_operands_where_the_copy_engine_can() -> None:
 @given(
     m=st.integers(17, 9000), n=st.integers(1, 9000), dtype=st.sampled_from(["float32", "bfloat16"]), sms=st.booleans()
 )
-def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int, n: int, dtype: str, sms: bool) -> None:
+def test_clusters_of_backward_fused_have_all_rows_and_are_resident(m: int, n: int, dtype: str, sms: bool) -> None:
     p = contiguous(m, n, 64, dtype)
     p = p._replace(device=p.device.at_most(100 if sms else None))
     decided = backward_plan(p, training=True, needs=FIELDS)
@@ -69,7 +69,7 @@ def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int,
         assert not sms or sums.grid <= 100
     other = backward_plan(p._replace(limits=Limits(cluster=1)), training=True, needs=FIELDS)
     assert not other.fused or "CLUSTER" not in dict(other.fused_launch.kernel.defines)  # type: ignore[union-attr]
-    for needs in (("x",), ("weight", "gamma")):  # whose bits are to be the same
+    for needs in (("x",), ("weight", "gamma")):  # gradients must have the same bits
         some = backward_plan(p, training=True, needs=needs)
         assert some.sums_launch is None or (some.sums_launch.kernel, some.row_threads) == (
             sums.kernel,
@@ -77,7 +77,7 @@ def test_clusters_that_share_columns_have_all_rows_and_are_there_at_once(m: int,
         )
 
 
-def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
+def test_split_k_serves_a_long_k_and_few_tiles() -> None:
     few = contiguous(256, 1024, 16384, "bfloat16")
     for mode, tiles in SPLIT_K_TILES_BY_MODE.items():
         assert {tile.shape for tile in candidates(few, mode, "bfloat16") if tile.split > 1} == set(tiles)
@@ -101,11 +101,11 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
         p = contiguous(m * split, 1024, 16384, "bfloat16")
         p = p._replace(limits=Limits(sm90=(m, 1, split), split=True, cluster_batch=True))
         one = plan(p, training=True, gemm="sm90").one
-        assert one is not None and has_all_rows(one) and (one.block_m, one.split) == (m, split)
+        assert one is not None and is_cluster_batch(one) and (one.block_m, one.split) == (m, split)
         assert_one_launch_fits(p, one)
     for p in (
-        contiguous(512, 1024, 8 * 64 * 2 - 64),  # k too short
-        contiguous(4096, 4096, 16384),  # tiles that fill the GPU without
+        contiguous(512, 1024, 8 * 64 * 2 - 64),  # k is too short
+        contiguous(4096, 4096, 16384),  # tiles fill the GPU without split-k
         few._replace(device=Device((9, 0), 132, pairs=0, fours=0, eights=0)),
     ):
         assert all(tile.split == 1 for mode in MODES for tile in candidates(p, mode, p.dtype))
@@ -117,7 +117,7 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
 @pytest.mark.parametrize(
     ("shape", "of_x"),
     [
-        ((128, 8192, 8192), True),  # 115 us and 223 with limbs of both
+        ((128, 8192, 8192), True),  # 115 us; 223 with limbs of both operands
         ((8, 4096, 11008), True),  # 71 and 148, cuBLAS 118
         ((32, 2048, 8192), True),  # 37 and 75
         ((1024, 8192, 8192), False),
@@ -127,7 +127,7 @@ def test_ctas_share_a_long_k_where_tiles_are_few() -> None:
 def test_few_rows_make_limbs_of_the_weight_in_registers(
     shape: tuple[int, int, int], of_x: bool, training: bool
 ) -> None:
-    """Not of a weight whose limbs are there, or whose rows the copy engine cannot bring; ranks have no such variant."""
+    """Not if the weight is prepared or TMA cannot load its rows; there is no such variant for ranks."""
     B, I, O = shape
     p = contiguous(B, O, I, "float32")
 
@@ -145,8 +145,8 @@ def test_few_rows_make_limbs_of_the_weight_in_registers(
         assert element(p, ranks="inside") == "limbs"
 
 
-def test_g_alone_takes_a_weight_that_lies_across() -> None:
-    """Ranks that meet between launches leave a bare GEMM, which reads a weight of columns as the backward's dx does."""
+def test_the_bare_gemm_takes_an_mn_major_weight() -> None:
+    """If ranks exchange statistics between launches there is a bare GEMM, which takes an MN-major weight, as for dx."""
     p = contiguous(32, 4102, 2048, "float32")._replace(w=Matrix((1, 4104), True))
     for of_x, want in ((True, ["x"]), (False, ["x", "weight"])):
         decided = plan(p._replace(limits=Limits(limbs_rs=of_x)), training=True, gemm="sm90", ranks="between")
@@ -161,10 +161,10 @@ def test_g_alone_takes_a_weight_that_lies_across() -> None:
 @pytest.mark.parametrize(
     "shape", [(9000, 2104), (8000, 2104), (135732, 128), (70000, 1001), (65536, 1024), (20000, 384)]
 )
-def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
+def test_a_part_has_all_tiles_of_a_cluster_in_a_column(
     shape: tuple[int, int], tile: tuple[int, int], element: str
 ) -> None:
-    """The order of tiles is forward_sm90's (Order): those of a folded column come one after the other, in one part."""
+    """Tiles in the order of forward_sm90's TileScheduler: those of a merged part follow each other in one column."""
     m, n = shape
     if element == "float32" and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
@@ -198,7 +198,7 @@ def test_a_part_of_the_statistics_is_all_that_a_cluster_has_of_a_column(
 
 
 def test_few_features_take_clusters_of_one() -> None:
-    """A second CTA without features would only load."""
+    """A second CTA would have no features."""
     few, many = (
         plan(contiguous(100000, 64, 64), training=True, gemm="sm90").one,
         plan(contiguous(4096, 4096, 4096), training=True).one,
@@ -211,30 +211,30 @@ def test_few_features_take_clusters_of_one() -> None:
     ("shape", "dtype", "options", "want"),
     [
         ((128, 1024, 512), "bfloat16", {}, True),
-        ((2, 64, 64), "float16", {"saved": True}, False),  # so few rows are kept in float64
+        ((2, 64, 64), "float16", {"saved": True}, False),  # deviations of so few rows are saved in float64
         ((512, 2048, 2048), "float16", {"saved": True}, True),
         ((256, 2048, 8192), "float32", {"precision": "high"}, True),
         ((64, 512, 4096), "float32", {"prepared": True}, True),
         ((256, 2048, 8192), "bfloat16", {"training": False}, False),
-        ((256, 2048, 8192), "bfloat16", {"cumulative": True}, False),  # who counts batches waits for all who read
+        ((256, 2048, 8192), "bfloat16", {"cumulative": True}, False),  # the CTA that counts batches waits for others
         ((256, 2048, 8192), "bfloat16", {"ranks": "inside"}, False),
         ((2048, 512, 512), "bfloat16", {}, True),
         ((4097, 512, 512), "bfloat16", {}, False),
-        ((1024, 8192, 8192), "bfloat16", {}, False),  # more clusters than there are at once
+        ((1024, 8192, 8192), "bfloat16", {}, False),  # more clusters than are resident at once
     ],
 )
-def test_few_rows_lie_in_one_cluster(
+def test_cluster_batch_serves_few_rows(
     shape: tuple[int, int, int], dtype: str, options: dict[str, Any], want: bool
 ) -> None:
     m, k, n = shape
     one = plan(contiguous(m, n, k, dtype), **{"training": True, **options}).one
-    assert want == (one is not None and has_all_rows(one))
+    assert want == (one is not None and is_cluster_batch(one))
 
 
 @pytest.mark.parametrize(("n", "sixteens", "want"), [(512, 7, 16), (512, 3, 8), (1024, 7, 8)])
 def test_a_cluster_has_16_ctas_where_all_of_them_fit(n: int, sixteens: int, want: int) -> None:
     one = plan(contiguous(2048, n, 512, "bfloat16", H200._replace(sixteens=sixteens)), training=True).one
-    assert one is not None and has_all_rows(one) and one.cluster == want
+    assert one is not None and is_cluster_batch(one) and one.cluster == want
 
 
 def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
@@ -247,8 +247,8 @@ def test_no_cluster_is_larger_than_its_gpu_holds() -> None:
         )
 
 
-def test_sm90_parks_in_whole_words_of_16_bytes() -> None:
-    """A row of y that ends within a word would take the caller's padding with it, wherever the rows start."""
+def test_sm90_defers_tiles_in_whole_words_of_16_bytes() -> None:
+    """If a row of y ends within a word, storing the word would overwrite the caller's padding."""
     ends_within = contiguous(50000, 1020, 1024)._replace(y=Matrix((1024, 1), True))
     for p in (ends_within, contiguous(50000, 1001, 1024), ends_within._replace(n=1024)):
         decided = plan(p, training=True, gemm="sm90")

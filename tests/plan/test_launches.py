@@ -1,4 +1,4 @@
-"""What calls launch, on a fake GPU: grids, addresses and cooperation, for any shape and option, anywhere."""
+"""What calls launch, on a fake GPU: grids, addresses and cooperative launches, for any shape and option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import fake_gpu
 
 @pytest.mark.parametrize("device", [fake_gpu.HOPPER, fake_gpu.AMPERE], ids=["Hopper", "Ampere"])
 def test_every_launch_is_as_promised(device: fake_gpu._plan.Device) -> None:
-    """At most `sms` CTAs, and so SMs; addresses of this call's arrays alone; CTAs that wait only where they must."""
+    """At most `sms` CTAs, so at most `sms` SMs; only addresses of this call's arrays; cooperative only if necessary."""
     seen: Counter[str] = Counter()
     for seed in range(400):
         call = fake_gpu.draw(seed)
@@ -36,7 +36,7 @@ def test_every_launch_is_as_promised(device: fake_gpu._plan.Device) -> None:
         known = {a.pointer >> 32 for a in arrays} | {0}
         sms = call.options["sms"]
         most = sms if sms is not None and sms < device.sms else 2**31 - 1
-        beside = 0  # a prepared weight is copied, and perhaps split, before the call: it has no `sms`
+        beside = 0  # launches of gsbn.prepare, which has no `sms`
         if call.prepared:
             beside = 2 if log[1].name == "split_limbs" and log[1].words[0] == 0 else 1
         for i, launch in enumerate(log):
@@ -44,7 +44,10 @@ def test_every_launch_is_as_promised(device: fake_gpu._plan.Device) -> None:
             if launch.name == "cuBLAS":
                 continue
             prepares = i < beside
-            assert launch.limited == (not prepares and most == sms), (seed, launch)  # then it begins behind the last
+            assert launch.limited == (not prepares and most == sms), (
+                seed,
+                launch,
+            )  # limited: it begins after the one ahead has ended
             assert 1 <= launch.grid <= (2**31 - 1 if prepares else most), (seed, launch)
             assert {word >> 32 for word in launch.words} <= known, (seed, launch)
             if launch.cooperative:
@@ -61,7 +64,7 @@ def test_every_launch_is_as_promised(device: fake_gpu._plan.Device) -> None:
 def test_a_stream_of_a_green_context_has_no_more_sms_than_that(
     sms: int | None, planned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call there is that of the smaller number; the next one on another stream has all SMs again."""
+    """A call on it is planned for the smaller number; the next one on another stream has all SMs again."""
     monkeypatch.setattr(_driver, "sms_of_stream", {7 << 20: 40, 8 << 20: None}.get)
     x, weight, dy = (fake_gpu.Array(shape, "float32") for shape in ((3000, 520), (1032, 520), (3000, 1032)))
 
@@ -108,7 +111,7 @@ def test_a_default_stream_of_a_green_context_is_refused(act: str, monkeypatch: p
         with pytest.raises(RuntimeError, match="default stream of a green context of 40 SMs"):
             calls[act]()
         assert (len(log), current[0]) == (launched, 2)
-        kind.current = 8 << 20  # a stream that was made in the primary context
+        kind.current = 8 << 20  # a stream that was created in the primary context
         calls[act]()
         assert (len(log) > launched, current[0]) == (True, 2)
 
@@ -138,9 +141,9 @@ def test_fold_is_one_launch_after_a_copy_of_a_transposed_weight(transposed: bool
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("rows", [2048, 20480])
-def test_rows_off_16_bytes_are_copied_at_once(rows: int, prepared: bool) -> None:
-    """A launch before it for both operands, and one after it for y where tiles are parked; a prepared weight is in rows
-    on 16 bytes."""
+def test_rows_off_16_bytes_are_copied_in_one_launch(rows: int, prepared: bool) -> None:
+    """One launch before it copies both operands, and one after it y if tiles are deferred; a prepared weight needs no
+    copy."""
     x, weight = fake_gpu.Array((rows, 2047), "bfloat16"), fake_gpu.Array((2047, 2047), "bfloat16")
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
         operand = gsbn.prepare(weight) if prepared else weight
@@ -156,7 +159,7 @@ def test_rows_off_16_bytes_are_copied_at_once(rows: int, prepared: bool) -> None
 
 
 def test_a_backward_writes_rows_that_start_anywhere() -> None:
-    """dx and dw go out as they are made, with no copy after them."""
+    """dx and dw are written directly, without a copy."""
     x, weight, dy = (fake_gpu.Array(of, "bfloat16") for of in ((2048, 2047), (2047, 2047), (2048, 2047)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
         _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
@@ -168,7 +171,7 @@ def test_a_backward_writes_rows_that_start_anywhere() -> None:
 
 @pytest.mark.parametrize("shape", [(512, 2048, 2048), (320, 132, 136)])
 def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]) -> None:
-    """One takes all maxima, one splits the weight and dg both ways, one x where dg lay; nothing is cleared apart."""
+    """One takes all maxima, one splits the weight and dg both ways, one splits x over dg; no launch clears memory."""
     (B, I, O), of_both = shape, _plan.Limits(limbs_rs=False)
     x, weight, dy = (fake_gpu.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
@@ -180,7 +183,7 @@ def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]
         _, maxima, first, dx, second, dw = (launch.words for launch in log)
         dweight = kind.made[-2].pointer
         assert maxima[:3] == (weight.pointer, first[1], x.pointer) and first[0] == weight.pointer
-        assert second[0] == x.pointer and second[5] == first[1]  # x's limbs take dg's place
+        assert second[0] == x.pointer and second[5] == first[1]  # x's limbs overwrite dg's
         assert (first[5] == dweight, first[9] == first[1]) == (O % 64 == 0, O % 64 == 0)
         assert dx[0] != dw[0] == dweight
         log.clear()
@@ -191,7 +194,7 @@ def test_the_limbs_of_a_backward_take_three_launches(shape: tuple[int, int, int]
 
 @pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])
 def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) -> None:
-    """dx reads it across what it sums over; dw's limbs, of dg's and x's transposes, are what they are without."""
+    """dx takes the weight MN-major; dw takes limbs of dg's and x's transposes, as without dx."""
     B, I, O = 128, 4096, 8192
     x, weight, dy = (fake_gpu.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
@@ -214,8 +217,8 @@ def test_few_rows_split_dg_and_take_the_weight_as_it_is(needs: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("needs", [("x", "weight"), ("x",)])
-def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, ...]) -> None:
-    """Of many rows dw is made of dg itself, and comes first: the scratch is dg, parts of dw and the weight's limbs."""
+def test_limbs_overwrite_dg_when_all_else_has_read_it(needs: tuple[str, ...]) -> None:
+    """With many rows dw comes first and takes dg itself: scratch has dg, partial products of dw, the weight's limbs."""
     B, I, O = 65536, 128, 1024
     x, weight, dy = (fake_gpu.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
@@ -236,7 +239,7 @@ def test_limbs_take_the_place_of_dg_when_all_else_has_read_it(needs: tuple[str, 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("shape", [(100000, 128, 128), (70001, 97, 201)])
 def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across: bool, in_place: bool) -> None:
-    """Of dg as it is, which dw has yet to read, and of the weight's columns in rows, which are a copy or lie so."""
+    """It takes dg itself, which dw reads later, and the weight K-major: a copy, or a column-major weight."""
     B, I, O = shape
     pitch = -(-O // 4) * 4
     x, weight, dy = (fake_gpu.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
@@ -270,7 +273,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
 
 
 class Alone:
-    """A communicator that nobody calls."""
+    """A communicator that must not be called."""
 
     rank, size, on_host = 0, 2, True
 
@@ -282,7 +285,7 @@ class Alone:
 
 
 def exchange(waits: bool) -> SimpleNamespace:
-    """What a group has on a fake GPU."""
+    """The exchange of a group on a fake GPU."""
     return SimpleNamespace(
         waits=waits, size=2, features=1 << 20, address=1, device=0, obstacle=lambda: "",
         begin=lambda *_: None, end=lambda *_: None, gather=lambda *_: None,
@@ -292,8 +295,8 @@ def exchange(waits: bool) -> SimpleNamespace:
 @pytest.mark.parametrize("waits", [True, False], ids=["peer memory", "NCCL"])
 @pytest.mark.parametrize("rows", [0, 1, 2, 40, 1024, 5000])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_what_waits_for_other_ranks_leaves_room(dtype: str, rows: int, waits: bool) -> None:
-    """Another GPU may be waiting for a kernel that has yet to start here: some SMs stay free, two CTAs an SM or one."""
+def test_launches_that_wait_for_other_ranks_leave_sms_free(dtype: str, rows: int, waits: bool) -> None:
+    """Another GPU may wait for a kernel that has not started here: some SMs stay free, with one or two CTAs per SM."""
     group = _group.Group(Alone(), 10.0, True)
     group.on_device = exchange(waits)
     waiting = {"merge_statistics": 1, "merge_sums": 1, "backward_fused": 2}
@@ -314,8 +317,8 @@ def test_what_waits_for_other_ranks_leaves_room(dtype: str, rows: int, waits: bo
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["peer memory", "NCCL"])
-def test_short_rows_of_a_group(waits: bool) -> None:
-    """g is made twice there, too, on SMs that leave room, and merge_statistics comes between."""
+def test_skinny_kernels_with_a_group(waits: bool) -> None:
+    """The skinny kernels serve there, too, on SMs that leave room, with merge_statistics between them."""
     group = _group.Group(Alone(), 10.0, True)
     group.on_device = exchange(waits)
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
@@ -327,7 +330,7 @@ def test_short_rows_of_a_group(waits: bool) -> None:
         assert all(launch.grid <= fake_gpu.HOPPER.sms - _plan.problem.ROOM for launch in log)
 
 
-def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
+def test_errors_are_raised_before_other_ranks_are_asked() -> None:
     group = _group.Group(Alone(), 10.0, True)
     with fake_gpu.gpu(fake_gpu.HOPPER):
         x, weight = fake_gpu.Array((8, 16), "float32"), fake_gpu.Array((32, 16), "float32")
@@ -347,8 +350,8 @@ def test_what_is_wrong_is_told_before_other_ranks_are_asked() -> None:
         ("float32", ("x", "weight"), None, False),
     ],
 )
-def test_only_a_dw_behind_dx_runs_beside_it(dtype: str, needs: tuple[str, ...], sms: int | None, beside: bool) -> None:
-    """Behind anything else it waits for dg; limbs of the weight may lie where dweight will; both take more SMs."""
+def test_only_dw_after_dx_overlaps_with_it(dtype: str, needs: tuple[str, ...], sms: int | None, beside: bool) -> None:
+    """Without dx it must wait for dg; limbs of the weight may lie in dweight's memory; two launches take more SMs."""
     x, weight, dy = (fake_gpu.Array(shape, dtype) for shape in ((128, 1024), (512, 1024), (128, 512)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
         _, saved = gsbn.forward(x, weight, training=True, gemm="sm90", return_saved=True)

@@ -1,4 +1,4 @@
-"""What tests share: arrays, bounds, data and GPUs to run them on."""
+"""What tests share: arrays, error bounds, data, and GPUs."""
 
 from pathlib import Path
 

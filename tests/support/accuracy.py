@@ -1,6 +1,6 @@
-"""The contract's accuracy rule: PyTorch in the same dtype and run, over five seeds, on inputs that are hard.
+"""The contract's accuracy rule: gsbn against PyTorch in the same dtype and run, over five seeds, on hard inputs.
 
-beside_torch.py has another, of all families and results, on the GPU itself.
+beside_torch.py has another rule, for all families and results, on the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEEDS = range(5)
 
 
 def family(name: str, seed: int, shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndarray]:
-    """All arguments of one problem. The scale is in x's dtype, as torch needs it; the other vectors are wide."""
+    """All arguments of one problem. The scale has x's dtype, as torch needs it; other vectors a wide one."""
     B, I, O = shape
     rng = np.random.default_rng(seed)
     x, weight, scale = rng.standard_normal((B, I)), rng.standard_normal((O, I)) / np.sqrt(I), rng.uniform(0.5, 2, O)
@@ -52,11 +52,11 @@ def torch_eager(kind: Kind, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, 
 
 
 def assert_as_accurate_as_torch(kind: Kind, name: str, shape: tuple[int, int, int], dtype: str, **options: Any) -> None:
-    """Norm-wise at most 1.05 times torch's error and a quarter of eps; no element worse than 1.5 times its worst.
+    """Norm-wise at most 1.05 times torch's error and a quarter of eps; no element worse than 1.5 times torch's worst.
 
-    The statistics of float64 are judged norm-wise alone. All else is rounded from a wider type; these end as they were
-    computed, a handful of roundings from the truth on either side, and which side has the worst of 320 elements is
-    chance. The bounds of tolerance.py hold them elementwise.
+    Statistics of float64 are judged norm-wise alone. Other results are rounded from a wider type. These are not: both
+    sides are a few roundings off the truth, and it is chance which has the worst of 320 elements. tolerance.py bounds
+    them elementwise.
     """
     problems = [family(name, seed, shape, dtype) for seed in SEEDS]
     wide = np.longdouble if dtype == "float64" else np.float64
@@ -79,7 +79,7 @@ def assert_as_accurate_as_torch(kind: Kind, name: str, shape: tuple[int, int, in
 def assert_right_and_repeated(
     arrays: dict[str, Any], dtype: str, precision: str, limits: Limits, activation: str | None = None
 ) -> None:
-    """A training forward by the one launch, none of whose tiles is parked, within its bounds; and again, bit by bit."""
+    """A training forward by the one launch, without deferred tiles, is within its bounds, and repeats bit by bit."""
     options = {"training": True, "gemm": "sm90", "precision": precision, "activation": activation}
     got, again = (forward(kind_of("cupy"), arrays, limits=limits, **options) for _ in range(2))
     for a, b in zip(got, again, strict=True):

@@ -1,11 +1,11 @@
-"""gsbn's error beside PyTorch's: the same operands through both, the truth in float64, norm by norm.
+"""gsbn's error compared with PyTorch's: the same operands through both, the truth in float64, norm by norm.
 
 A result is right if ‖Δ‖ / ‖truth‖ of y, of a running statistic or of a gradient is at most 1.1 times PyTorch's and
 half a unit in the last place. The truth is float64's on the same device, and for float64 np.longdouble's on the CPU.
-PyTorch has TF32 where gsbn has, and adds no partial sums of a 16-bit product in 16 bits.
+PyTorch uses TF32 if gsbn does, and adds no partial sums of a 16-bit product in 16 bits.
 
-Of few features an error is chance: the norm of n independent ones varies by 1 / sqrt(2 n). A family in which something
-fails is therefore drawn again, with as many seeds as before, until n is ENOUGH, and judged by all seeds together.
+With few features an error is chance: the norm of n independent errors varies by 1 / sqrt(2 n). A family that fails is
+therefore drawn again, with as many seeds as before, until n is ENOUGH, and judged by all seeds together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
     "bfloat16": ("bfloat16", "highest"),
     "float64": ("float64", "highest"),
 }
-SEEDS, ENOUGH = 16, 2048  # draws at first, at most; features of all draws that leave a ratio to chance by 2 %
+SEEDS, ENOUGH = 16, 2048  # most draws at first; features of all draws with which a ratio varies by 2 %
 VECTORS = ("scale", "bias", "gamma", "beta")
 STATE = ("running_mean", "running_var")
 ANY = Limits()
@@ -44,14 +44,14 @@ Row = dict[str, Any]
 
 
 def seeds_for(shape: tuple[int, int, int]) -> tuple[int, int]:
-    """How many draws there are at first, and at last."""
+    """The least and the most draws."""
     B, I, O = shape
     first = 1 if B * I * O > 1 << 30 else max(2, min(SEEDS, 256 // O))
     return first, max(first, min(8 * first, ENOUGH // O))
 
 
 def base_operands(shape: tuple[int, int, int], wide: Any, device: str, seed: int) -> Tensors:
-    """Standard normal operands that families change."""
+    """Standard normal operands, which families change."""
     B, I, O = shape
     draw = torch.Generator(device).manual_seed(seed)
     shapes = {"x": (B, I), "weight": (O, I), "dy": (B, O)} | dict.fromkeys(VECTORS, (O,))
@@ -64,7 +64,7 @@ def base_operands(shape: tuple[int, int, int], wide: Any, device: str, seed: int
 
 
 def operands(base: Tensors, family: str, dtype: str, seed: int) -> Tensors:
-    """The arguments of one problem. The scale and the bias are in x's dtype, as PyTorch wants them."""
+    """The arguments of one problem. The scale and the bias have x's dtype, as PyTorch needs it."""
     t, wide = getattr(torch, dtype), torch.float64 if dtype == "float64" else torch.float32
     o = {name: a.clone() if name in ("x", "weight", "scale") else a for name, a in base.items()}
     spoil(family, o["x"], o["weight"], o["scale"], dtype, seed)
@@ -72,7 +72,7 @@ def operands(base: Tensors, family: str, dtype: str, seed: int) -> Tensors:
 
 
 def fresh_state(o: Tensors, found: Tensors) -> Tensors:
-    """Running statistics: 0 and 1 for training, and for inference those that training found."""
+    """Running statistics: 0 and 1 for training, and those of training for inference."""
     beta = o["beta"]
     if not found:
         return {"running_mean": torch.zeros_like(beta), "running_var": torch.ones_like(beta)}
@@ -92,7 +92,7 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
         gradients = reference.backward(dy, **host, **wide)
         found = {"y": made.y} | {f"d{name}": a for name, a in gradients._asdict().items()}
         if training:
-            del found["dbias"]  # 0 here, and rounding in PyTorch
+            del found["dbias"]  # 0 here, and rounding errors in PyTorch
             found |= {name: getattr(made, name) for name in STATE}
         return found
     x, w, dy, s, b, gamma, beta = (o[name].double() for name in ("x", "weight", "dy", *VECTORS))
@@ -101,7 +101,7 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
     if training:
         mean = g.mean(0)
         d = g.sub_(mean)
-        rest = d.mean(0)  # what rounding has left
+        rest = d.mean(0)  # rounding errors
         d, mean = d.sub_(rest), mean + rest
         var = d.square().mean(0)
         r = (s * s * var + EPS).rsqrt()
@@ -134,7 +134,7 @@ def theirs(o: Tensors, state: Tensors, training: bool, precision: str) -> Tensor
 def ours(
     library: str, o: Tensors, state: Tensors, training: bool, precision: str, gemm: str, limits: Limits = ANY
 ) -> tuple[Tensors, str]:
-    """gsbn's, and the path. "kept": of a forward that keeps deviations for a backward."""
+    """gsbn's results, and the path. "kept": of a forward that saves deviations for a backward."""
 
     def given() -> Tensors:
         a = {name: o[name] for name in ("x", "weight", *VECTORS)} | {name: a.clone() for name, a in state.items()}
@@ -171,7 +171,7 @@ def as_torch(a: Any) -> Any:
 
 
 def squares(got: Any, truth: Any) -> tuple[Any, Any]:
-    """Σ Δ² and Σ truth², to be added up over seeds."""
+    """Σ Δ² and Σ truth², which are added up over seeds."""
     if isinstance(truth, np.ndarray):
         return np.sum((as_torch(got).cpu().numpy() - truth) ** 2), np.sum(truth**2)
     return (as_torch(got).double() - truth).square_().sum(), truth.square().sum()
@@ -196,7 +196,7 @@ class Tally:
         return float((wrong / (size or 1.0)) ** 0.5)
 
     def rows(self, family: str, shape: tuple[int, int, int]) -> list[Row]:
-        """Of each quantity the worse, with deviations kept and without. Where PyTorch overflows, nothing is asked."""
+        """The worse error of each quantity, with saved deviations and without; no limit if PyTorch overflows."""
         found: dict[tuple[str, ...], Row] = {}
         for key in self.sums:
             if key[0] == "torch":
@@ -214,7 +214,7 @@ class Tally:
 
 @contextlib.contextmanager
 def most_accurate() -> Iterator[None]:
-    """PyTorch's switches as they were, afterwards; meanwhile no partial sums in 16 bits."""
+    """Forbid PyTorch partial sums in 16 bits, and restore its switches at the end."""
     switches = torch.backends.cuda.matmul
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     before = [getattr(switches, name) for name in names]
@@ -275,7 +275,7 @@ def _draw(
                     try:
                         results, path = ours(library, o, state, training, precision, gemm, limits)
                     except ValueError as error:
-                        if not str(error).startswith("gemm:"):  # it does not serve this
+                        if not str(error).startswith("gemm:"):  # else the path cannot serve
                             raise
                         continue
                     tally.add((path, gemm, kind, mode), results, found)

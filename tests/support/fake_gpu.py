@@ -1,10 +1,10 @@
-"""A fake GPU: calls of gsbn on arrays without memory, whose launches are written down instead of made.
+"""A fake GPU: calls of gsbn on arrays without memory, whose launches are logged instead of run.
 
     python -m tests.support.fake_gpu > before.txt            # from the root of the repository: a line for each call
-    python -m tests.support.fake_gpu --against before.txt    # what an edit of the host's side changed
+    python -m tests.support.fake_gpu --against before.txt    # what an edit of the host code changed
 
-It shows what a call launches, how large, with which addresses and constants, and in which order, on any machine: that
-an edit of the planner or of the call path changes nothing, or what. It computes nothing.
+On any machine it shows what calls launch, in order, with grids, addresses and constants, and so what an edit of the
+planner or of the call path changes. It computes nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ AMPERE = _plan.Device((8, 0), 108)
 
 
 class Array:
-    """Shape, strides in bytes, dtype and address of an array that nobody stores."""
+    """Shape, strides in bytes, dtype and address of an array without memory."""
 
-    _free = itertools.count(1 << 32, 1 << 32)  # addresses: 4 GiB apart, so that one tells its array
+    _free = itertools.count(1 << 32, 1 << 32)  # addresses: 4 GiB apart, so that an address identifies its array
 
     def __init__(self, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None, at: int = 0) -> None:
         if strides is None:
@@ -51,12 +51,12 @@ class Array:
         self.pointer = at or next(self._free)
 
     def __getitem__(self, at: tuple[slice, slice]) -> Array:
-        """The first columns of it."""
+        """The first columns."""
         return Array((self.shape[0], at[1].stop), self.dtype, self.strides, self.pointer)
 
 
 class Kind(_interop.Kind):
-    """How gsbn reads and makes such arrays; `made` are those of this call."""
+    """How gsbn reads and allocates such arrays; `made` are those that a call allocated."""
 
     name, on_gpu = "fake_gpu", True
 
@@ -100,20 +100,20 @@ class Kind(_interop.Kind):
 
 
 class Launch(NamedTuple):
-    """One entry of the log: a kernel of ours, or "cuBLAS" with all that it was told as words."""
+    """One entry of the log: a kernel of gsbn, or "cuBLAS" with all its arguments as words."""
 
     name: str
     defines: tuple[tuple[str, str], ...]
     cooperative: bool
     limited: bool  # never overlaps with the launch ahead
     grid: int
-    records: tuple[str, ...]  # what is passed by value, in hexadecimal; tensor maps as what they encode
+    records: tuple[str, ...]  # what is passed by value, in hexadecimal; a tensor map as what it encodes
     words: tuple[Any, ...]
 
 
 @contextlib.contextmanager
 def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
-    """Calls on `Array`s meanwhile go to such a device; gives what they make and launch."""
+    """Run calls on `Array`s on such a device; yields the kind, with what they allocate, and the log of launches."""
     log: list[Launch] = []
     kind, maps = Kind(), {}
 
@@ -129,7 +129,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
         return launch
 
     def tensor_maps(matrices: Any, *pointers: int) -> tuple[tuple[()], tuple[int, ...]]:
-        at = range(-1 - len(maps), -1 - len(maps) - len(pointers), -1)  # no addresses of anything
+        at = range(-1 - len(maps), -1 - len(maps) - len(pointers), -1)  # not addresses
         maps.update((i, repr(m)) for i, m in zip(at, zip(pointers, matrices.arguments, strict=True), strict=True))
         return (), tuple(at)
 
@@ -156,7 +156,7 @@ def gpu(device: _plan.Device) -> Iterator[tuple[Kind, list[Launch]]]:
 
 
 class Call(NamedTuple):
-    """A forward, and what may come after it."""
+    """A forward, and perhaps calls after it."""
 
     arrays: dict[str, Array | None]
     options: dict[str, Any]
@@ -166,7 +166,7 @@ class Call(NamedTuple):
     needs: tuple[str, ...]
 
     def make(self) -> str | None:
-        """Why it was refused, if it was."""
+        """Make the call; returns why it was refused, or None."""
         arrays = dict(self.arrays)
         if self.prepared:
             arrays["weight"] = gsbn.prepare(arrays["weight"], self.options["precision"])
@@ -181,7 +181,7 @@ class Call(NamedTuple):
 
 
 def draw(seed: int) -> Call:
-    """Any shape, layout, dtype and option; some calls are refused."""
+    """A call with any shape, layout, dtype and options; some are refused."""
     rng = random.Random(seed)
     dtype = rng.choice(("float16", "bfloat16", "float32", "float32", "float64"))
     wide = "float64" if dtype == "float64" else "float32"
@@ -223,7 +223,7 @@ def draw(seed: int) -> Call:
 
 def lines(count: int) -> Iterator[str]:
     for device, seed in itertools.product((HOPPER, AMPERE), range(count)):
-        Array._free = itertools.count(1 << 32, 1 << 32)  # the same addresses whatever came before
+        Array._free = itertools.count(1 << 32, 1 << 32)  # the same addresses in every call
         with gpu(device) as (_, log):
             refusal = draw(seed).make()
         told = refusal or hashlib.sha256(repr(log).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Families of data: what is done to operands so that an average case becomes one that users meet, or one that is hard.
+"""Families of data: changes that turn average operands into cases that users meet, or hard ones.
 
-A family changes x (B, I), weight (O, I) and scale (O,) in place. They come standard normal, the weight over √I, the
-scale between 1/2 and 2; in a float dtype, as NumPy or CuPy arrays or PyTorch tensors, and are rounded to their own
-dtype after. Large numbers are bounded for it (Reach).
+A family changes x (B, I), weight (O, I) and scale (O,) in place. At first x is standard normal, so is the weight times
+√I, and the scale is between 1/2 and 2. They are NumPy or CuPy arrays or PyTorch tensors of a wide dtype, and are
+rounded to their own dtype afterwards, for which large numbers are bounded (Reach).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["FAMILIES", "spoil"]
 
 
 class Reach(NamedTuple):
-    """The largest factor and the largest mean of a dtype.
+    """The largest factor and the largest mean for a dtype.
 
-    float16 ends at 65504, and PyTorch's scaled feature is in x's dtype and up to ten times as large as x. bfloat16 has
-    numbers 8 apart at 2000: beyond, nothing is left of the deviations.
+    float16 ends at 65504, and PyTorch's scaled feature has x's dtype and is up to ten times as large as x. bfloat16's
+    numbers are 8 apart at 2000: with a larger mean nothing is left of the deviations.
     """
 
     factor: float = 1e5
@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     x: Any
     weight: Any
     scale: Any
-    random: random.Random  # what a family draws itself
+    random: random.Random  # for what a family draws
     reach: Reach
 
     @property
@@ -48,7 +48,7 @@ def _one_row(factor: float, which: Callable[[Operands], int]) -> Callable[[Opera
 
 
 def _one_row_in(period: int, factor: float) -> Callable[[Operands], None]:
-    """One in every tile of so many rows, of at least one; never the first of all."""
+    """One row in every `period` rows, at least one row in all, and not the first row of a period."""
 
     def change(o: Operands) -> None:
         o.x[min(period, o.rows) // 2 :: period] *= min(factor, o.reach.factor)
@@ -73,7 +73,7 @@ def _zero(part: float) -> Callable[[Operands], None]:
 
 
 def _positive(o: Operands) -> None:
-    """What a ReLU in front leaves."""
+    """As after a ReLU."""
     o.x[...] = (abs(o.x) + o.x) / 2
 
 
@@ -84,12 +84,12 @@ def _alternating(o: Operands) -> None:
 
 def _sorted(o: Operands) -> None:
     made = o.x.sort(0)
-    if made is not None:  # PyTorch's is not in place
+    if made is not None:  # PyTorch's sort is not in place
         o.x[...] = made.values
 
 
 def _one_hot(o: Operands) -> None:
-    """A category a row."""
+    """One category per row."""
     categories = min(o.x.shape[1], 64)
     o.x[...] = 0
     for i in range(categories):
@@ -97,19 +97,19 @@ def _one_hot(o: Operands) -> None:
 
 
 def _constant_input(o: Operands) -> None:
-    """A column of ones beside the others, large: a bias that somebody put into x."""
+    """One column is a large constant: a bias that was put into x."""
     o.x[:, 0] = 100
 
 
 def _constant_features(o: Operands) -> None:
-    """Every other feature sees constant columns alone: its variance is 0."""
+    """Every other feature has constant columns alone: its variance is 0."""
     half = o.x.shape[1] // 2
     o.x[:, :half] = 1
     o.weight[::2, half:] = 0
 
 
 def _equal(o: Operands) -> None:
-    """Every row the same: y is beta, and all gradients that pass the normalisation are 0."""
+    """All rows are equal: y is beta, and all gradients through the normalisation are 0."""
     o.x[...] = o.x[:1] * 1
 
 
@@ -118,7 +118,7 @@ def _tiny(o: Operands) -> None:
 
 
 def _tiny_variance(o: Operands) -> None:
-    """Of every other feature: far below eps."""
+    """The variance of every other feature is far below eps."""
     o.weight[::2] *= 1e-3
 
 
@@ -157,7 +157,7 @@ FAMILIES: dict[str, Callable[[Operands], None]] = {
 
 
 def spoil(name: str, x: Any, weight: Any, scale: Any, dtype: str, seed: int = 0) -> None:
-    """Make operands, to be rounded to ``dtype``, of this family; the same for the same seed."""
+    """Change operands, which are later rounded to ``dtype``, into this family's; the same for the same seed."""
     if not len(x):
         return
     FAMILIES[name](Operands(x, weight, scale, random.Random(seed), REACHES.get(dtype, Reach())))
@@ -165,17 +165,18 @@ def spoil(name: str, x: Any, weight: Any, scale: Any, dtype: str, seed: int = 0)
 
 
 def _see_what_spreads(x: Any, weight: Any) -> None:
-    """Move the weight of the features whose variance cancels by chance.
+    """Change the weight of features whose variance cancels by chance.
 
-    Where one row is far from all others it makes the variance, and a feature that is about orthogonal to it has next to
-    none: of its terms' roundings it sees all. One error of that kind outweighs those of all other features in a norm,
-    as 1 / |N(0, 1)|, which has no variance, so that a norm would be chance, however many features it is over. A feature
-    with less than a quarter of the variance that its weight has on average over directions gets half of the usual part
-    in the direction of the row that is farthest. What has no variance at all is left: it is meant.
+    If one row is far from all others it determines the variance. A feature that is nearly orthogonal to this row then
+    has almost no variance, but all the rounding errors of its terms. One such error exceeds those of all other features
+    in a norm: it is distributed as 1 / |N(0, 1)|, which has no finite variance, so a norm over any number of features
+    would be chance. A feature with less than a quarter of the variance that its weight has on average over directions
+    therefore gets half of the usual component in the direction of the farthest row. Features without any variance stay:
+    they are intended.
     """
     d = x - x.mean(0)
     squares, size = (d * d).sum(1), (weight * weight).sum(1)
-    if float(squares.sum()) <= 1e-12 * float((x * x).sum()):  # rows that are equal but for what rounding made of a mean
+    if float(squares.sum()) <= 1e-12 * float((x * x).sum()):  # rows that are equal except for the rounding of a mean
         return
     farthest = d[int(squares.argmax())]
     g = d @ weight.T

@@ -1,4 +1,4 @@
-"""Forwards whose truth is known: within bounds, or exactly."""
+"""Forwards with a known truth: within bounds, or exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def truth_and_bounds(
 
 @contextlib.contextmanager
 def refused_by_sm90(gemm: str) -> Iterator[None]:
-    """Skip what this path says that it cannot serve."""
+    """Skip calls that forward_sm90 refuses."""
     try:
         yield
     except ValueError as error:
@@ -72,8 +72,8 @@ def exact_training(shape: tuple[int, int, int], dtype: str) -> dict[str, np.ndar
     return {name: a.astype(t) for name, a in arrays.items()}
 
 
-def made_twice_on_few_sms(dtype: str, precision: str, cluster: int) -> Limits:
-    """On a GPU of ten SMs many CTAs have several tiles of a small problem."""
+def recompute_on_few_sms(dtype: str, precision: str, cluster: int) -> Limits:
+    """Limits with which CTAs have several tiles of a small problem, in mode "recompute": a GPU of ten SMs."""
     import cupy
 
     gpu = _kernels.gpu(cupy.cuda.Device().id)._replace(sms=10, pairs=5)

@@ -1,14 +1,14 @@
-"""One careful way to call ``gsbn.backward``, and how far from the truth a gradient may be.
+"""A checked call of ``gsbn.backward``, and how far from the truth a gradient may be.
 
 **The bounds**, in the notation of tolerance.py and from its E, D, M, t, τ, r̂ ≤ ř. With r̬ = 1 / (t + τ), r̂ lies between
-r̬ and ř. The forward keeps d rounded to x's dtype, of roundoff ū (float16: in units of at most twice the spread, whose
-smallest step counts), so that the backward reads a deviation within δ = D + ū (|d| + D) of d. A path that parks
-deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
+r̬ and ř. The forward saves d rounded to x's dtype, of roundoff ū (float16: in units of at most twice the spread, whose
+smallest step counts), so that the backward reads a deviation within δ = D + ū (|d| + D) of d. A path with a deferred
+epilogue also rounds deviations from a tile's mean to that dtype, which adds ū (|d| + max|d|).
 
 - S = Σ dy adds 16 rows in float32 and the rest in float64: |Ŝ − S| ≤ 17 u Σ|dy| =: ΔS.
 - D̂ = Σ dy d: |ΔD| ≤ Σ|dy| δ + 18 u Σ|dy| (|d| + δ).
 - dβ = S; dγ = s r D errs by |s| (ř ΔD + (ř − r̬) |D|), ds = γ eps r³ D by |γ| eps (ř³ ΔD + (ř³ − r̬³) |D|).
-- dg = a (dy − S/B − q d) with q = s² r² D/B: Δq ≤ s² (ř² ΔD + (ř² − r̬²) |D|) / B; what is in brackets errs by
+- dg = a (dy − S/B − q d) with q = s² r² D/B: Δq ≤ s² (ř² ΔD + (ř² − r̬²) |D|) / B; the bracket errs by
   κ = ΔS/B + Δq (|d| + δ) + |q| δ + 8 u (|dy| + |S|/B + |q d|), and dg by |γ s| (ř κ + (ř − r̬) |dy − S/B − q d|),
   then by its own rounding.
 - In inference d is g less a centre c that cancels out again, at most 4 w from the first row g₀, where w = max |gᵢ − g₀|
@@ -16,13 +16,13 @@ deviations from a tile's mean in that dtype adds ū (|d| + max|d|).
   |Δdγ| ≤ r (|s| ΔD + (|s (g₀ + b) − running_mean| + 4 |s| w) ΔS), |Δds| ≤ |γ r| (ΔD + (|g₀ + b| + 4 w) ΔS),
   |Δdb| ≤ |a| ΔS, |Δdg| ≤ (4 u + ū) |dg|. Both terms are added in float64: 8 · 2⁻⁵³ of their sizes.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
-- Where one element is the scale of all features, its gradient adds up theirs in float64, and so are its errors.
+- If the scale has one element, its gradient is the sum of the features' in float64, and its error the sum of theirs.
 
-**Activations.** The gradient before relu is dy where y > 0, or NaN, and else 0, with the y that the forward wrote:
-`before_relu` makes it of dy and y, and the truth and the bounds are those of it and of no activation: the gradients
-depend on the signs of u through this product alone, which rounds nothing, and where u is within its bound of zero only
-the y that was returned tells which sign was right. One bound grows: a deviation that is kept in 16 bits stands on y's
-side of zero, and so may be the second nearest number. Its ū (|d| + D), and float16's smallest step, count twice.
+**Activations.** The gradient before relu is dy where y > 0 or y is NaN, else 0, with the y that the forward wrote.
+`before_relu` computes it, and the truth and the bounds are those for this gradient without an activation. That is
+right: the gradients depend on the sign of u through this product alone, which rounds nothing, and if u is within its
+bound of zero only the returned y tells which sign holds. One bound grows: a deviation that is saved in 16 bits is on
+y's side of zero, and so may be the second nearest number. Its ū (|d| + D), and float16's smallest step, count twice.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from tests.support.accuracy import SEEDS, family
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
 from tests.support.tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of, summed
 
-FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # of the rule for gradients
+FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # for the rule for gradients
 NAMES = Gradients._fields
 VECTORS = NAMES[2:]
 
 
 def draw_dy(arrays: Mapping[str, np.ndarray], seed: int = 1) -> np.ndarray:
-    """A gradient of y, standard normal about a half."""
+    """A gradient of y: normal, with mean 1/2 and variance 1."""
     shape = len(arrays["x"]), len(arrays["weight"])
     return reference.round_to(np.random.default_rng(seed).standard_normal(shape) + 0.5, arrays["x"].dtype)
 
 
 def before_relu(dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """What torch's threshold_backward makes of dy."""
+    """As torch's threshold_backward."""
     return np.where(np.asarray(y, np.float64) <= 0, np.zeros((), dy.dtype), dy)
 
 
@@ -66,13 +66,13 @@ def draw_integers(arrays: Mapping[str, np.ndarray], seed: int = 1) -> np.ndarray
 
 
 def assert_beta_agrees(of_beta: np.ndarray, dy: np.ndarray, y: np.ndarray) -> None:
-    """dbeta = Σ dy · 1[y > 0] to the last bit, for a dy of integers, which float32 and float64 add exactly."""
+    """dbeta is exactly Σ dy · 1[y > 0], for a dy of integers, which float32 and float64 add exactly."""
     sums = before_relu(dy, y).astype(np.float64).sum(0)
     np.testing.assert_array_equal(of_beta, reference.round_to(sums, of_beta.dtype), "dbeta: other elements than y's")
 
 
 def backward(*arguments: Any, **options: Any) -> dict[str, np.ndarray | None]:
-    """The gradients that `step` finds."""
+    """The gradients of `step`."""
     return step(*arguments, **options)[1]
 
 
@@ -87,10 +87,10 @@ def step(
     forward_limits: Limits = ANY,
     **options: Any,
 ) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
-    """y and the gradients by ``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must always hold.
+    """y and the gradients by ``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must always be true.
 
-    A gradient has its argument's shape and dtype and x's kind; one that nobody needs, or whose argument is absent, is
-    None. The backward leaves every array as it was. `products` takes the place of the forward's `gemm`.
+    A gradient has its argument's shape and dtype and x's kind; it is None if it is not needed or its argument is
+    absent. The backward changes no array. `products` replaces the forward's `gemm`.
     """
     layouts = layouts or {}
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
@@ -138,10 +138,10 @@ def gradient_bounds(
     training: bool,
     eps: float = 1e-5,
     operand: float = 0.0,
-    parked: bool = False,
+    deferred: bool = False,
     activation: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``parked`` as in `bounds`.
+    """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``deferred`` as in `bounds`.
 
     With an ``activation``, dy and the truth are those before it.
     """
@@ -172,7 +172,7 @@ def gradient_bounds(
         tau = abs_s * rms_D + (summed(n) + 8) * u * t
         r, r_low, r_max = 1 / t, 1 / (t + tau), 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
         delta = D + (nearest * short * (np.abs(d) + D) if dtype.itemsize == 2 else 0) + flushed
-        if parked and dtype.itemsize == 2:
+        if deferred and dtype.itemsize == 2:
             delta = delta + short * (np.abs(d) + np.abs(d).max(0))
         if dtype == np.float16:
             delta = delta + nearest * 2.0**-25 * 2 * (sigma + rms_D)
@@ -227,7 +227,7 @@ def gradient_bounds(
     return limits
 
 
-# ---- a product alone, through limbs
+# ---- a product alone, by limbs
 
 
 def dx_of(cupy: Any, dg: Any, weight: Any, limits: Limits, gemm: str = "sm90") -> Any:
@@ -241,7 +241,7 @@ def dw_of(cupy: Any, dg: Any, x: Any, limits: Limits, gemm: str = "auto") -> Any
 
 
 def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limits, gemm: str) -> Any:
-    """The gradient of this name, by the half of a backward that follows dg, which is given in rows on 16 bytes."""
+    """The gradient of this name, by the linear stage of a backward; rows of dg start on 16 bytes."""
     rows, features = dg.shape
     given = cupy.full((rows, -(-features // 4) * 4), cupy.nan, "f4")[:, :features]
     given[...] = dg
@@ -254,7 +254,7 @@ def _product_of(cupy: Any, name: str, dg: Any, x: Any, weight: Any, limits: Limi
 
 
 def assert_made_of_limbs(cupy: Any, got: Any, left: Any, right: Any) -> None:
-    """left right within the bound of docs/design/limbs.md, element by element, and what is seen is far less."""
+    """The product is within the bound of docs/design/limbs.md in each element; in practice the error is far smaller."""
     terms = len(right)
     a, b = cupy.abs(left.astype("f8")), cupy.abs(right.astype("f8"))
     cut, added = 3 * min(terms, 32) * 2.0**-23, -(-terms // 32) * 2.0**-24
@@ -301,7 +301,7 @@ def assert_as_accurate_as_autograd(
     truths, theirs, ours = [], [], []
     for seed in SEEDS:
         arrays = family(name, seed, shape, dtype)
-        if not training:  # statistics as training would have left them
+        if not training:  # statistics as after training
             z = (arrays["x"].astype(float) @ arrays["weight"].astype(float).T + arrays["bias"]) * arrays["scale"]
             arrays["running_mean"] = reference.round_to(z.mean(0), arrays["running_mean"].dtype)
             arrays["running_var"] = reference.round_to(z.var(0), arrays["running_var"].dtype)

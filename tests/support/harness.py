@@ -1,4 +1,4 @@
-"""Arrays of every kind in every layout between guard bands, and one careful way to call ``gsbn.forward`` on them."""
+"""Arrays of every kind and layout between guard bands, and a checked call of ``gsbn.forward`` on them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WRITTEN = (*STATISTICS, "out")
 LAYOUTS = ("C", "F", "strided", "negative", "unaligned", "padded")
 GUARD = 64  # elements on each side of a buffer: whole 128-byte lines, so that a guard does not change the alignment
 ANY = Limits()  # the planner's own choice
-BAND = 512  # bytes on each side of what a call allocates, for the same reason
+BAND = 512  # bytes on each side of what a call allocates, also whole lines
 
 
 class Kind(NamedTuple):
-    """One kind of array: from NumPy (a C-contiguous copy), and back."""
+    """One kind of array: how it is made from NumPy (a C-contiguous copy), and converted back."""
 
     name: str
     put: Callable[[np.ndarray], Any]
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 @cache
 def kind_of(name: str) -> Kind:
-    """``numpy``, ``cupy``, ``torch-cpu`` or ``torch-cuda``; skips the test where the package is missing."""
+    """``numpy``, ``cupy``, ``torch-cpu`` or ``torch-cuda``; skips the test if the package is missing."""
     if name == "numpy":
         return Kind(name, lambda a: np.array(a, order="C"), lambda a: np.array(a, order="C"))
     if name == "cupy":
@@ -80,7 +80,7 @@ def kind_of(name: str) -> Kind:
 
 @cache
 def no_gpu() -> str | None:
-    """Why there is no GPU to run on; None if there is one."""
+    """Why no GPU can be used; None if one can."""
     try:
         import cupy
 
@@ -90,12 +90,12 @@ def no_gpu() -> str | None:
 
 
 def available(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Those whose library is installed."""
+    """The kinds whose library is installed."""
     return tuple(kind for kind in kinds if find_spec(kind.partition("-")[0]))
 
 
 class Producer:
-    """The least that a DLPack producer offers."""
+    """A DLPack producer with the required methods alone."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -120,14 +120,14 @@ def footprint(shape: tuple[int, ...], layout: str) -> int:
 
 
 def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """With rows that start on 16 bytes and go on, for 8 to 15 columns, with what is not the array's."""
+    """The shape with 8 to 15 more columns, so that rows start on 16 bytes; the array does not own these columns."""
     return (shape[0], (shape[1] + 15) // 8 * 8) if len(shape) == 2 else shape
 
 
 def cut(base: Any, shape: tuple[int, ...], layout: str) -> Any:
-    """The array of that shape and layout inside a flat buffer of any kind: slices only, so that it is a view."""
-    # The ... makes a view of an array without dimensions, too, where no index at all would take its element.
-    start = GUARD + (layout == "unaligned")  # aligned to the element and to no more
+    """The array of that shape and layout inside a flat buffer of any kind: a view, as it uses slices only."""
+    # With ... an array without dimensions also becomes a view; without an index it would become its element.
+    start = GUARD + (layout == "unaligned")  # aligned to an element alone
     flat = base[start : start + footprint(shape, layout)]
     if layout == "strided":
         return flat.reshape(tuple(2 * n + 1 for n in shape))[(..., *[slice(1, None, 2)] * len(shape))]
@@ -153,7 +153,7 @@ class Placed(NamedTuple):
         return bool(kind.get(self.base).tobytes() != self.before)
 
     def guards_hold(self, kind: Kind) -> bool:
-        """Whether the poison around the array, and between its strides, is what it was."""
+        """Whether the poison around the array, and between its elements, is unchanged."""
         base = kind.get(self.base)
         cut(base, tuple(self.view.shape), self.layout)[...] = poison(base.dtype)
         return bool(base.tobytes() == np.full_like(base, poison(base.dtype)).tobytes())
@@ -162,7 +162,7 @@ class Placed(NamedTuple):
 def place(kind: Kind, a: np.ndarray, layout: str = "C") -> Placed:
     if kind.is_torch and layout == "negative":
         layout = "strided"  # torch has no negative strides
-    layout = layout if a.ndim else "C"  # what has no dimension has no stride
+    layout = layout if a.ndim else "C"  # without dimensions there are no strides
     base = np.full(footprint(a.shape, layout) + 2 * GUARD + 1, poison(a.dtype), a.dtype)
     cut(base, a.shape, layout)[...] = a
     native = kind.put(base)
@@ -171,12 +171,12 @@ def place(kind: Kind, a: np.ndarray, layout: str = "C") -> Placed:
 
 @contextlib.contextmanager
 def poisoned_allocations(kind: Kind) -> Iterator[None]:
-    """What is allocated meanwhile holds NaN, or bytes of 255, and in CuPy stands between bands that must hold."""
+    """New memory holds NaN, or bytes of 255. In CuPy it lies between guard bands, which are checked."""
     if kind.name == "torch-cuda":
         import torch
 
         before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # and thereby fills what torch.empty returns
+        torch.use_deterministic_algorithms(True, warn_only=True)  # also fills what torch.empty returns
         try:
             yield
         finally:
@@ -203,7 +203,7 @@ def poisoned_allocations(kind: Kind) -> Iterator[None]:
 
 
 class Outcome(NamedTuple):
-    """A result and the written arguments, as NumPy arrays."""
+    """The result and the arguments that were written, as NumPy arrays."""
 
     y: np.ndarray
     running_mean: np.ndarray | None
@@ -220,9 +220,9 @@ def forward(
     limits: Limits = ANY,
     **options: Any,
 ) -> Outcome:
-    """``gsbn.forward`` on placed copies of ``arrays``, the weight prepared or not; checks what must hold of every call.
+    """``gsbn.forward`` on placed copies of ``arrays``; checks what must be true of every call.
 
-    The result has x's kind, dtype and rows; ``out`` comes back itself; every guard holds; the inputs are untouched.
+    The result has x's kind, dtype and rows; if ``out`` is given it is the result; guards and inputs are unchanged.
     """
     placed = {name: place(kind, a, (layouts or {}).get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
@@ -237,7 +237,7 @@ def forward(
     if "out" in views:
         assert y is views["out"]
     for name, p in placed.items():
-        # The call is counted whatever its rows; statistics change if there are any, on this rank or another.
+        # every call is counted; statistics change if there are rows, on this rank or another
         any_rows = len(y) > 1 or options.get("group") is not None or name == "num_batches_tracked"
         written = name == "out" or (name in WRITTEN and options.get("training", False) and any_rows)
         assert p.guards_hold(kind) if written else not p.disturbed(kind), name
@@ -249,7 +249,7 @@ def forward(
 
 
 def without_out(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the reference takes of the arguments of ``forward``."""
+    """The arguments of ``forward`` that the reference takes."""
     return {name: a for name, a in arrays.items() if name != "out"}
 
 

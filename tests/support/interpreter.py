@@ -1,4 +1,4 @@
-"""Programs in an interpreter of their own, without the libraries that gsbn can do without."""
+"""Programs in a new interpreter, without the optional libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def python(script: str, **environment: str) -> str:
-    """What a fresh interpreter prints; fails if it fails."""
+    """The output of a script in a new interpreter; fails if the script fails."""
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ | environment
     )

@@ -1,4 +1,4 @@
-"""Two processes of one torch.distributed world, which stay for all tests of a module: starting them takes seconds."""
+"""Two processes of one torch.distributed world, shared by all tests of a module: starting them takes seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 2
-SECONDS = 120.0  # that a test may take on all ranks
+SECONDS = 120.0  # time limit of a test on all ranks
 
 
 class Ranks:
-    """``ranks(function, *arguments)`` gives what ``function(rank, device, *arguments)`` returns on each of them."""
+    """``ranks(function, *arguments)`` returns the results of ``function(rank, device, *arguments)`` on all ranks."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

@@ -1,4 +1,4 @@
-"""Calls with every argument, and how a wrong one is refused: an error that names it, and no byte changed."""
+"""Calls with every argument. A wrong one is refused: the error names it, and no byte changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = dict[str, Any]
 
 
 def arguments(kind: Kind, dtype: str = "float32", *, rows: int = B, **changes: Any) -> Call:
-    """A training call with every argument, in order but for ``changes``."""
+    """A training call with every argument, valid except for ``changes``."""
     arrays = Case((rows, I, O), dtype, training=True).arrays()
     return {**{name: kind.put(a) for name, a in arrays.items()}, "training": True, **changes}
 
@@ -33,7 +33,7 @@ def fold_arguments(kind: Kind, **changes: Any) -> Call:
 def refuses(
     kind: Kind, call: Call, error: type[Exception], message: str, function: Callable[..., Any] = gsbn.forward
 ) -> None:
-    """``function`` raises ``error`` with ``message``, and every byte of every array is what it was."""
+    """``function`` raises ``error`` with ``message``, and changes no byte of any array."""
     array_type = type(kind.put(np.zeros(1)))
     arrays = {name: a for name, a in call.items() if isinstance(a, array_type)}
     before = {name: kind.get(a).tobytes() for name, a in arrays.items()}
@@ -43,7 +43,7 @@ def refuses(
 
 
 def about(name: str) -> str:
-    """The form of every message about an argument."""
+    """A pattern for messages about an argument."""
     return rf"^({name}): expected .+, got .+"
 
 
@@ -61,7 +61,7 @@ SHAPES = {
 
 
 def stretch(kind: Kind, a: Any, shape: tuple[int, ...]) -> Any:
-    """``a`` repeated along new or longer dimensions by strides of 0, writable where the library allows it."""
+    """``a`` repeated along new or longer dimensions by strides of 0, writable if the library allows it."""
     if kind.is_torch:
         return a.expand(shape)
     if kind.name == "numpy":

@@ -14,13 +14,13 @@ from tests.support.harness import DTYPES, LAYOUTS
 
 OPTIONAL = ("bias", "gamma", "beta", "running", "num_batches_tracked", "out")
 VECTORS = ("scale", "bias", "gamma", "beta", "running")
-SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)}  # what may stand for it, and a shape
+SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)}  # its forms, and their shapes
 ACTIVATIONS = (None, "relu")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe. ``arrays()`` cooks it, always into the same bytes."""
+    """A recipe. ``arrays()`` always returns the same bytes for it."""
 
     shape: tuple[int, int, int]  # B, I, O
     dtype: str
@@ -33,9 +33,9 @@ class Case:
     given: tuple[str, ...] = OPTIONAL
     narrow: tuple[str, ...] = ()  # vectors in x's dtype; the others are in float32
     layouts: tuple[tuple[str, str], ...] = ()
-    scale: str = "vector"  # of SCALES
+    scale: str = "vector"  # one of SCALES
     activation: str | None = None
-    family: str = "normal"  # of families.py: what becomes of x, the weight and the scale
+    family: str = "normal"  # of families.py, for x, the weight and the scale
 
     @property
     def options(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Case:
     def arrays(self) -> dict[str, np.ndarray]:
         """The arguments as NumPy arrays; ``out`` is poisoned.
 
-        Among the features are constant ones (a row of zeros in the weight) and ones with a zero and a tiny scale.
+        Some features are constant (a row of zeros in the weight), and some have a zero or a tiny scale.
         """
         B, I, O = self.shape
         dtype = DTYPES[self.dtype]
@@ -82,7 +82,7 @@ class Case:
 
 
 def sides(limit: int) -> st.SearchStrategy[int]:
-    """Lengths with a liking for the edges of tiles, and for what lies just beside them."""
+    """Lengths, often at the edges of tiles or one off."""
     edges = [n + d for n in (1, 4, 8, 16, 32, 64, 128, 256, 512) for d in (-1, 0, 1) if 1 <= n + d <= limit]
     primes = [n for n in (3, 5, 7, 13, 29, 61, 97, 131, 251, 383) if n <= limit]
     return st.sampled_from(sorted({*edges, *primes})) | st.integers(1, limit)

@@ -16,7 +16,7 @@ from tests.support.harness import Kind
 
 @contextlib.contextmanager
 def new_stream(kind: Kind) -> Iterator[Any]:
-    """A stream of the kind's library, current, that waits for no other."""
+    """A new current stream of the kind's library, which waits for no other."""
     if kind.is_torch:
         import torch
 
@@ -29,7 +29,7 @@ def new_stream(kind: Kind) -> Iterator[Any]:
     try:
         with current:
             yield stream
-    finally:  # also after an error: what it had to do writes into memory that is about to be free
+    finally:  # also after an error: its work writes to memory that is freed next
         stream.synchronize()
 
 
@@ -55,7 +55,7 @@ def is_idle(stream: Any) -> bool:
 
 def capture(kind: Kind, stream: Any, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     """A function that replays ``call`` on ``stream``, and what the captured call returned."""
-    gc.disable()  # what other tests left may hold CuPy's graphs, and to destroy one breaks a capture
+    gc.disable()  # garbage of other tests may hold CuPy's graphs, and destroying one breaks a capture
     try:
         if kind.is_torch:
             import torch

@@ -1,32 +1,32 @@
-"""How far from the truth a right answer may be. Every bound is derived, none is tuned.
+"""How far from the truth a right answer may be. All bounds are derived, none is tuned.
 
 Notation: u is the unit roundoff of the arithmetic, K = I the terms of a dot product, n = B the terms of a column's sum,
-|x||w|ᵀ the product of the absolute values. A hat is what the kernels hold.
+|x||w|ᵀ the product of the absolute values. A hat marks what the kernels compute.
 
 **The GEMM.** A sum of K products in any order errs by at most γ_K |x||w|ᵀ with γ_K = K u / (1 − K u) (Higham 2002,
-section 3.1). Tensor cores cut off where IEEE arithmetic rounds, which doubles u. TF32 rounds each operand first, by at
-most 2⁻¹⁰ if it cuts off: (1 + 2⁻¹⁰)² − 1 more. Products below the smallest normal number are flushed (CuPy compiles
-with -ftz=true): at most K times that number. Together: E.
+section 3.1). Tensor cores truncate where IEEE arithmetic rounds, which doubles u. TF32 rounds each operand first, by at
+most 2⁻¹⁰ if it truncates: (1 + 2⁻¹⁰)² − 1 more. Products below the smallest normal number are flushed to zero (CuPy
+compiles with -ftz=true): at most K times that number. Together: E.
 
-**Limbs.** float32 at "highest" may go through two float16 limbs an operand (docs/design/limbs.md): each operand is off
-by 2⁻²³ of itself and, beside the largest of its row, by 2⁻³⁹ of that; the product of the low limbs, at most 2⁻²² of
-|x||w|ᵀ, is left out; tensor cores, which cut off, add 3 · 32 products at a time, and IEEE arithmetic these sums:
+**Limbs.** float32 at "highest" may use two float16 limbs per operand (docs/design/limbs.md). An element of an operand
+is off by 2⁻²³ of itself and by 2⁻³⁹ of the largest in its row. The product of the low limbs, at most 2⁻²² of |x||w|ᵀ,
+is left out. Tensor cores, which truncate, add 3 · 32 products at a time, and IEEE arithmetic adds these sums:
 
     E = ((1 + 2⁻²³)² − 1 + 2⁻²² + 3 min(K, 32) 2⁻²³ + ⌈K/32⌉ 2⁻²⁴) |x||w|ᵀ + 2⁻³⁸ K max|x_i| max|w_j|
 
-**A sum over the rows.** No path adds n rows in one chain. A thread adds at most 16 in the arithmetic of u, and a tree
-of at most 16 levels the threads of a tile; the sums of tiles, of at least 32 rows, are added in float64 or, by
-forward_sm90 and where x is float64, in the arithmetic of u. The tiles' roundings have either sign: if they are
-independent and of mean zero, those of N partial sums, each at most Σ|t|, stay within λ √N u Σ|t| but for a probability
-of 2 exp(−λ²/2) (Higham and Mary 2019, theorem 2.4), 3e-8 at λ = 6. In a tile all may have one sign, as the rows may be
-alike: there the worst is taken. Together |ŝ − s| ≤ C_n u Σ|t| with
+**A sum over the rows.** No path adds n rows in one chain. A thread adds at most 16 rows in the arithmetic of u, and a
+tree of at most 16 levels adds the threads of a tile. The sums of tiles, of at least 32 rows, are added in float64, or
+in the arithmetic of u: by forward_sm90, and if x is float64. The roundings of tiles have either sign: if they are
+independent with mean zero, those of N partial sums, each at most Σ|t|, stay within λ √N u Σ|t| except with probability
+2 exp(−λ²/2) (Higham and Mary 2019, theorem 2.4), 3e-8 at λ = 6. In a tile all may have the same sign, as its rows may
+be equal: there the worst case is taken. Together |ŝ − s| ≤ C_n u Σ|t| with
 
     C_n = 32 + 6 √(n / 32)           or n, if that is less
 
-of which no term is as long as the batch: 1.1 √n at a million rows, which is 6.6e-5 in float32 and was n u = 6e-2.
+This does not grow as n: it is 1.1 √n at a million rows, 6.6e-5 in float32, where n u is 6e-2.
 
-**The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds C_n u mean|g|, storing it
-and subtracting it two roundings more, so |d̂ − d| ≤ D with
+**The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds C_n u mean|g|, and storing
+and subtracting it add two roundings, so |d̂ − d| ≤ D with
 
     D = E + mean(E) + (C_n + 2) u · mean(|x||w|ᵀ) + 2 u |d|
 
@@ -45,12 +45,12 @@ In inference y = γ r (s g + (s b − running_mean)) + β, in any association:
 
     |ŷ − y| ≤ |γ r s| E + 8 u (|γ r| (|s| |x||w|ᵀ + |s b| + |running_mean|) + |β|)
 
-A path that parks deviations from a tile's mean in y's own dtype, of roundoff ū, adds |γ s| ř ū (|d| + max|d|): a tile's
-mean is within max|d| of the column's.
+A path with a deferred epilogue stores deviations from a tile's mean in y's dtype, of roundoff ū. This adds
+|γ s| ř ū (|d| + max|d|), as a tile's mean is within max|d| of the column's.
 
 **The running statistics** follow from |m̂ − m| ≤ M = mean(E) + (C_n + 2) u mean(|x||w|ᵀ) and from
-|v̂ − v| ≤ V = rms(D) (2 σ + rms(D)) + (C_n + 2) u (σ + rms(D))². At last, a result is rounded once to its own
-dtype: half a unit in its last place, or half the smallest subnormal number.
+|v̂ − v| ≤ V = rms(D) (2 σ + rms(D)) + (C_n + 2) u (σ + rms(D))². Finally, a result is rounded once to its own dtype: by
+half a unit in its last place, or half the smallest subnormal number.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FLUSHED = 2.0**-126
 
 
 class Bounds(NamedTuple):
-    """The largest admissible error of each written array; None where there is none."""
+    """The largest permitted error of each written array; None for arrays that are not written."""
 
     y: np.ndarray
     running_mean: np.ndarray | None
@@ -82,18 +82,18 @@ def roundoff(dtype: Any) -> float:
 
 
 def arithmetic(dtype: Any) -> float:
-    """u: float64 for float64, float32 otherwise, with tensor cores that cut off for the 16-bit dtypes."""
+    """u: of float64 for float64, else of float32; for 16-bit dtypes with tensor cores, which truncate."""
     dtype = np.dtype(dtype)
     return {8: 2.0**-53, 4: 2.0**-24, 2: 2.0**-23}[dtype.itemsize]
 
 
 def summed(n: int) -> float:
-    """C_n: roundings, of the sum of the absolute values each, that a sum over n rows is within."""
+    """C_n: the error of a sum over n rows, in roundings of the sum of the absolute values."""
     return min(n, 32 + 6 * (n / 32) ** 0.5)
 
 
 def scale_of(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The scale of every feature in float64, whatever stands for it."""
+    """The scale of every feature in float64, in whichever form it is given."""
     scale = np.asarray(arrays.get("scale", 1.0), np.float64)
     return np.broadcast_to(scale.reshape(-1), (len(arrays["weight"]),)).copy()
 
@@ -108,14 +108,14 @@ def bounds(
     eps: float = 1e-5,
     u: float | None = None,
     operand: float = 0.0,
-    parked: bool = False,
+    deferred: bool = False,
     limbs: bool = False,
     activation: str | None = None,
 ) -> Bounds:
-    """The bounds above, evaluated. An activation changes none: it moves no two numbers further apart.
+    """The bounds above, evaluated. An activation changes none, as it does not increase the distance of two numbers.
 
     ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
-    ``parked`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
+    ``deferred`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
     """
     u = arithmetic(arrays["x"].dtype) if u is None else u
     flushed = 0.0 if u <= 2.0**-53 else FLUSHED
@@ -153,7 +153,7 @@ def bounds(
     tau = s * rms_D + (C + 8) * u * t
     r, r_max = 1 / t, 1 / np.maximum(t - tau, (1 - 16 * u) * np.sqrt(eps))
     error = gamma * s * (r_max * D + tau * r * r_max * d) + 8 * u * (gamma * s * r_max * (d + D) + beta)
-    if parked:
+    if deferred:
         error = error + gamma * s * r_max * roundoff(arrays["x"].dtype) * (d + d.max(axis=0))
     y = _rounded(error + flushed, truth.y, arrays["x"].dtype)
     if truth.running_mean is None or truth.running_var is None:
@@ -177,7 +177,7 @@ def _rounded(error: np.ndarray, value: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def assert_within(got: np.ndarray, want: np.ndarray, bound: np.ndarray, what: str = "") -> None:
-    """``|got − want| ≤ bound``, elementwise; beyond the largest finite number, infinity is right as well."""
+    """``|got − want| ≤ bound``, elementwise; infinity is also right beyond the largest finite number."""
     largest = float(ml_dtypes.finfo(got.dtype).max)
     wide = np.asarray(got, want.dtype)
     assert not np.isnan(wide).any(), f"{what}: {np.isnan(wide).sum()} NaN of {wide.size}"
@@ -188,7 +188,7 @@ def assert_within(got: np.ndarray, want: np.ndarray, bound: np.ndarray, what: st
 
 
 def assert_outcome_within(outcome: Outcome, truth: reference.Forward, bound: Bounds) -> None:
-    """A whole call against its truth."""
+    """All results of a call are within their bounds."""
     assert_within(outcome.y, truth.y, bound.y, "y")
     for name in ("running_mean", "running_var"):
         want, limit = getattr(truth, name), getattr(bound, name)
@@ -199,6 +199,6 @@ def assert_outcome_within(outcome: Outcome, truth: reference.Forward, bound: Bou
 
 
 def norm_error(got: np.ndarray, want: np.ndarray) -> float:
-    """``‖got − want‖ / ‖want‖``, or the bare norm of the error where the truth is zero."""
+    """``‖got − want‖ / ‖want‖``, or the norm of the error if the truth is zero."""
     error = np.linalg.norm((np.asarray(got, want.dtype) - want).ravel())
     return float(error / (np.linalg.norm(want.ravel()) or 1.0))

@@ -1,10 +1,10 @@
-"""Whether the SMs that `sms=` leaves stay free while calls follow each other: how long a kernel that wants them waits.
+"""Whether the SMs that `sms=` leaves stay free while calls follow each other: how long a kernel waits for them.
 
     python -m tests.support.vacancy    # from the root of the repository, on a GPU: every path, and its cost
 
-While a stream is full of calls, another one gets pairs of kernels: the first takes the time, and the second has a CTA
-for each of the SMs that were left, which needs a whole one. The time from the first to the last CTA's begin is how long
-somebody waits who was promised these SMs. (Where calls have all SMs, the first kernel waits as well, unseen.)
+While one stream is full of calls, another stream gets pairs of kernels. The first kernel records the time. The second
+has a CTA for each SM that was left, and each CTA needs a whole SM. The time from the first kernel to the start of the
+last CTA is how long a user of these SMs waits. (If calls have all SMs the first kernel waits as well, unnoticed.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gsbn._host import run as _run
 
 LEFT = 12  # SMs
 PROBES = 64
-CUBLAS = "cuBLAS and passes, bfloat16"  # which takes the number as a target
+CUBLAS = "cuBLAS and passes, bfloat16"  # cuBLAS takes the number of SMs as a target
 STAMP = r"""
 // The time at which each CTA began.
 extern "C" __global__ void stamp(unsigned long long* begun) {
@@ -42,7 +42,7 @@ class Waited(NamedTuple):
 
 
 class Probe:
-    """What measures on the current device."""
+    """Measures on the current device."""
 
     def __init__(self) -> None:
         device = cupy.cuda.Device()
@@ -53,11 +53,11 @@ class Probe:
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def wait(self, call: Callable[[], Any], seconds: float = 0.06) -> Waited:
-        """Of pairs of kernels beside calls on a stream of their own that follow each other for so long."""
+        """The waiting times of pairs of kernels, while calls follow each other on another stream for so long."""
         ends, asked, begun = (cupy.zeros(shape, np.uint64) for shape in (2, PROBES, (PROBES, LEFT)))
-        call()  # compiled by now
+        call()  # compiles
         count = 8
-        for measured in (False, True):  # first a few calls, whose time tells how many there shall be
+        for measured in (False, True):  # first a few calls, whose time determines the number of calls
             cupy.cuda.runtime.deviceSynchronize()
             with cupy.cuda.Stream(non_blocking=True):
                 self._stamp((1,), (32,), (ends,))
@@ -79,7 +79,7 @@ class Probe:
 
 
 def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
-    """By name, what makes arrays and a call of so many SMs, which takes about a millisecond or less."""
+    """By name: functions that make arrays, and a call with so many SMs, which takes about a millisecond or less."""
 
     def draw(*shape: int, dtype: str = "float32") -> Any:
         if dtype == "bfloat16":
@@ -119,7 +119,7 @@ def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def overlapping() -> Iterator[None]:
-    """Launches of limited calls overlap meanwhile, as those of others do."""
+    """Let launches of limited calls overlap, as others do."""
     real = _kernels.launcher
 
     def launcher(*arguments: Any, limited: bool = False, **keywords: Any) -> Any:

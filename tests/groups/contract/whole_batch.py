@@ -47,7 +47,7 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
     whole = without_out(arrays)
     wide = np.longdouble if case.dtype == "float64" else np.float64
     truth = reference.forward(**whole, **case.options, dtype=wide)
-    bound = bounds(whole, truth, **case.options, parked=DTYPES[case.dtype].itemsize == 2)
+    bound = bounds(whole, truth, **case.options, deferred=DTYPES[case.dtype].itemsize == 2)
     for found in (got.y, y) if len(y) else ():
         assert_within(found, truth.y[rows], bound.y[rows], "y")
     if got.running_mean is not None:
@@ -75,7 +75,7 @@ def assert_gradients(
 
     def truth_and_bounds(dy: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
         truth = truth_of(arrays, dy, training=True, eps=case.eps)
-        form = {"activation": case.activation, "parked": at.kind.name in GPU_KINDS}  # as forward_sm90 parks
+        form = {"activation": case.activation, "deferred": at.kind.name in GPU_KINDS}  # as forward_sm90 defers tiles
         return truth, gradient_bounds(arrays, dy, truth, training=True, eps=case.eps, **form)
 
     part, part_bounds = truth_and_bounds(of_rows)
