@@ -1,4 +1,4 @@
-"""The backward's kernels: within derived bounds on everything, and at least as accurate as PyTorch's autograd."""
+"""The backward's kernels: within derived bounds for all inputs, and at least as accurate as PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_right(
         assert not got["bias"].any()
 
 
-# ---- right on everything
+# ---- right for all inputs
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -96,10 +96,10 @@ def test_long_sides(shape: tuple[int, int, int], fused: bool, dtype: str, traini
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("cluster", COLUMN_CLUSTERS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-# in the first some CTAs have no row; columns that fill no block; as many rows as fit
+# in the first shape some CTAs have no row; columns that do not fill a block; the most rows that fit
 @pytest.mark.parametrize("shape", [(19, 8, 40), (300, 72, 520), (1001, 24, 2047), (8192, 8, 136)])
 def test_ctas_share_columns(shape: tuple[int, int, int], dtype: str, cluster: int) -> None:
-    """Whoever of a cluster is first: call after call, beside what keeps part of the GPU busy."""
+    """Whichever CTA of a cluster is first: call after call, while another kernel occupies part of the GPU."""
     if shape[0] > FUSED_ROWS * cluster:
         pytest.skip("too many rows for such a cluster")
     arrays, limits = Case(shape, dtype, True).arrays(), Limits(fused=True, cluster=cluster)
@@ -120,7 +120,7 @@ def test_ctas_share_columns(shape: tuple[int, int, int], dtype: str, cluster: in
 @given(case=cases(limit=400, dtypes=("float16", "bfloat16")), layout=st.sampled_from(LAYOUTS), whole=st.booleans())
 @settings(max_examples=60)
 def test_sm90_stays_within_the_bounds(name: str, case: Case, layout: str, whole: bool) -> None:
-    """Asked for, with operands in any layout; rows of gradients that are no multiples of 16 bytes go to cuBLAS."""
+    """gemm="sm90", with operands in any layout."""
     B, I, O = case.shape
     case = replace(case, shape=(B, -(-I // 8) * 8 if whole else I, O))
     arrays = case.arrays()
@@ -134,7 +134,7 @@ def test_tf32() -> None:
 
 
 def test_dy_may_be_one_number(gpu_kind: Kind) -> None:
-    """What y.sum().backward() hands over: strides of 0."""
+    """y.sum().backward() gives a dy with strides of 0."""
     arrays = {name: gpu_kind.put(a) for name, a in without_out(replace(CASE, training=False).arrays()).items()}
     _, saved = gsbn.forward(**arrays, return_saved=True)
     one = gpu_kind.put(np.ones((1, 1), np.float32))
@@ -145,10 +145,10 @@ def test_dy_may_be_one_number(gpu_kind: Kind) -> None:
     assert_same_bits(gpu_kind.get(got.x), gpu_kind.get(same.x))
 
 
-@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e6])  # below, dg overflows float16: a is 1 / magnitude
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e6])  # with less, dg overflows float16: a is 1 / magnitude
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_deviations_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
-    """g of any size: a raw float16 deviation would overflow above 65504 and lose its digits below 6e-5."""
+    """For g of any size. A float16 deviation without a unit would overflow above 65504, and lose digits below 6e-5."""
     rng, t, (B, I, O) = np.random.default_rng(0), DTYPES[dtype], (900, 256, 264)
     root = np.sqrt(magnitude)
     x = reference.round_to(rng.standard_normal((B, I)) * root, t)
@@ -173,7 +173,7 @@ def exact_problem(shape: tuple[int, int, int], dtype: str) -> tuple[dict[str, np
     """`exact_training` for gradients: with B a multiple of 4 every intermediate result is exact, for eps = 12.
 
     d_ij = ±q_j, the signs alternating from row to row, and dy = α + β sign + c e, with e = 1, 1, -1, -1, ... orthogonal
-    to 1 and to the signs. So S = B α and D = B β q, and with s² q² r² = 1/4 what is left is dg = a (3/4 β sign + c e).
+    to 1 and to the signs. So S = B α and D = B β q, and with s² q² r² = 1/4 dg = a (3/4 β sign + c e).
     """
     B, _, O = shape
     arrays, rng = without_out(exact_training(shape, dtype)), np.random.default_rng(1)
@@ -192,7 +192,7 @@ def test_gradients_of_small_integers_are_exact(shape: tuple[int, int, int], dtyp
     truth = truth_of(arrays, dy, training=True, eps=12.0)
     for name, gradient in got.items():
         want = reference.round_to(getattr(truth, name), arrays[name].dtype)
-        np.testing.assert_array_equal(gradient, want, name)  # as values: the sign of a zero is free
+        np.testing.assert_array_equal(gradient, want, name)  # as values: a zero may have either sign
 
 
 # ---- as accurate as PyTorch
@@ -202,7 +202,7 @@ def test_gradients_of_small_integers_are_exact(shape: tuple[int, int, int], dtyp
 @pytest.mark.parametrize("features", [1, 5])
 @pytest.mark.parametrize("rows", [2, 3, 4, 6, 8, 12, 16, 17, 24])
 def test_few_rows_are_as_accurate_as_autograd(rows: int, features: int, dtype: str) -> None:
-    """Two rows leave next to nothing of dy after normalisation, three one dimension: dx and dw are all cancellation."""
+    """Of two rows normalisation leaves almost nothing of dy, of three one dimension: dx and dw cancel almost wholly."""
     kind, shape = kind_of("torch-cuda"), (rows, 512, features)
     problems = [family("normal", seed, shape, dtype) for seed in SEEDS]
     of_dy = [draw_dy(arrays, seed) for seed, arrays in enumerate(problems)]
@@ -226,7 +226,7 @@ def test_is_as_accurate_as_autograd(name: str, dtype: str, training: bool) -> No
 
 
 def test_the_gradient_of_the_scale_is_a_hundred_times_closer() -> None:
-    """Standard normal data with s² v >= 1: autograd's float32 sum cancels to noise, the closed form does not."""
+    """For standard normal data with s² v >= 1 autograd's float32 sum cancels to noise, the closed form does not."""
     rng, (B, I, O) = np.random.default_rng(0), (1024, 1024, 512)
     kind = kind_of("torch-cuda")
     arrays = {"x": rng.standard_normal((B, I)), "weight": rng.standard_normal((O, I)), "scale": rng.uniform(1, 2, O)}
@@ -242,7 +242,7 @@ def test_the_gradient_of_the_scale_is_a_hundred_times_closer() -> None:
     assert 100 * ours <= theirs
 
 
-# ---- the same bits, what is needed, memory
+# ---- the same bits, `needs`, memory
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -281,7 +281,7 @@ def test_no_temporary_beyond_dg(dtype: str) -> None:
     with cupy.cuda.using_allocator(pool.malloc):
         got = gsbn.backward(dy, saved)
         made = sum(a.nbytes for a in got if a is not None)
-        assert pool.total_bytes() < made + dy.nbytes * 1.5  # less than a second; the half is for vectors
+        assert pool.total_bytes() < made + dy.nbytes * 1.5  # there is no second one; the half is for vectors
 
 
 # ---- kernels that overlap
@@ -302,7 +302,7 @@ extern "C" __global__ void late(const char* from, char* to, long long bytes) {
 @pytest.mark.parametrize("gemm", ["auto", "tiled", "cublas"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, training: bool) -> None:
-    """x, the weight and dy are NaN until the kernel ahead, which has let the next begin, writes them at its end."""
+    """The kernel ahead lets the next one begin early. x, the weight and dy are NaN until it writes them at its end."""
     arrays = without_out(Case((600, 136, 264), dtype, training).arrays())
     native = {name: cupy.asarray(a) for name, a in arrays.items()}
     frozen = {name: native[name] for name in ("scale", "running_mean", "running_var", "bias", "gamma", "beta")}
@@ -315,7 +315,7 @@ def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, trai
         return act()
 
     def forward(**options: Any) -> Callable[[], Any]:
-        """A call with statistics of its own, which are copied before it is made."""
+        """A call with its own copies of the statistics, made before it."""
         own = {name: a.copy() for name, a in native.items() if name not in ("x", "weight")}
         operands = {"x": native["x"], "weight": native["weight"]}
         return lambda: gsbn.forward(**operands, **own, training=training, gemm=gemm, **options)
@@ -337,14 +337,14 @@ def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, trai
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64, 16384), (64, 16384, 64), (128, 512, 512)])
 def test_dw_overlaps_with_dx_and_later_kernels_see_both(shape: tuple[int, int, int], captured: bool) -> None:
-    """What follows sees both, though dx takes ten times as long in the first shape and a tenth in the second."""
+    """dx takes ten times as long as dw in the first shape, and a tenth in the second."""
     arrays = without_out(Case(shape, "bfloat16", True).arrays())
     native = {name: cupy.asarray(a) for name, a in arrays.items()}
     dy = cupy.asarray(draw_dy(arrays))
     _, saved = gsbn.forward(**native, training=True, gemm="sm90", return_saved=True)
 
     def follow() -> list[Any]:
-        """The products, and copies by a kernel behind them, of which each call gets what nobody has written yet."""
+        """The products, and copies of them by a following kernel; each call has fresh memory."""
         got = gsbn.backward(dy, saved, needs=("x", "weight"))
         return [got.x, got.weight, got.x.copy(), got.weight.copy()]
 
@@ -358,7 +358,7 @@ def test_dw_overlaps_with_dx_and_later_kernels_see_both(shape: tuple[int, int, i
             outputs = follow()
             graph = stream.end_capture()
 
-        def run() -> list[Any]:  # of the graph's own memory
+        def run() -> list[Any]:  # in the graph's own memory
             for output in outputs:
                 output.view("u1").fill(255)
             cupy.cuda.get_current_stream().synchronize()
@@ -367,7 +367,7 @@ def test_dw_overlaps_with_dx_and_later_kernels_see_both(shape: tuple[int, int, i
             return outputs
 
     for _ in range(20):
-        poison = cupy.full(1 << 24, 255, "u1")  # what the pool hands out next
+        poison = cupy.full(1 << 24, 255, "u1")  # the pool returns this memory next
         del poison
         for got, truth in zip(run(), [*apart, *apart], strict=True):
             assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(truth))

@@ -1,4 +1,4 @@
-"""The two halves of a backward, of which autograd frees what the first no longer needs before it calls the second."""
+"""The two stages of a backward. Between them autograd frees what the second does not need."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
     "shape", [(64, 512, 256), (1000, 264, 520), (2048, 512, 1024), (4096, 256, 128), (1000, 100, 72)]
 )
 def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
-    """In float32 also dweight of 16-bit operands (`wide`), which hold no such sums; and limbs that borrow memory."""
+    """In float32 also dweight of 16-bit operands (`wide`), which 16 bits cannot hold; and limbs in other memory."""
     rows, inputs, features = shape
     x, weight, dg = (
         integers((rows, inputs), dtype),

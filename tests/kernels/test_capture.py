@@ -1,4 +1,4 @@
-"""CUDA graphs: a replay is a call, and captured memory lives as long as its graph."""
+"""CUDA graphs: a replay is like a call, and captured memory lives as long as its graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ cupy = pytest.importorskip("cupy")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_replay_is_a_call(gpu_kind: Kind, dtype: str, momentum: float | None, gemm: str) -> None:
-    """New inputs, outputs and statistics pass through the captured addresses; the count and its readers advance."""
+    """A replay uses new inputs and statistics at the captured addresses, and advances the count of batches."""
     case = replace(CASE, dtype=dtype, momentum=momentum)
     arrays = case.arrays()
     del arrays["out"]
@@ -39,7 +39,7 @@ def test_a_replay_is_a_call(gpu_kind: Kind, dtype: str, momentum: float | None, 
     with new_stream(gpu_kind) as stream:
         gsbn.forward(**native, gemm=gemm, **case.options)
         replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, **case.options))
-        for name in STATISTICS:  # the warm-up counted once, the capture not at all
+        for name in STATISTICS:  # the warm-up counts once, the capture does not count
             native[name][...] = gpu_kind.put(arrays[name])
         for seed in (1, 2, 3):
             arrays["x"] = replace(case, seed=seed).arrays()["x"]
@@ -57,12 +57,12 @@ def test_a_replay_is_a_call(gpu_kind: Kind, dtype: str, momentum: float | None, 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_what_a_captured_call_allocated_lives_as_long_as_the_graph(gpu_kind: Kind, keep: bool, gemm: str) -> None:
-    """What is allocated after the capture is not what the graph writes to: not even y, if the caller lets it go."""
+    """No later allocation gets memory to which the graph writes, not even y's if the caller releases y."""
     case = replace(CASE, dtype="float16", layouts=())
     arrays = case.arrays()
     del arrays["out"]
     native = {name: gpu_kind.put(a) for name, a in arrays.items()}
-    native["x"] = gpu_kind.put(arrays["x"].T).T  # strides that a GEMM may copy
+    native["x"] = gpu_kind.put(arrays["x"].T).T  # a GEMM may copy it
     with new_stream(gpu_kind) as stream:
         gsbn.forward(**native, gemm=gemm, training=True)
         replay, y = capture(gpu_kind, stream, lambda: gsbn.forward(**native, gemm=gemm, training=True))
@@ -87,7 +87,7 @@ def chain(call: Callable[[Any], Any], x: Any, links: int = 20) -> Any:
 
 
 def test_captured_memory_is_about_torchs_and_ends_with_the_graph() -> None:
-    """20 chained forwards: a temporary that is free again serves the next one, as it serves PyTorch's."""
+    """In 20 chained forwards a freed temporary is reused by the next one, as in PyTorch."""
     import torch
 
     arrays = {
@@ -124,12 +124,12 @@ def test_captured_memory_is_about_torchs_and_ends_with_the_graph() -> None:
             left.append(settled() - before)
     print(f"captured: torch {taken[0] >> 20} MiB, gsbn {taken[1] >> 20} MiB; left {left[1] >> 20} MiB")
     assert taken[1] <= 1.2 * taken[0]
-    assert left[1] == 0  # torch's own leave cuBLAS' workspace behind
+    assert left[1] == 0  # torch's forwards leave cuBLAS' workspace
 
 
 @pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
 def test_what_cupy_captured_ends_with_the_graph(gemm: str) -> None:
-    """Nothing of gsbn is called after the graph is gone, and no later capture is begun."""
+    """Without a later call of gsbn, and without a later capture."""
     arrays = without_out(Case((2000, 64, 512), "float16", True, layouts=()).arrays())
     native = {name: cupy.asarray(a) for name, a in arrays.items()}
     dy = cupy.asarray(draw_dy(arrays))
@@ -152,7 +152,7 @@ def test_what_cupy_captured_ends_with_the_graph(gemm: str) -> None:
             graph.launch(stream)
             stream.synchronize()
             held = pool.used_bytes()
-            assert held - before >= 4 * 2000 * 512 * 2  # y alone, which the graph writes although nobody has it
+            assert held - before >= 4 * 2000 * 512 * 2  # y alone: the graph writes it although nobody holds it
             del graph
             deadline = time.monotonic() + 5
             while pool.used_bytes() > before and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ def test_what_cupy_captured_ends_with_the_graph(gemm: str) -> None:
 
 @pytest.mark.parametrize("library", ["torch in CuPy's capture", "CuPy in torch's capture"])
 def test_a_graph_of_the_other_library_keeps_its_memory(library: str) -> None:
-    """Neither allocator knows of the other's capture: what the call allocated must be held by the graph."""
+    """An allocator does not know of the other library's capture, so the graph must hold what the call allocated."""
     import torch
 
     arrays = without_out(Case((600, 64, 264), "float16", True, layouts=()).arrays())

@@ -1,4 +1,4 @@
-"""The one-launch kernel on Hopper where a cluster has all rows: every tile, CTAs without rows, overlapping launches."""
+"""forward_sm90 in mode "cluster_batch": every tile, CTAs without rows, overlapping launches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
 @pytest.mark.parametrize("tile", CLUSTER_BATCH_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_all_rows_in_a_cluster(dtype: str, precision: str, tile: tuple[int, int]) -> None:
-    """All tiles but for five rows; one row more than a tile, which leaves CTAs without any; two rows.
+    """Five rows fewer than the tiles have; one row more than a tile has, which leaves CTAs without rows; two rows.
 
-    A feature block is not full, and k has more steps than the ring has stages.
+    A block of features is not full, and k has more steps than the pipeline has stages.
     """
     block_m, cluster = tile
     if block_m > largest_block(_plan.element_for(dtype, precision)):
@@ -49,7 +49,7 @@ def test_all_rows_in_a_tile_with_limbs_rs(tile: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("tile", SPLIT_K_TILES, ids=str)
 @pytest.mark.parametrize(("dtype", "precision"), ELEMENTS)
 def test_all_rows_in_a_cluster_with_split_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
-    """As above, of a k whose parts are not alike."""
+    """As above, with parts of k that differ in length."""
     if of_x and (dtype, precision) != ("float32", "highest"):
         pytest.skip("the weight as it is stands beside limbs alone")
     block_m, split = tile
@@ -78,7 +78,7 @@ def test_all_rows_in_a_cluster_are_as_accurate_as_torch(name: str, dtype: str) -
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_cluster_with_all_rows_begins_before_the_launch_ahead_ends(graph: bool) -> None:
-    """Each call's x is the y of the one before, and all count batches and move the same running statistics."""
+    """Each call's x is the previous call's y, and all count batches and update the same running statistics."""
     rng, n, calls = np.random.default_rng(0), 512, 20
     weight = cupy.asarray(rng.standard_normal((n, n)).astype("f2") / 16)
     first = cupy.asarray(rng.standard_normal((128, n)).astype("f2"))
@@ -112,5 +112,5 @@ def test_a_cluster_with_all_rows_begins_before_the_launch_ahead_ends(graph: bool
         assert_same_bits(a.get(), b.get())
     for a, b in zip(
         whole[:3], chain(Limits(recompute=False, cluster_batch=False), graph=False)[:3], strict=True
-    ):  # later ones drift apart
+    ):  # later ones differ too much
         assert float(abs(a.astype("f4") - b.astype("f4")).max()) < 0.1

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture that gsbn serves: NVRTC needs no GPU and no driver."""
+"""Every kernel compiles for every architecture that gsbn supports: NVRTC needs no GPU and no driver."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.support import ROOT
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
 
-@pytest.mark.timeout(1800)  # of one core
+@pytest.mark.timeout(1800)  # on one core
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiles(arch: str) -> None:
     pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
-    # On Hopper as for users; elsewhere what the compiler says counts, and it says it in half the time.
+    # sm_90a as for users; for others only errors matter, which a fast compilation finds in half the time
     cubins = _kernels.compile_all(arch, lambda kernel: True, *[] if arch == "sm_90a" else ["--Ofast-compile=max"])
     assert set(cubins) == set(_kernels.all_kernels(arch))
     for kernel, cubin in cubins.items():
@@ -52,7 +52,7 @@ def test_every_name_is_a_global_function_of_its_file() -> None:
 
 
 def test_parameters_follow_the_macros() -> None:
-    """Some are there only where deviations are kept; plan/test_launches.py holds what is passed to what is declared."""
+    """Some exist only if deviations are saved. plan/test_launches.py compares what is passed with what is declared."""
     for kernel in _kernels.all_kernels():
         if kernel.name == "forward_sm90":
             saves, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
@@ -89,7 +89,7 @@ def test_a_record_holds_what_its_kernel_declares() -> None:
 
 
 def test_every_kernel_waits_for_the_one_ahead() -> None:
-    """Each is launched so that it may begin before the kernel ahead has ended."""
+    """Each may be launched so that it begins before the kernel ahead has ended."""
     wait = re.compile(r"[{\n] +(?:if \((!?)(\w+)\) )?await_kernel_ahead\((?:true|RANKS|ranks != nullptr|)\);[ \n]")
     for path in _declared.KERNEL_DIR.glob("*.cu"):
         bodies = path.read_text(encoding="utf-8").split("__global__")[1:]
@@ -104,8 +104,8 @@ def test_every_kernel_waits_for_the_one_ahead() -> None:
 def test_an_edited_kernel_is_not_served_from_the_cache(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest of all files, headers too, is part of the name by which a compiled kernel is found."""
-    pytest.importorskip("cupy", reason="the name of a compiled file holds NVRTC's version, which CuPy tells")
+    """The digest of all files, also headers, is part of the name of a compiled kernel."""
+    pytest.importorskip("cupy", reason="the name of a compiled file has NVRTC's version, which CuPy knows")
     folder = tmp_path / "kernels"
     shutil.copytree(_declared.KERNEL_DIR, folder)
     monkeypatch.setattr(_kernels, "KERNEL_DIR", folder)
@@ -138,14 +138,14 @@ FOLD = _plan.fold("float32")
 
 
 def code_in(file: Path) -> bytes:
-    """What lies in front of the checksum."""
+    """The file without its checksum."""
     return file.read_bytes()[:-32]
 
 
 def test_what_was_compiled_is_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _kernels.compiled(FOLD, (8, 0))
     assert list(cache.iterdir()) == [file] and file.read_bytes().startswith(b"\x7fELF")
-    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())  # what it does now is seen
+    monkeypatch.setattr(_kernels, "_compile", lambda kernel, arch: arch.encode())  # a new compilation would show
     assert _kernels.compiled(FOLD, (8, 0)) == file and file.read_bytes().startswith(b"\x7fELF")
     others = [_kernels.compiled(FOLD, (9, 0)), _kernels.compiled(_plan.fold("float16"), (8, 0))]
     assert [code_in(other) for other in others] == [b"sm_90", b"sm_80"]
@@ -174,7 +174,7 @@ def test_kernels_are_compiled_where_the_cache_cannot_be_written(cache: Path) -> 
 
 
 def test_a_read_only_cache_is_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an image's is, which was filled when that was built; a rename is what a folder refuses root, too."""
+    """As in a container image with a filled cache. A read-only file system refuses a rename also to root."""
     file = _kernels.compiled(FOLD, (8, 0))
 
     def refuse(*_: object, **__: object) -> None:
@@ -229,14 +229,14 @@ def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever else launches the same kernel meanwhile: other threads, or this one from a signal handler."""
+    """Even if the same kernel is launched meanwhile by other threads, or by this one in a signal handler."""
     pytest.importorskip("cupy", reason="the launcher is CuPy's driver's")
     launcher = _kernels.Launcher(SimpleNamespace(ptr=0))
     wrong: list[Any] = []
     together = threading.Barrier(4)
 
     def launch(_: int, grid: int, *rest: int) -> None:
-        """A driver in no hurry, told by the grid what it ought to read."""
+        """A slow driver; the grid says what it should read."""
         depth = grid % 3
         if depth:
             run(grid - 1)
@@ -260,7 +260,7 @@ def test_a_launch_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> N
     for thread in threads:
         thread.join()
     assert not wrong, wrong[0]
-    assert len(launcher._free) <= 12  # three launches at a time in each thread
+    assert len(launcher._free) <= 12  # three concurrent launches in each thread
 
 
 def test_machine_code_tells_an_edit_of_the_code_from_one_of_the_text(tmp_path: Path) -> None:

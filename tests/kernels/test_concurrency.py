@@ -1,4 +1,4 @@
-"""A call beside others: cold threads, other streams and contexts, kernels that wait, a share of the GPU."""
+"""Calls and other work at the same time: new threads, other streams and contexts, kernels that wait, few SMs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def in_a_new_thread(act: Callable[[], Any]) -> Any:
     return found[0]
 
 
-# ---- threads that begin cold
+# ---- new threads
 
 
 @pytest.mark.parametrize("gemm", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_new_thread_takes_new_arrays(gpu_kind: Kind, dtype: str, gemm: str) -> None:
-    """Its first call of CUDA is gsbn's, with all but the addresses known from the main thread."""
+    """Its first CUDA call is gsbn's; all but the addresses is cached from the main thread."""
     needs_hopper(gemm)
     arrays = without_out(Case(SHAPE, dtype, True, layouts=()).arrays())
     options = {"training": True, "gemm": gemm}
@@ -83,15 +83,15 @@ def test_a_new_thread_takes_new_arrays(gpu_kind: Kind, dtype: str, gemm: str) ->
             assert_same_bits(got, want)
 
 
-# ---- streams that come and go
+# ---- streams that are created and destroyed
 
 
 @pytest.mark.parametrize("gemm", PATHS)
 def test_streams_are_made_and_destroyed(gpu_kind: Kind, gemm: str) -> None:
-    """CUDA hands the handle of a destroyed stream to the next one: nothing of ours may be kept by it.
+    """CUDA reuses the handle of a destroyed stream: nothing may be cached by it.
 
-    The stream's work is done by then. With work pending, the memory that CuPy's and torch's allocators hand on along a
-    handle is the next stream's too early, theirs as ours.
+    The stream has finished its work. With pending work, the allocators of CuPy and torch, which go by the handle, would
+    give its memory to the next stream too early, with or without gsbn.
     """
     needs_hopper(gemm)
     problems = [Case((300, 64, 200), "float16", True, seed=seed, layouts=()).arrays() for seed in range(4)]
@@ -117,11 +117,11 @@ def test_streams_are_made_and_destroyed(gpu_kind: Kind, gemm: str) -> None:
             assert_within(gpu_kind.get(native["out"]), truth.y, limit.y, "y")
 
 
-# ---- memory that another library lends
+# ---- memory of another library
 
 
 class Lender:
-    """Lends an array by DLPack, and holds it no more from then on."""
+    """Exports an array by DLPack, and does not hold it afterwards."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -135,7 +135,7 @@ class Lender:
 
 @pytest.mark.gpu
 def test_what_is_lent_is_held_until_the_stream_is_done() -> None:
-    """Who lends memory may use it for something else as soon as nobody holds it."""
+    """A producer may reuse the memory as soon as nobody holds it."""
     import cupy
 
     kind = kind_of("cupy")
@@ -155,11 +155,11 @@ def test_what_is_lent_is_held_until_the_stream_is_done() -> None:
             del x, w, s
             assert watched() is not None and not stream.done, name
             stream.synchronize()
-            gsbn.prepare(Lender(cupy.ones((4, 4), "f4")))  # the next call lets go
+            gsbn.prepare(Lender(cupy.ones((4, 4), "f4")))  # the next call releases it
             assert watched() is None
 
 
-# ---- a kernel that waits for gsbn
+# ---- kernels that wait for gsbn
 
 WAIT = r"""
 // Each CTA, which has an SM to itself, waits until *flag is set; after `patience` ns it gives up and says so.
@@ -192,13 +192,13 @@ class Neighbour:
         self.flag, self._gave_up = cupy.zeros(1, np.int32), cupy.zeros(1, np.int32)
 
     def gave_up(self, act: Callable[[], Any], kind: Kind, stream: Any) -> int:
-        """How many CTAs waited in vain for the flag, which is set on `stream` behind what `act` launches."""
+        """How many CTAs waited too long for the flag, which is set on `stream` after what `act` launches."""
         self.flag.fill(0)
         self._gave_up.fill(0)
         cupy.cuda.runtime.deviceSynchronize()
         with self._stream:
             self._kernel((self._sms,), (32,), (self.flag, self._gave_up, PATIENCE), shared_mem=self._shared)
-        time.sleep(0.01)  # it is on the GPU
+        time.sleep(0.01)  # until it runs
         act()
         pointer = stream.cuda_stream if kind.is_torch else stream.ptr
         cupy.cuda.runtime.memsetAsync(self.flag.data.ptr, 1, 4, pointer)
@@ -209,7 +209,7 @@ class Neighbour:
 @pytest.mark.parametrize("gemm", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_kernel_that_waits_for_gsbn(gpu_kind: Kind, dtype: str, gemm: str) -> None:
-    """Problem 33 beside eight CTAs of another library: with 120 SMs asked for, no part of a call waits for them."""
+    """Problem 33 and eight CTAs of another library: with sms=120 no part of a call waits for these."""
     needs_hopper(gemm)
     if gpu_kind.is_torch:
         import torch
@@ -235,7 +235,7 @@ def test_a_kernel_that_waits_for_gsbn(gpu_kind: Kind, dtype: str, gemm: str) -> 
 @pytest.mark.parametrize("sms", [1, 40, 67, 131])
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "highest"), ("float32", "high"), ("float32", "highest")])
 def test_a_share_of_the_sms_is_enough(dtype: str, precision: str, sms: int) -> None:
-    """All other SMs are held until the call has ended, and the results are right."""
+    """All other SMs are occupied until the call has ended, and the results are right."""
     needs_hopper()
     kind, options = kind_of("cupy"), {"training": True, "gemm": "sm90", "precision": precision, "sms": sms}
     arrays = without_out(Case((1000, 136, 1032), dtype, True, layouts=()).arrays())
@@ -287,9 +287,9 @@ def test_a_limited_grid_does_all_the_work(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_one_tile_of_rows_waits_for_nobody(dtype: str) -> None:
-    """Where a feature's rows lie in one tile, its CTAs need not be resident at once.
+    """If all rows of a feature lie in one tile, CTAs need not be resident at once.
 
-    20 SMs are left: in more than there are clusters of SMs (GPC), two are neighbours, as a cluster of two CTAs wants.
+    20 SMs are left, more than there are GPCs: so two of them are in the same GPC, as a cluster of two CTAs needs.
     """
     needs_hopper()
     kind = kind_of("cupy")
@@ -305,14 +305,14 @@ def test_one_tile_of_rows_waits_for_nobody(dtype: str) -> None:
         assert Neighbour(total - 20).gave_up(act, kind, stream) == 0
 
 
-# ---- contexts and devices
+# ---- contexts, devices and interrupts
 
 
 @pytest.mark.parametrize("name", GPU_KINDS)
 def test_the_current_context_is_left_as_it_was(name: str) -> None:
-    """A green context is current: gsbn works in the device's primary one, on a stream of that, and brings it back.
+    """With a current green context gsbn uses the device's primary context and one of its streams, and restores it.
 
-    The default stream would be another one there, which does not wait for the green context's: it is refused.
+    The default stream is refused: in the primary context it is another stream, which does not wait for this one.
     """
     cu = pytest.importorskip("cuda.bindings.driver")
 
@@ -364,7 +364,7 @@ def test_another_current_device_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", GPU_KINDS)
 def test_an_interrupted_call_leaves_the_next_one_right(name: str) -> None:
-    """KeyboardInterrupt may come between any two lines: nothing that is kept from call to call is left half done."""
+    """KeyboardInterrupt may come between any two lines: no state that outlives the call is left half written."""
     kind = kind_of(name)
     arrays = Case(SHAPE, "bfloat16", True, layouts=()).arrays()
     native = {n: kind.put(a) for n, a in arrays.items()}

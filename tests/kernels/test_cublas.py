@@ -1,4 +1,4 @@
-"""cuBLAS as the kernels of gsbn: captured, from any thread and stream, with the same bits each time."""
+"""cuBLAS serves like gsbn's kernels: in captures, from any thread and stream, with the same bits each time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.harness import DTYPES, Kind, assert_same_bits, kind_of, witho
 from tests.support.strategies import Case
 from tests.support.streams import capture, new_stream
 
-# Rows, input and output features: one product each sums far (g, dx, dweight), which cuBLAS splits and keeps in scratch
+# Rows, input and output features. In each one product (g, dx, dweight) has long sums: cuBLAS splits k, using scratch
 SHAPES = [(64, 8192, 96), (64, 96, 8192), (9000, 64, 96), (300, 257, 131)]
 
 
 def test_the_workspace_of_a_product_is_lent_by_the_call() -> None:
-    """After all else of the call's scratch, and to one product after the other."""
+    """It is the end of the call's scratch memory, and all products use it in turn."""
     x, weight = fake_gpu.Array((3000, 1024), "float64"), fake_gpu.Array((1000, 1024), "float64")
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
         y, saved = gsbn.forward(x, weight, training=True, return_saved=True)
@@ -38,7 +38,7 @@ def test_the_workspace_of_a_product_is_lent_by_the_call() -> None:
 
 
 class Step:
-    """A forward and a backward by cuBLAS, and what they gave as bytes."""
+    """A forward and a backward by cuBLAS, and their results."""
 
     def __init__(self, kind: Kind, shape: tuple[int, int, int], dtype: str, *, training: bool = True) -> None:
         arrays = without_out(Case(shape, dtype, training).arrays())
@@ -65,7 +65,7 @@ def assert_all_the_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
 def test_a_replay_has_the_bits_of_a_call(
     gpu_kind: Kind, shape: tuple[int, int, int], dtype: str, training: bool
 ) -> None:
-    """Whatever other streams multiply meanwhile, and whoever else owns what the call had as scratch."""
+    """Whatever products run on other streams, and whoever now owns the call's former scratch memory."""
     step, other = (Step(gpu_kind, s, dtype, training=training) for s in (shape, (4000, 72, 96)))
     with new_stream(gpu_kind) as stream:
         step()
@@ -118,7 +118,7 @@ def stream_of(kind: Kind, stream: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_streams_of_their_own(gpu_kind: Kind, dtype: str) -> None:
-    """New threads, two after two of one stream each: nobody's product meets another's."""
+    """New threads with a stream each: their products do not affect each other."""
     steps = [Step(gpu_kind, shape, dtype) for shape in SHAPES]
     wants = [step.read(step()) for step in steps]
     failures: list[BaseException] = []
@@ -144,7 +144,7 @@ def test_threads_and_streams_of_their_own(gpu_kind: Kind, dtype: str) -> None:
 
 @pytest.mark.gpu
 def test_streams_leave_nothing_behind() -> None:
-    """cuBLAS keeps nothing for a stream: a hundred of them take no more of the GPU's memory than the first."""
+    """cuBLAS allocates nothing for a stream: a hundred streams take no more GPU memory than the first."""
     import cupy
 
     step = Step(kind_of("cupy"), SHAPES[0], "bfloat16")
@@ -159,14 +159,14 @@ def test_streams_leave_nothing_behind() -> None:
             free.append(cupy.cuda.runtime.memGetInfo()[0])
         return free[0] - free[-1]
 
-    # Other processes take memory of the same GPU, too, but what a stream leaves is taken every time.
+    # other processes also allocate on this GPU, but what a stream leaves would show every time
     assert any(taken() <= 4 << 20 for _ in range(10))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["in the capture", "in another thread"])
 def test_a_new_handle_spoils_no_capture(gpu_kind: Kind, where: str) -> None:
-    """cuBLAS is set up, and a new product prepared, while a stream is captured in its library's usual mode."""
+    """cuBLAS is initialised, and a new product prepared, while a stream is captured in its library's default mode."""
     row, device = Matrix((120, 1), True), Device((9, 0), 132)
     p = Matmul(310, 250, 120, "float32", device, row, row, Matrix((252, 1), True))
     prepared: list[_cublas.CublasGemm] = []
@@ -197,14 +197,14 @@ def test_a_new_handle_spoils_no_capture(gpu_kind: Kind, where: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_parts_of_a_split_sum_are_added_in_float32(dtype: str) -> None:
-    """dweight of many rows in 16 bits: all parts are integers that float32 holds and 16 bits do not."""
+    """dweight of many rows in 16 bits: all partial sums are integers that float32 can represent, and 16 bits cannot."""
     import cupy
 
     rows, I, O = 32768, 64, 96
     t = DTYPES[dtype]
     x = cupy.ones((rows, I), t)
     weight, scale = cupy.ones((O, I), t), cupy.ones(O, np.float32)
-    # In inference dg = dy here: 2 in the first half of the rows, -2 in the second, and 1 in the last.
+    # here dg = dy, in inference: 2 in the first half of the rows, -2 in the second, and 1 in the last row
     dy = cupy.full((rows, O), 2, t)
     dy[rows // 2 :] = -2
     dy[-1] = 1

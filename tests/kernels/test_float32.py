@@ -1,4 +1,4 @@
-"""float32 at "highest" on Hopper: two float16 limbs, held against float64 and SGEMM."""
+"""float32 at "highest" on Hopper: two float16 limbs, compared with float64 and SGEMM."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def hopper() -> Any:
     return cupy
 
 
-@pytest.fixture(params=["limbs", "limbs_rs", "across"])
+@pytest.fixture(params=["limbs", "limbs_rs", "mn_major"])
 def g_of(request: pytest.FixtureRequest, hopper: Any) -> Callable[..., Any]:
-    """g = x weightᵀ, read off through inference with an affine map that changes nothing.
+    """g = x weightᵀ, by an inference whose affine map changes nothing.
 
-    With limbs of both that are made beforehand, and with those of the weight made by the launch itself; also of a
-    weight that lies across what is summed over, as in the backward's dx = dg weight.
+    "limbs": limbs of both are made beforehand. "limbs_rs": the launch makes the weight's. "mn_major": so, with an
+    MN-major weight, as in the backward's dx = dg weight.
     """
     within = Limits(limbs_rs=request.param != "limbs")
 
     def make(x: Any, weight: Any, gemm: str = "sm90") -> Any:
-        if request.param == "across":
+        if request.param == "mn_major":
             return dx_of(hopper, x, hopper.ascontiguousarray(weight.T), within, gemm)
         one, zero = hopper.ones(len(weight), "f4"), hopper.zeros(len(weight), "f4")
         return forward_within(within, x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
@@ -62,7 +62,7 @@ def error_of(cupy: Any, g: Any, x: Any, w: Any) -> float:
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("k", [1, 2, 7, 8, 33, 64, 100, 200, 257, 512, 1024, 4096, 8192, 65536])
 def test_g_is_no_further_off_than_ieee_float32(hopper: Any, g_of: Callable[..., Any], k: int, offset: float) -> None:
-    """Norm-wise at or below SGEMM's error from K = 512 on, at or below the larger of it and 4 u below that."""
+    """Norm-wise: from K = 512 on at most SGEMM's error, for smaller K at most the larger of that and 4 u."""
     cupy = hopper
     ours, ieee = [], []
     for seed in range(5):
@@ -78,7 +78,7 @@ def test_g_is_no_further_off_than_ieee_float32(hopper: Any, g_of: Callable[..., 
 @pytest.mark.gpu
 @pytest.mark.parametrize("span", [0, 4, 8, 16])
 @pytest.mark.parametrize("k", [3, 64, 1000, 8192])
-def test_elementwise_where_a_row_spans_little(hopper: Any, g_of: Callable[..., Any], k: int, span: int) -> None:
+def test_elementwise_in_rows_of_similar_magnitudes(hopper: Any, g_of: Callable[..., Any], k: int, span: int) -> None:
     """|dg| <= (2**-21 + 3 min(K, 32) 2**-23 + ceil(K / 32) 2**-24) |x||w|ᵀ and a row's share: docs/design/limbs.md"""
     cupy = hopper
     rng = cupy.random.default_rng(span)
@@ -95,7 +95,7 @@ def test_elementwise_where_a_row_spans_little(hopper: Any, g_of: Callable[..., A
     error = np.abs(g_of(x, w).get() - truth.get())
     assert (error <= limit).all()
     sizes = np.abs(arrays["x"]).astype(np.float64) @ np.abs(arrays["weight"]).astype(np.float64).T
-    assert (error / sizes).max() <= 16 * U  # what is seen is far less: the elements of a sum err at random
+    assert (error / sizes).max() <= 16 * U  # errors are far smaller in practice: those of terms are random
 
 
 @pytest.mark.gpu
@@ -148,17 +148,17 @@ def test_inf_and_nan_stay_where_ieee_puts_them(hopper: Any, g_of: Callable[..., 
     assert bool((cupy.isfinite(g) == cupy.isfinite(ieee)).all())
     clean = g_of(cupy.nan_to_num(x, nan=0, posinf=0, neginf=0), w)
     fine = cupy.isfinite(g)
-    assert bool((g == clean)[fine].all())  # what is beside them in the row neither loses nor gains a digit
+    assert bool((g == clean)[fine].all())  # the other elements of the row are unchanged
     one = cupy.ones(132, "f4")
     y = gsbn.forward(x, w[:11], one[:11], training=True)
-    assert bool(cupy.isnan(y).all())  # a row with Inf reaches every feature's mean
+    assert bool(cupy.isnan(y).all())  # a row with Inf affects every feature's mean
     y = gsbn.forward(x[30:], w, one, training=True)
     assert [int(j) for j in cupy.nonzero(~cupy.isfinite(y).all(axis=0))[0]] == [11, 13]
 
 
 @pytest.mark.gpu
 def test_a_long_span_loses_what_the_documentation_says(hopper: Any, g_of: Callable[..., Any]) -> None:
-    """Beside 10⁶ an element of 10⁻³ keeps about ten bits: g is right beside the row's norm, not its own."""
+    """In a row with 10⁶ an element of 10⁻³ keeps about ten bits: g's error is small relative to the row's norm only."""
     cupy = hopper
     rng = cupy.random.default_rng(0)
     x, w = (rng.standard_normal((rows, 256)).astype("f4") for rows in (260, 132))
@@ -170,7 +170,7 @@ def test_a_long_span_loses_what_the_documentation_says(hopper: Any, g_of: Callab
     norms = cupy.linalg.norm(x.astype("f8"), axis=1)[:, None] * cupy.linalg.norm(w.astype("f8"), axis=1)
     assert float((error / norms).max()) <= 4 * U
     assert 2.0**-13 < float(cupy.linalg.norm(error) / cupy.linalg.norm(truth)) < 2.0**-8
-    assert error_of(cupy, g_of(x, w, "cublas"), x, w) <= 4 * U  # the way out
+    assert error_of(cupy, g_of(x, w, "cublas"), x, w) <= 4 * U  # the documented alternative
 
 
 @pytest.mark.gpu
@@ -190,7 +190,7 @@ def test_rows_of_any_length_pitch_and_alignment(hopper: Any, shape: tuple[int, i
 
 @pytest.mark.gpu
 def test_a_prepared_weight_in_a_graph(hopper: Any) -> None:
-    """Limbs that a captured call uses live as long as the graph, and x's are split anew at each replay."""
+    """Limbs that a captured call uses live as long as the graph, and x is split again in each replay."""
     cupy = hopper
     rng = cupy.random.default_rng(0)
     x, w = (rng.standard_normal((rows, 512)).astype("f4") for rows in (512, 256))
@@ -231,7 +231,7 @@ def limbs_of(a: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("k", [1, 7, 32, 64, 65, 100, 128, 129, 256, 257, 512, 513, 1024, 1025, 8192, 8193])
 @pytest.mark.parametrize("rows", [1, 5, 127, 389])
 def test_limbs_are_those_of_the_definition(hopper: Any, rows: int, k: int) -> None:
-    """Bit for bit, however many rows share a warp: of zeros, of Inf and NaN, of any magnitude."""
+    """Bit for bit, however many rows share a warp: for zeros, Inf and NaN, and any magnitude."""
     rng = np.random.default_rng(rows + k)
     powers = rng.integers(-100, 100, (rows, 1)) + rng.integers(-20, 1, (rows, k))
     w = np.ldexp(rng.uniform(-2, 2, (rows, k)), powers).astype(np.float32)
@@ -245,7 +245,7 @@ def test_limbs_are_those_of_the_definition(hopper: Any, rows: int, k: int) -> No
 
 # ---- the backward's products
 
-# Of the last three dg takes limbs of its rows in its own place, and those of x in two of them.
+# In the last three, limbs of dg's rows overwrite dg, and in two of these x's limbs do later.
 SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), (64, 576, 128)]
 
 
@@ -253,13 +253,13 @@ SHAPES = [(300, 76, 132), (1030, 520, 1100), (300, 132, 192), (192, 512, 1024), 
 @pytest.mark.parametrize("span", [0, 16])
 @pytest.mark.parametrize("tile", LIMBS_RS_TILES)
 @pytest.mark.parametrize(
-    "shape",  # rows of dg, columns of dx, features, which the products of dx are summed over
+    "shape",  # rows of dg, columns of dx, features (over which dx sums)
     [(1, 264, 4104), (5, 4, 300), (33, 132, 4100), (64, 1000, 8), (100, 260, 4999), (129, 2052, 1100), (256, 68, 4096)],
 )
 def test_dx_of_few_rows_by_every_tile(
     hopper: Any, shape: tuple[int, int, int], tile: tuple[int, int, int], span: int
 ) -> None:
-    """Limbs of dg alone, within the bound of docs/design/limbs.md: tiles that rows, columns and sums fill or do not."""
+    """limbs_rs is within the bound of docs/design/limbs.md, with full and partial tiles."""
     cupy, (rows, columns, features) = hopper, shape
     rng = cupy.random.default_rng(span)
 
@@ -277,7 +277,7 @@ def test_dx_of_few_rows_by_every_tile(
 @pytest.mark.parametrize("layout", ["C", "F", "strided", "unaligned"])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 2), (70, 77, 132)])
 def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
-    """dx and dw sum over rows: limbs of transposes. No further off than IEEE float32, in any layout."""
+    """dx and dw take MN-major operands, so limbs are of transposes. At most IEEE float32's error, in any layout."""
     kind = kind_of("cupy")
     arrays = without_out(Case(shape, "float32", True).arrays())
     B, _, O = shape
@@ -302,7 +302,7 @@ def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layou
 
 @pytest.mark.gpu
 def test_dw_of_dg_itself_comes_before_limbs_take_its_place(hopper: Any) -> None:
-    """Many rows: dx through limbs, dw by cuBLAS. Each is what it is alone, and no further off than IEEE float32."""
+    """Many rows: dx by limbs, dw by cuBLAS. Each is the same as alone, and has at most IEEE float32's error."""
     rng = hopper.random.default_rng(0)
     x, weight, dy = (rng.standard_normal(shape, dtype="f4") for shape in ((65536, 128), (1024, 128), (65536, 1024)))
     d = x.astype("f8") @ weight.astype("f8").T
@@ -328,7 +328,7 @@ def test_dw_of_dg_itself_comes_before_limbs_take_its_place(hopper: Any) -> None:
 def test_a_product_is_the_same_with_or_without_the_other(
     hopper: Any, shape: tuple[int, int, int], layout: str, of_x: bool
 ) -> None:
-    """Limbs then lie elsewhere, and dg's for dx are made by another kernel."""
+    """Without the other, limbs lie in other memory, and another kernel makes dg's for dx."""
     kind, (B, _, O) = kind_of("cupy"), shape
     arrays = without_out(Case(shape, "float32", True).arrays())
     placed = {n: place(kind, a, layout if n in ("x", "weight") else "C").view for n, a in arrays.items()}

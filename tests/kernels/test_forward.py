@@ -1,4 +1,4 @@
-"""The forward's kernels: the properties of api/test_forward.py, and what only a GPU has."""
+"""The forward's kernels: the properties of api/test_forward.py, and what concerns a GPU alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 
-# ---- right on everything
+# ---- right for all inputs
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -63,7 +63,7 @@ def test_long_sides(shape: tuple[int, int, int], dtype: str, training: bool, gem
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 128, 511, ONE_PASS_ROWS])
 @pytest.mark.parametrize("features", [1, 6, 72, 1029, 2200])
 def test_all_rows_of_a_feature_in_one_cta(features: int, rows: int, dtype: str, fused: bool, layout: str) -> None:
-    """What follows a GEMM in training, in one launch or in two: as many threads along a row as there may be."""
+    """What follows a GEMM in training, in one launch or in two, with each number of row_threads."""
     arrays = Case((rows, 24, features), dtype, True, offset=10.0).arrays()
     got = forward(kind_of("cupy"), arrays, {"out": layout}, gemm="tiled", training=True, limits=Limits(fused=fused))
     assert_outcome_within(got, *truth_and_bounds(arrays, training=True))
@@ -76,7 +76,7 @@ SHAPES = [(2, 2, 1), (64, 40, 64), (128, 257, 131), (62, 8, 1000), (1024, 96, 72
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), *SHAPES])
 def test_inference_on_small_integers_is_exact(shape: tuple[int, int, int], dtype: str, gemm: str) -> None:
-    """Every intermediate result is exact in any order, so that y is the truth, rounded once."""
+    """Every intermediate result is exact in any order, so y is the truth, rounded once."""
     B, I, O = shape
     rng, t = np.random.default_rng(0), DTYPES[dtype]
     arrays = {
@@ -93,7 +93,7 @@ def test_inference_on_small_integers_is_exact(shape: tuple[int, int, int], dtype
     with refused_by_sm90(gemm):
         got = forward(kind_of("cupy"), arrays, gemm=gemm, eps=1.0)
     want = reference.forward(**without_out(arrays), eps=1.0)
-    np.testing.assert_array_equal(got.y, reference.round_to(want.y, t))  # as values: the sign of a zero is free
+    np.testing.assert_array_equal(got.y, reference.round_to(want.y, t))  # as values: a zero may have either sign
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ RAGGED = [(519, 520), (519, 528), (1695, 1696), (517, 520), (518, 520), (8, 24)]
 def test_what_lies_right_of_out_is_not_touched(
     dtype: str, features: int, pitch: int, gemm: str, training: bool
 ) -> None:
-    """Rows of y that start on 16 bytes and end within 16: their last store may not take the next columns along."""
+    """Rows of y that start on 16 bytes and end within a word: their last store must not overwrite the next columns."""
     arrays = Case((300, 72, features), dtype, training, layouts=()).arrays()
     native = {name: cupy.asarray(a) for name, a in arrays.items()}
     buffer = cupy.full((300, pitch), 7, native["x"].dtype)
@@ -172,7 +172,7 @@ def test_fold(name: str, case: Case) -> None:
 
     want_w, want_b = reference.fold(**arrays, eps=case.eps, dtype=np.longdouble)
     dtype, wide = arrays["weight"].dtype, {n: np.asarray(a, np.float64) for n, a in arrays.items()}
-    # float64 arithmetic, at most eight roundings, on terms that cancel in b; then one rounding; subnormals may go
+    # float64 arithmetic, at most eight roundings, with terms that cancel in b; then one rounding; subnormals may flush
     terms = np.abs(wide["scale"] * wide.get("bias", 0)) + np.abs(wide["running_mean"])
     gamma_r = np.abs(wide.get("gamma", 1)) / np.sqrt(wide["running_var"] + case.eps)
     flushed = FLUSHED if dtype.itemsize < 8 else 0
@@ -214,12 +214,12 @@ def test_the_same_bits_every_time(dtype: str, training: bool) -> None:
             assert_same_bits(a, b)
 
 
-# ---- one call after another
+# ---- consecutive calls
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None:
-    """Whatever was found out about the arguments of a call serves the next one only where it still holds."""
+    """What was cached about the arguments of a call must not be used after they change."""
     import torch
 
     kind = kind_of("torch-cuda")
@@ -241,7 +241,7 @@ def test_a_tensor_that_was_changed_in_place_is_taken_as_it_is(gemm: str) -> None
         lambda: x.resize_(40, 64),
         lambda: x.set_(noise(200, 64).bfloat16()),
         lambda: x.set_(noise(64, 200).bfloat16().t()),
-        lambda: weight.set_(noise(96 * 64 + 1).bfloat16()[1:].view(96, 64)),  # off 16 bytes
+        lambda: weight.set_(noise(96 * 64 + 1).bfloat16()[1:].view(96, 64)),  # does not start on 16 bytes
         lambda: gamma.set_(noise(2 * 96).to(gamma.dtype)[::2]),
         lambda: setattr(beta, "data", noise(96).to(torch.float32 if beta.dtype != torch.float32 else x.dtype)),
         lambda: mean.set_(noise(96)),
@@ -280,7 +280,7 @@ def test_at_most_one_temporary_of_the_size_of_y(dtype: str, training: bool) -> N
     with cupy.cuda.using_allocator(pool.malloc):
         y = gsbn.forward(**native, training=training)
         one_more = B * O * 4
-        assert pool.total_bytes() < y.nbytes + one_more + one_more // 2  # less than a second; the half is for vectors
+        assert pool.total_bytes() < y.nbytes + one_more + one_more // 2  # not a second one; the half is for vectors
 
 
 def needs_memory(gigabytes: int) -> None:
@@ -292,9 +292,9 @@ def needs_memory(gigabytes: int) -> None:
 @pytest.mark.parametrize("gemm", ["auto", "tiled"])
 @pytest.mark.parametrize("shape", [(275_200, 8, 16_392), (137_600, 32_776, 8)], ids=["y", "x"])
 def test_more_than_2_31_elements(shape: tuple[int, int, int], gemm: str) -> None:
-    """The exact training problem with 2.1 · 2³¹ elements in y or in x, every element of y compared.
+    """The exact training problem with 2.1 · 2³¹ elements in y or in x; all elements of y are compared.
 
-    More than twice, so that of two blocks of rows, however large, the second begins beyond.
+    More than 2 · 2³¹, so that of two blocks of rows, however large, the second starts beyond 2³¹.
     """
     needs_memory(40)
     B, I, O = shape

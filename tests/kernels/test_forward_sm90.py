@@ -1,4 +1,4 @@
-"""The one-launch kernel on Hopper: many tiles a CTA, deferred tiles, graphs side by side, and what it refuses."""
+"""forward_sm90: many tiles per CTA, deferred tiles, concurrent graphs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SHAPES = [
     (300, 72, 520),
     (4100, 264, 104),
     (129, 1032, 1000),
-    (600, 4104, 264),  # k is long enough for CTAs to share it
-    (9000, 64, 2104),  # CTAs have several tiles: all but the last are deferred
+    (600, 4104, 264),  # k is long enough for split-k
+    (9000, 64, 2104),  # CTAs have several tiles, and defer all but the last
 ]
 
 
 @pytest.fixture(params=[None, *itertools.product(BLOCKS_M, CLUSTERS)], ids=str)
 def tile(request: pytest.FixtureRequest) -> Any:
-    """The planner's own choice of a tile, None, and each tile for all shapes."""
+    """None, which leaves the choice to the planner, and each tile that serves all shapes."""
     return request.param
 
 
@@ -61,13 +61,13 @@ CHOICES += [Limits(sm90=(m, 1, split), split=True, cluster_batch=True, limbs_rs=
 
 
 def name_of(limits: Limits) -> str:
-    how = {" twice": limits.recompute, " whole": limits.cluster_batch, " of x": limits.limbs_rs}
+    how = {" recompute": limits.recompute, " cluster_batch": limits.cluster_batch, " limbs_rs": limits.limbs_rs}
     return str(limits.sm90) + "".join(word for word, yes in how.items() if yes)
 
 
 @pytest.fixture(params=CHOICES, ids=name_of)
 def within(request: pytest.FixtureRequest) -> Any:
-    """The planner's own choice, each tile for all shapes, g made twice, and all rows in a cluster."""
+    """The planner's choice, each tile that serves all shapes, and the modes "recompute" and "cluster_batch"."""
     return request.param
 
 
@@ -108,7 +108,7 @@ def test_every_tile_is_right(
 def test_a_feature_that_is_constant_is_beta(
     shape: tuple[int, int, int], dtype: str, precision: str, within: Limits
 ) -> None:
-    """However large it is: what its mean is off by would be divided by sqrt(eps)."""
+    """However large it is: an error of its mean would be divided by sqrt(eps)."""
     skip_what_others_do(within, shape, precision)
     arrays = Case(shape, dtype, True, layouts=()).arrays()
     arrays["x"][:] = 99 * arrays["x"][0]
@@ -118,7 +118,7 @@ def test_a_feature_that_is_constant_is_beta(
 
 
 def test_constants_of_tiles_whose_features_alternate() -> None:
-    """61 clusters take three columns of tiles row by row: a CTA's next tile has other features, or lies beyond them."""
+    """61 clusters take three columns of tiles row by row: a CTA's next tile has other features, or none."""
     arrays = Case((9000, 64, 600), "bfloat16", False).arrays()
     got = forward(kind_of("cupy"), arrays, limits=Limits(sm90=(64, 2)), training=False, **SM90)
     truth = reference.forward(**without_out(arrays), training=False)
@@ -130,7 +130,7 @@ def test_constants_of_tiles_whose_features_alternate() -> None:
 def test_every_tile_saves_what_a_backward_needs(
     shape: tuple[int, int, int], dtype: str, precision: str, within: Limits
 ) -> None:
-    """y, whose truth is another test's, is a d + beta of what is kept, up to y's dtype; the vectors are its a's."""
+    """y, which another test compares with its truth, is a d + beta of the saved d and a, up to y's dtype."""
     skip_what_others_do(within, shape, precision)
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
         pytest.skip("so few rows are kept in float64")
@@ -139,7 +139,7 @@ def test_every_tile_saves_what_a_backward_needs(
     options = {"training": True, "gemm": "sm90", "precision": precision}
     y, saved = forward_within(within, **arrays, **options, return_saved=True)
     forward_within(within, **alone, **options)
-    for name, a in arrays.items():  # the running statistics, and what may not be written
+    for name, a in arrays.items():  # the running statistics, and what must not be written
         assert_same_bits(a.get(), alone[name].get())
 
     def of(name: str, default: float) -> Any:
@@ -149,12 +149,12 @@ def test_every_tile_saves_what_a_backward_needs(
     a, of_scale, of_gamma, rate, unit = saved.vectors[:5]
     d = saved.deviations[:, : shape[2]].astype("f8") * unit
     short = roundoff(DTYPES[dtype])
-    # y and d each come from a deferred deviation or from g, with one rounding more, and float32 arithmetic between
+    # y and d each come from a deferred deviation or from g, with one more rounding, and float32 arithmetic between
     error = abs(a) * (short * (4 * abs(d) + 2 * abs(d).max(0)) + 2.0**-24 * unit) + short * abs(wide)
     error += 8 * 2.0**-24 * (abs(a * d) + abs(of("beta", 0))) + 2.0**-24
     assert (abs(a * d + of("beta", 0) - wide) <= error).all()
     s, gamma, r = of("scale", 1), of("gamma", 1), 1 / cupy.sqrt(of("scale", 1) ** 2 * (d * d).mean(0) + 1e-5)
-    close = 1e-5 if dtype == "float32" else 8 * short  # of the spread, here that of what was rounded
+    close = 1e-5 if dtype == "float32" else 8 * short  # relative to the spread of what was rounded
     assert (cupy.frexp(unit)[0] == 0.5).all()
     for got, want in (
         (a, gamma * s * r),
@@ -182,13 +182,13 @@ def test_gradients_of_saved_deviations(shape: tuple[int, int, int], dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("across", [(False, False), (False, True), (True, True)], ids=str)  # x, weight
+@pytest.mark.parametrize("mn_major", [(False, False), (False, True), (True, True)], ids=str)  # x, weight
 @pytest.mark.parametrize("shape", [(1, 8, 1), (33, 16, 33), (257, 136, 72), (2049, 520, 130), (1000, 1000, 777)])
 def test_products_of_integers_are_exact(
-    shape: tuple[int, int, int], across: tuple[bool, bool], dtype: str, tile: Any
+    shape: tuple[int, int, int], mn_major: tuple[bool, bool], dtype: str, tile: Any
 ) -> None:
-    """The GEMM alone, as the backward takes it: operands along what is summed over, or across; NaN after each row."""
-    if across[0] and tile and tile[0] // tile[1] < _plan.COLUMN:
+    """Mode "gemm", as the backward uses it: operands K-major or MN-major, with NaN after each row."""
+    if mn_major[0] and tile and tile[0] // tile[1] < _plan.COLUMN:
         pytest.skip("a CTA loads whole columns of x")
     (m, n, k), t, device = shape, DTYPES[dtype], cupy.cuda.Device().id
     rng = np.random.default_rng(0)
@@ -199,10 +199,10 @@ def test_products_of_integers_are_exact(
         return cupy.asarray(rows)
 
     x, w = (rng.integers(-3, 4, (rows, k)).astype(t) for rows in (m, n))
-    a, b = (padded(o.T if turned else o) for o, turned in zip((x, w), across, strict=True))
+    a, b = (padded(o.T if turned else o) for o, turned in zip((x, w), mn_major, strict=True))
     c = padded(np.full((m, n), np.nan, t))
     at = [_plan.Matrix((o.shape[1], 1), True) for o in (a, b, c)]
-    x_at, w_at = (where.T if turned else where for where, turned in zip(at, across, strict=False))
+    x_at, w_at = (where.T if turned else where for where, turned in zip(at, mn_major, strict=False))
     p = _plan.Matmul(m, n, k, dtype, _kernels.gpu(device), x_at, w_at, at[2], Limits(sm90=tile))
     multiply = bare_gemm(p, _plan.one_launch(p, "gemm", "highest"), device)
     multiply((a.data.ptr, b.data.ptr, c.data.ptr), cupy.cuda.get_current_stream().ptr)
@@ -218,7 +218,7 @@ def test_products_of_integers_are_exact(
 def test_rows_off_16_bytes(
     shape: tuple[int, int, int], dtype: str, precision: str, training: bool, layout: str
 ) -> None:
-    """Copies take the operands' place and y's; what lies between and beside the rows of y stays, call after call."""
+    """Operands and y are copied; memory between and around the rows of y stays unchanged, call after call."""
     arrays, limbs = Case(shape, dtype, training).arrays(), (dtype, precision) == ("float32", "highest")
     layouts = dict.fromkeys(("x", "weight", "out"), layout)
     options = {"training": training, "gemm": "sm90", "precision": precision}
@@ -274,7 +274,7 @@ def test_the_context_holds_what_the_planner_counts_on(element: str, block_m: int
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_deferred_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float) -> None:
-    """g of any size: a raw float16 deviation would overflow above 65504 and lose its digits below 6e-5."""
+    """For g of any size. A float16 deviation without a unit would overflow above 65504, and lose digits below 6e-5."""
     rng, t, (B, I, O) = np.random.default_rng(0), DTYPES[dtype], (9000, 256, 2048)
     root = np.sqrt(magnitude)
     x = reference.round_to(rng.standard_normal((B, I)) * root, t)
@@ -292,7 +292,7 @@ def test_deferred_tiles_neither_overflow_nor_vanish(dtype: str, magnitude: float
     "shape",
     [
         (2817, 40, 8),  # the last tile has one row; half of each CTA has no features
-        (2100, 72, 520),  # one CTA to a feature, or two, and one of a pair without any
+        (2100, 72, 520),  # one or two CTAs per feature, and one CTA of a pair without features
         (8001, 264, 200),  # more steps of k than stages
     ],
 )
@@ -332,7 +332,7 @@ def test_the_same_bits_under_load(dtype: str, precision: str) -> None:
 
 @pytest.mark.parametrize("momentum", [-0.5, 0.1, None])
 def test_a_padded_y_keeps_its_padding_and_any_momentum_counts(momentum: float | None) -> None:
-    """60 features in rows of 64, deferred tiles: "auto" may take another path, and none may touch columns 60 to 63."""
+    """60 features in rows of 64, with deferred tiles: no path, also with "auto", may change columns 60 to 63."""
     arrays = Case((9000, 64, 60), "float16", True, layouts=()).arrays()
     native = {n: cupy.asarray(a) for n, a in arrays.items()}
     rows = cupy.full((9000, 64), 7, cupy.float16)
@@ -347,7 +347,7 @@ def test_a_padded_y_keeps_its_padding_and_any_momentum_counts(momentum: float | 
 
 
 def occupy_half() -> Any:
-    """A kernel that holds half of the SMs, with all their shared memory, for about a millisecond."""
+    """A kernel that occupies half of the SMs, with all their shared memory, for about a millisecond."""
     code = 'extern "C" __global__ void hold(long long t) { long long s = clock64(); while (clock64() - s < t) ; }'
     kernel = cupy.RawKernel(code, "hold")
     kernel.max_dynamic_shared_size_bytes = 200 << 10
@@ -356,8 +356,8 @@ def occupy_half() -> Any:
 
 
 @pytest.mark.timeout(60)
-def test_two_graphs_at_once_beside_eager_calls_and_a_busy_gpu() -> None:
-    """Grids that each need every SM: a cooperative launch starts none before there is room for all of it."""
+def test_two_graphs_at_once_with_eager_calls_and_a_busy_gpu() -> None:
+    """Each grid needs every SM: a cooperative launch starts no CTA before there is room for all."""
     hold, shape = occupy_half(), (4096, 256, 2048)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
     names = ("running_mean", "running_var", "num_batches_tracked")

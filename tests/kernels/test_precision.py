@@ -1,4 +1,4 @@
-"""What "highest" and "high" promise of a GEMM on a GPU, and how accurate the results are beside PyTorch's."""
+"""What "highest" and "high" promise for a GEMM on a GPU, and the accuracy of results compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ cupy = pytest.importorskip("cupy")
 @pytest.mark.parametrize("factor", [1, 8])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_long_sums_are_as_accurate_as_torchs(dtype: str, factor: int, positive: bool) -> None:
-    """The contract's rule where tensor cores have cut off most, in y, dx (a sum over O) and dweight (over B)."""
+    """The contract's rule where tensor cores truncate most: in y, dx (a sum over O) and dweight (over B)."""
     import torch
 
     terms = min(factor * MAX_TERMS[dtype], 2**20)
@@ -47,7 +47,7 @@ def test_long_sums_are_as_accurate_as_torchs(dtype: str, factor: int, positive: 
         y = gsbn.forward(x, weight, one, running_mean=zero, running_var=one, eps=0.0, gemm=gemm)
         judge(y, x @ weight.T, x.double() @ weight.double().T, f"y, {gemm}")
 
-    # Frozen statistics with a = 1: dg is dy, so that the products alone are judged.
+    # frozen statistics with a = 1: dg is dy, so the products alone are judged
     for shape, name in (((64, 64, terms), "dx"), ((terms, 64, 64), "dweight")):
         B, I, O = shape
         x, weight, dy = draw(B, I), draw(O, I) / 8, draw(B, O) / terms**0.5
@@ -81,7 +81,7 @@ def test_is_as_accurate_as_torch_in_tf32(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled", "sm90"])
 @pytest.mark.parametrize("shape", [(64, 96, 136), (5000, 32, 32)], ids=str)
 def test_a_subnormal_scale_has_its_digits(shape: tuple[int, int, int], gemm: str) -> None:
-    """CuPy compiles with -ftz=true, which would read it as zero."""
+    """With CuPy's -ftz=true it would be read as zero."""
     if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     B, I, O = shape
@@ -98,8 +98,8 @@ def test_a_subnormal_scale_has_its_digits(shape: tuple[int, int, int], gemm: str
 
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("gemm", [*GEMMS, "sm90"])
-def test_a_running_mean_outlives_a_scale_that_is_flushed(gemm: str, activation: str | None) -> None:
-    """gamma r s may be below float32's normal numbers where -gamma r running_mean, which it multiplies, is not."""
+def test_a_running_mean_counts_if_the_slope_is_subnormal(gemm: str, activation: str | None) -> None:
+    """gamma r s may be subnormal in float32 although its product with running_mean / s is not."""
     if gemm == "sm90" and _kernels.gpu(cupy.cuda.Device().id).capability != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
@@ -115,9 +115,9 @@ def test_a_running_mean_outlives_a_scale_that_is_flushed(gemm: str, activation: 
 
 
 def gemm_error(gemm: str, precision: str) -> tuple[float, float, float]:
-    """Norm-wise error of a float32 GEMM, and what it may be in IEEE arithmetic and in TF32.
+    """Norm-wise error of a float32 GEMM, and the limits for IEEE arithmetic and for TF32.
 
-    In inference with neutral vectors y is g but for one rounding, and its K is short: IEEE and TF32 lie far apart.
+    In inference with neutral vectors y is g after one rounding. K is short, so IEEE and TF32 differ clearly.
     """
     rng, (B, I, O) = np.random.default_rng(0), (256, 64, 256)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, I), (O, I)))
@@ -146,7 +146,7 @@ def test_high_is_tf32_with_cublas() -> None:
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_the_state_of_cublas_is_neither_obeyed_nor_changed(gemm: str) -> None:
+def test_the_state_of_cublas_is_neither_used_nor_changed(gemm: str) -> None:
     from cupy.cuda import cublas
 
     handle, tf32 = cupy.cuda.device.get_cublas_handle(), 3  # CUBLAS_TF32_TENSOR_OP_MATH, which CuPy does not name
@@ -161,7 +161,7 @@ def test_the_state_of_cublas_is_neither_obeyed_nor_changed(gemm: str) -> None:
         cublas.setMathMode(handle, before)
 
 
-def test_the_environment_is_not_obeyed() -> None:
+def test_the_environment_is_not_used() -> None:
     script = (
         "from tests.kernels.test_precision import GEMMS, gemm_error\n"
         "for gemm in GEMMS:\n"

@@ -1,4 +1,4 @@
-"""The kernels that make g twice: every width, ragged rows and columns, whatever is saved, however many rows."""
+"""The skinny kernels: every width, partial tiles of rows and columns, any saved results, any number of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SKINNY = Limits(skinny=True)
 
 
 def assert_right(case: Case, precision: str, layouts: dict[str, str] | None = None, **more: Any) -> None:
-    """Within the bounds, and again, bit by bit."""
+    """Within the bounds, and bit by bit the same again."""
     arrays, options = case.arrays(), {**case.options, "precision": precision, **more}
     got, again = (forward(kind_of("cupy"), arrays, layouts, limits=SKINNY, **options) for _ in range(2))
     for a, b in zip(got, again, strict=True):
@@ -60,7 +60,7 @@ def test_the_expected_kernels_run() -> None:
     ],
 )
 def test_any_width(widths: tuple[int, int], dtype: str, precision: str, training: bool) -> None:
-    """Rows end within a tile, of which a warp has none, one or several."""
+    """Rows end within a tile; a warp has none, one or several tiles."""
     most = 1024 if (dtype, precision) == ("float32", "highest") else 128 // DTYPES[dtype].itemsize
     if widths[0] > max(most, 64):
         pytest.skip("rows are too long")
@@ -86,10 +86,10 @@ def test_options(sms: int | None, momentum: float | None) -> None:
             assert_right(case, "highest", sms=sms)
 
 
-OF_BACKWARD = [  # rows of up to 64 elements, or 128 in 16 bits, and on 16 bytes, are read once; or dx by skinny_product
+OF_BACKWARD = [  # skinny_backward: rows on 16 bytes of up to 64 elements, or 128 in 16 bits; else skinny_product for dx
     *((2049, 8, 40), (2500, 32, 32), (3001, 64, 24), (9000, 24, 64), (70001, 33, 63), (40000, 64, 64)),
     *((3000, 24, 100), (70001, 128, 56), (5000, 96, 128), (40000, 128, 128), (3000, 200, 80)),
-    # more features, in 16 bits, by two warpgroups a tile, from 257 on by clusters of 2 and 4
+    # more features, in 16 bits: two warpgroups per tile, and from 257 features on clusters of 2 and 4
     *((2049, 8, 136), (9000, 64, 200), (40001, 96, 256), (5000, 64, 264), (33001, 24, 520), (16500, 64, 1024)),
 ]
 
@@ -119,7 +119,7 @@ def test_backward(shape: tuple[int, int, int], dtype: str, precision: str, activ
 @pytest.mark.parametrize("sms", [None, 7])
 @pytest.mark.parametrize("features", [56, 200, 600])
 def test_backward_of_what_is_needed(features: int, needs: tuple[str, ...], sms: int | None) -> None:
-    """Bit by bit the part of the whole, but for dx alone, which another kernel makes."""
+    """Bit by bit as with all gradients, except dx alone, which another kernel computes."""
     for dtype in DTYPES:
         arrays = Case((9001, 40, features), dtype, True).arrays()
         dy = draw_dy(arrays)
@@ -133,14 +133,14 @@ def test_backward_of_what_is_needed(features: int, needs: tuple[str, ...], sms: 
 @pytest.mark.parametrize("span", [0, 16])
 @pytest.mark.parametrize("layout", ["C", "F", "padded"])
 @pytest.mark.parametrize(
-    "shape",  # rows of dg, columns of dx, features, which the products of dx are summed over
+    "shape",  # rows of dg, columns of dx, features (over which dx sums)
     [
         *((2048, 128, 128), (2049, 36, 64), (3001, 33, 65), (70001, 96, 200), (5000, 130, 100), (2500, 500, 256)),
         *((20001, 32, 1024), (9000, 7, 999), (4000, 64, 512), (9001, 61, 510), (140000, 128, 72), (2100, 1, 64)),
     ],
 )
 def test_dx_by_one_launch(shape: tuple[int, int, int], layout: str, span: int) -> None:
-    """Of a weight that is copied, or lies along what dx sums over; beyond the features of a row of dg there are NaN."""
+    """With a weight that is copied, or that is K-major for dx; NaN follows the features of each row of dg."""
     rows, columns, features = shape
     rng = cupy.random.default_rng(span)
 
@@ -169,7 +169,7 @@ def test_powers_of_two_change_no_digit_of_dx() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("sms", [None, 7])
 def test_dx_has_the_same_bits_with_other_gradients(sms: int | None, training: bool) -> None:
-    """And right, wherever what it is made of lies."""
+    """And dx is right for all layouts of dy and the weight."""
     arrays = Case((9001, 96, 136), "float32", training).arrays()
     dy = draw_dy(arrays)
     run = partial(step, kind_of("cupy"), arrays, dy, limits=SKINNY, training=training, sms=sms)

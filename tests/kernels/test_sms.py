@@ -1,4 +1,4 @@
-"""The SMs that a call leaves to others stay free, and a stream of a green context has what it has."""
+"""The SMs that a call leaves to others stay free, and calls on a stream of a green context use its SMs alone."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PATHS = vacancy.calls()
 
 @pytest.mark.parametrize("path", sorted(PATHS.keys() - {vacancy.CUBLAS}))
 def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe: vacancy.Probe, hopper: None) -> None:
-    """Whoever wants them all has them within a quarter of a call's time: a launch that waited there would hold them for
-    most of it. One time in ten another process may have the GPU."""
+    """A kernel that needs all of them gets them within a quarter of a call's time: a launch that waited there would
+    occupy them for most of it. One time in ten another process may have the GPU."""
     found = probe.wait(PATHS[path](probe.sms))
     assert len(found.waits) >= 16
     assert np.quantile(found.waits, 0.9) < found.call / 4, found
@@ -43,7 +43,7 @@ def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe:
 
 @pytest.mark.parametrize("path", ["one launch behind limbs, float32", "tiled and passes, float32"])
 def test_launches_that_overlap_hold_the_other_sms(path: str, probe: vacancy.Probe, hopper: None) -> None:
-    """What the test above sees where limited calls are launched as all others are."""
+    """The test above fails if limited calls are launched like others."""
     with vacancy.overlapping():
         found = probe.wait(PATHS[path](probe.sms))
     assert len(found.waits) >= 16
@@ -78,7 +78,7 @@ def green() -> Iterator[tuple[int, int]]:
 
 
 def external(kind: Kind, stream: int) -> tuple[Any, Any]:
-    """The stream as the kind's library has it, and what makes it the current one."""
+    """The stream as an object of the kind's library, and a context in which it is current."""
     if kind.is_torch:
         import torch
 
@@ -94,8 +94,8 @@ def external(kind: Kind, stream: int) -> tuple[Any, Any]:
 def test_a_stream_of_a_green_context_gets_a_plan_for_its_sms(
     gpu_kind: Kind, dtype: str, gemm: Any, sms: int | None, green: tuple[int, int]
 ) -> None:
-    """More tiles than it has SMs, in one launch whose CTAs wait for each other: planned for all SMs, that would be
-    refused by the driver or never end. The same bits as a call of so many SMs on any other stream."""
+    """It has more tiles than SMs, and CTAs of one launch wait for each other: if planned for all SMs, the driver would
+    refuse it or it would never end. The bits are those of a call with as many SMs on another stream."""
     stream, held = green
     planned = held if sms is None else min(sms, held)
     if gemm == "cublas" and planned < 16:

@@ -1,4 +1,4 @@
-"""CTAs of the one-launch kernel on Hopper that share k: their sums, whoever is first and whatever lies beyond tiles."""
+"""Split-k in forward_sm90: sums are right and repeat, whichever CTA is first and whatever lies beyond the tiles."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ELEMENTS = [("float16", "high"), ("bfloat16", "high"), ("float32", "high"), ("fl
         ),
     ],
 )
-# in the first most CTAs have neither rows nor features of their own
+# in the first shape most CTAs have neither rows nor features of their own
 @pytest.mark.parametrize("shape", [(2, 4104, 8), (129, 16384, 264), (512, 8200, 136)])
 def test_sums_over_parts_of_k(
     shape: tuple[int, int, int], dtype: str, precision: str, of_x: bool, tile: tuple[int, int, int], training: bool
 ) -> None:
-    """Added in the same order whichever CTA is first: call after call, beside what keeps part of the GPU busy."""
+    """Added in the same order whichever CTA is first: call after call, while another kernel takes part of the GPU."""
     arrays, within = (
         Case(shape, dtype, training).arrays(),
         Limits(sm90=tile, split=True, cluster_batch=False, limbs_rs=of_x),

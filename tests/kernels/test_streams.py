@@ -1,4 +1,4 @@
-"""Streams: a call runs in the order of its own, and beside the others."""
+"""Streams: a call runs in the order of its stream, and concurrently with others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_runs_in_the_order_of_its_stream_and_returns_at_once(gpu_kind: Kind, gem
     native = {name: gpu_kind.put(a) for name, a in arrays.items()}
     x = gpu_kind.put(arrays["x"])
     with new_stream(gpu_kind) as stream:
-        for _ in range(2):  # the first call may compile and allocate, and wait for that
+        for _ in range(2):  # the first call may compile and allocate, which may wait
             for name in STATISTICS:
                 native[name][...] = gpu_kind.put(arrays[name])
             native["x"][...] = np.nan
@@ -43,7 +43,7 @@ def test_runs_in_the_order_of_its_stream_and_returns_at_once(gpu_kind: Kind, gem
 
 @pytest.mark.parametrize("gemm", ["auto", "tiled"])
 def test_threads_and_streams_at_once(gpu_kind: Kind, gemm: str) -> None:
-    """Each of four threads trains on its own stream, with its own shape, as if it were alone."""
+    """Four threads train independently, each on its own stream and with its own shape."""
     problems = [Case((900 + 100 * i, 64, 200 + 50 * i), "float32", training=True, seed=i).arrays() for i in range(4)]
 
     def train(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -75,7 +75,7 @@ def test_threads_and_streams_at_once(gpu_kind: Kind, gemm: str) -> None:
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_threads_on_one_stream(gpu_kind: Kind, gemm: str) -> None:
-    """What calls keep for the next one, four threads share: plan, launchers, scratch memory."""
+    """Four threads share what calls cache: programs, launchers, scratch memory."""
     problems = [Case((300, 64, 200), "float32", training=True, seed=i).arrays() for i in range(4)]
     native = [{name: gpu_kind.put(a) for name, a in arrays.items()} for arrays in problems]
     wrong: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""dw of many rows in float32, of limbs that are made on the way: every size, every layout."""
+"""tall_product, which computes dw of many rows in float32: every size, every layout."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ TALL = Limits(tall=True)
 
 
 def assert_dw(dg: Any, x: Any) -> None:
-    """Within the bound of limbs, which is that of 32 rows at a time here, too; and again, bit by bit."""
+    """Within the bound of limbs, also added 32 rows at a time; and bit by bit the same again."""
     got, again = (dw_of(cupy, dg, x, TALL) for _ in range(2))
     assert_same_bits(got.get(), again.get())
     assert_made_of_limbs(cupy, got, dg.T, x)
 
 
 def draw(rng: Any, span: int, *shape: int) -> Any:
-    """Numbers of either sign whose sizes span so many powers of two."""
+    """Numbers of either sign whose magnitudes span so many powers of two."""
     return cupy.ldexp(rng.uniform(-2, 2, shape), rng.integers(-span, 1, shape).astype("i4")).astype("f4")
 
 
 def within(matrix: Any, layout: str) -> Any:
-    """The same in longer rows, between NaN, which start on 16 bytes or off them."""
+    """The same in longer rows with NaN around it; rows start on 16 bytes or not."""
     rows, columns = matrix.shape
     before, after = {"whole": (0, 0), "padded": (4, 4 + -columns % 4), "odd": (1, 2 + columns % 2)}[layout]
     held = cupy.full((rows, before + columns + after), cupy.nan, "f4")
@@ -69,7 +69,7 @@ def test_any_size(shape: tuple[int, int, int], layout: str, span: int) -> None:
 
 @pytest.mark.parametrize("power", [40, -40])
 def test_rows_that_grow_or_fade(power: int) -> None:
-    """By 2**40 from the first to the last: scales are lowered on the way, or the last rows hardly count."""
+    """By 2**40 from the first to the last: the kernel lowers scales on the way, or the last rows hardly count."""
     rng = cupy.random.default_rng(0)
     powers = (cupy.arange(5000)[:, None] * power // 5000).astype("i4")
     dg, x = (cupy.ldexp(draw(rng, 0, 5000, columns), powers) for columns in (130, 200))
@@ -77,7 +77,7 @@ def test_rows_that_grow_or_fade(power: int) -> None:
 
 
 def test_the_expected_kernels_run() -> None:
-    """And what they take of dg is nothing: dx finds it as it was."""
+    """And they leave dg unchanged for dx."""
     rng = cupy.random.default_rng(0)
     x, weight = draw(rng, 0, 100000, 128), draw(rng, 0, 200, 128)
     _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
@@ -87,7 +87,7 @@ def test_the_expected_kernels_run() -> None:
     other = backward_within(Limits(tall=False), dy, saved, needs=("x", "weight"))
     assert_same_bits(both.x.get(), other.x.get())
     worst = cupy.linalg.norm((both.weight - other.weight).astype("f8")) / cupy.linalg.norm(other.weight.astype("f8"))
-    assert 0 < float(worst) < 1e-5  # other arithmetic, the same sums
+    assert 0 < float(worst) < 1e-5  # the same sums in other arithmetic
 
 
 def test_powers_of_two_change_no_digit() -> None:
@@ -123,7 +123,7 @@ def test_as_accurate_as_autograd(name: str, shape: tuple[int, int, int]) -> None
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("sms", [None, 7])
 def test_of_a_whole_backward(sms: int | None, training: bool, activation: str | None) -> None:
-    """Within the bounds of every path, wherever what it is made of lies."""
+    """Within the bounds of every path, for all layouts of the operands."""
     arrays = Case((9001, 96, 136), "float32", training).arrays()
     dy = draw_dy(arrays)
     options = {"training": training, "activation": activation}

@@ -25,8 +25,8 @@ be equal: there the worst case is taken. Together |ŝ − s| ≤ C_n u Σ|t| wit
 
 This does not grow as n: it is 1.1 √n at a million rows, 6.6e-5 in float32, where n u is 6e-2.
 
-**The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds C_n u mean|g|, and storing
-and subtracting it add two roundings, so |d̂ − d| ≤ D with
+**The deviations.** d = g − m. The column's mean inherits mean(E), its own sum of n terms adds C_n u mean|g|, and
+storing and subtracting it add two roundings, so |d̂ − d| ≤ D with
 
     D = E + mean(E) + (C_n + 2) u · mean(|x||w|ᵀ) + 2 u |d|
 
