@@ -219,7 +219,6 @@ def plan_backward(
 
 
 def gradient_of(name: str) -> str:
-    """The name of a gradient's memory."""
     return f"gradient of {name}"
 
 

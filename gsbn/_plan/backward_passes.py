@@ -21,7 +21,7 @@ from .problem import (
 )
 from .variants import (
     COLUMN_CLUSTERS,
-    RING,
+    ROW_STAGES,
     SUMS_CLUSTER,
     THREADS,
     backward_kernels,
@@ -36,8 +36,6 @@ SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
 
 
 class Passes(NamedTuple):
-    """How the passes over dy divide its rows and columns."""
-
     dy: Matrix  # the argument or its copy
     vector_dy: bool
     row_threads: int
@@ -70,7 +68,7 @@ def cut_passes(
     blocks, row_threads = row_threads_for(n, 16 // size)
     if dtype == "float32" and precision == "high" and not skinny:
         blocks, row_threads = ceil_div(n, 128), 32
-    step = RING * (THREADS // row_threads)
+    step = ROW_STAGES * (THREADS // row_threads)
     # threads that merge a column (merge_splits)
     shares = 1 if dtype == "float64" else THREADS * size // (16 * row_threads)
     # If there are few blocks, clusters share the rows: then there are few splits to merge.
@@ -84,11 +82,11 @@ def cut_passes(
     # `needs`.
     fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
-    kept = deviations_dtype(dtype, m, training=training)
+    saved_dtype = deviations_dtype(dtype, m, training=training)
     # 64 bytes of a row; more, if all CTAs are resident at once only then
     fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
-    if training and kept == dtype != "float64" and where is None and not skinny:
+    if training and saved_dtype == dtype != "float64" and where is None and not skinny:
         fused_row_threads, cluster = _shared_columns(p, fused_row_threads)
     columns = ceil_div(n, fused_row_threads * 16 // size)  # CTAs, or clusters
     at_once = columns <= resident or cluster > 1  # several waves take up to 5 us longer
@@ -96,7 +94,7 @@ def cut_passes(
     if fused or not sums:
         splits = 0
     kernels = backward_kernels(
-        dtype, kept, training=training, transposed=transposed and not skinny, cluster=cluster, sharing=sharing
+        dtype, saved_dtype, training=training, transposed=transposed and not skinny, cluster=cluster, sharing=sharing
     )
     sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
     return Passes(

@@ -44,7 +44,6 @@ def word(at: Matrix, itemsize: int) -> int:
 
 
 def copy_grid(rows: int, cols: int, device: Device) -> int:
-    """CTAs of copy_matrix."""
     return device.grid(ceil_div(rows, TILE) * ceil_div(cols, TILE))
 
 
@@ -54,5 +53,4 @@ def rows_grid(pieces: list[tuple[int, int]], device: Device) -> int:
 
 
 def clear_grid(nbytes: int, device: Device) -> int:
-    """CTAs of clear."""
     return device.grid(ceil_div(nbytes, CLEARED))

@@ -202,7 +202,6 @@ def copies_us(p: Matmul, *, rates: Rates = H200) -> float:
 
 
 def copy_us(nbytes: int, *, rates: Rates = H200) -> float:
-    """The time of a launch that copies `nbytes`."""
     return rates.copy_us + 2e-6 * nbytes / rates.copy_rate
 
 

@@ -57,8 +57,6 @@ class _Names(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call, as all paths see it."""
-
     p: Matmul
     taken: Matmul  # with x, weight and y as the kernels take them: the arguments or copies
     m: int  # rows; may be 0 if ranks share the batch

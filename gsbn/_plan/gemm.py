@@ -74,7 +74,7 @@ class OneLaunch(NamedTuple):
     epoch: int
     workspace: int
     wide: bool = False  # y is float32 although x has 16 bits
-    along_rows: bool = False  # a cluster shares a tile of the weight, not of x
+    shares_weight: bool = False  # a cluster shares a tile of the weight, not of x
     defers: bool = False  # some tiles have a deferred epilogue: they wait in y, in words of 16 bytes
 
     @property
@@ -93,7 +93,6 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As in `Limits.sm90`."""
         return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
@@ -266,13 +265,12 @@ def one_launch(
         epoch=epoch,
         workspace=workspace,
         wide=wide,
-        along_rows=mode == "cluster_batch",
+        shares_weight=mode == "cluster_batch",
         defers=defers,
     )
 
 
 def mostly_writes(p: Matmul) -> bool:
-    """Whether a product takes about as long as writing its result."""
     return p.k <= FEW_TERMS
 
 

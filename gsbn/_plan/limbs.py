@@ -118,5 +118,4 @@ def maxima_grid(splits: Iterable[Split], device: Device) -> tuple[int, int]:
 
 
 def tiles_grid(splits: Iterable[Split], device: Device) -> int:
-    """CTAs of split_tiles."""
     return device.grid(sum(ceil_div(split.rows, SPAN) * ceil_div(split.columns, SPAN) for split in splits))

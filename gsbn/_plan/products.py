@@ -51,7 +51,6 @@ def sm90_gemm(
 def reduce_split_k(
     build: Builder, parts: SplitKReduction, at: str, to: str, shape: tuple[int, int], dtype: str
 ) -> None:
-    """Add the launch that adds up partial products."""
     fields = {"n": shape[0], "k": shape[1], "pitch": parts.pitch, "size": parts.size, "number": parts.number}
     fields |= {"share": parts.share, "to_c": 8 + declared.kind_code(dtype)}
     build.launch(parts.kernel, parts.grid, fields, {"parts": at, "c": to}, made_of=parts)

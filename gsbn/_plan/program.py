@@ -30,8 +30,6 @@ class Array(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The launch of a kernel of gsbn."""
-
     kernel: Kernel
     grid: int
     block: int

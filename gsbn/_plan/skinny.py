@@ -19,12 +19,12 @@ from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,
     SKINNY_CHUNKS,
-    narrow_sizes,
     skinny,
     skinny_backward_kernel,
     skinny_backward_sizes,
     skinny_features,
     skinny_product,
+    skinny_sizes,
     skinny_teams,
 )
 
@@ -104,7 +104,7 @@ def skinny_forward(p: Matmul, precision: str, *, training: bool, saves: bool, ra
     features = _features(p, element)
     largest = SKINNY_CHUNKS[element][-1]  # limbs may take it several times
     chunks = next((most for most in SKINNY_CHUNKS[element] if p.k * ITEMSIZE[p.dtype] <= 64 * most), largest)
-    sizes = narrow_sizes(element, features, chunks)
+    sizes = skinny_sizes(element, features, chunks)
     threads, tile, block = sizes["CTA"], sizes["TILE_ROWS"], sizes["BLOCK_ROWS"]
     blocks = ceil_div(p.n, features)
     splits = min(p.device.sms // blocks, ceil_div(p.m, block))

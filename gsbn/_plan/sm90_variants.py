@@ -119,7 +119,6 @@ def forward_sm90(
 
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:
-    """Stages of forward_sm90's pipeline."""
     if occupancy(element, mode, block_m, cluster * split) == 2:
         return {"inference": 4, "cluster_batch": 5}[mode]
     return {256: 4, 128: 6, 64: 8, 32: 8}[split * block_m] // (2 if by_limbs(element) else 1)
@@ -137,7 +136,6 @@ def largest_block(element: str) -> int:
 
 
 def by_limbs(element: str) -> bool:
-    """Whether this element is multiplied as limbs."""
     return element in ("limbs", "limbs_rs")
 
 

@@ -18,7 +18,7 @@ def map_arguments(one: OneLaunch, p: Matmul) -> list[tuple[Any, ...]]:
     w give the layout of limbs in float32 elements. If CTAs share an operand, a transfer takes one limb, else both.
     """
     m, n, k, dtype, _, x, w, y, _ = p
-    of_x, of_w = (1, one.cluster) if one.along_rows else (one.cluster, 1)  # CTAs that share it
+    of_x, of_w = (1, one.cluster) if one.shares_weight else (one.cluster, 1)  # CTAs that share it
     multiplied = one.block_m * one.split  # rows of x that a CTA multiplies
     if by_limbs(one.element):
         of_limbs = "float16", SM90_BLOCK_N // of_w, 64, L2_256B, 2 if of_w == 1 else 1

@@ -14,7 +14,7 @@ from .sources import Constants
 
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
 # stages of the pipeline of a thread of backward_sums or backward_dg, of a row each
-RING = Constants("backward/rows.cuh", {})["STAGES"]
+ROW_STAGES = Constants("backward/rows.cuh", {})["STAGES"]
 COLUMN_CLUSTERS = (2, 4, 8)  # CTAs of a cluster that shares the rows of some columns in backward_fused
 SUMS_CLUSTER = 8  # the same in backward_sums, if it uses clusters
 SPLIT_WIDTHS = (64, 128, 256, 512, 1024, 8192)  # WIDTH of split_limbs: elements of a row, at most
@@ -54,17 +54,17 @@ def _plain_kernels() -> Iterator[Kernel]:
         yield fold(dtype)
         wide = "float64" if dtype == "float64" else "float32"
         saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
-        for training, kept in [(False, wide), *((True, kept) for kept in sorted(saved_in_training))]:
-            yield from backward_kernels(dtype, kept, training=training)
-            yield backward_kernels(dtype, kept, training=training, sharing=SUMS_CLUSTER)[0]
-            if training and kept == dtype != "float64":
+        for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
+            yield from backward_kernels(dtype, d_dtype, training=training)
+            yield backward_kernels(dtype, d_dtype, training=training, sharing=SUMS_CLUSTER)[0]
+            if training and d_dtype == dtype != "float64":
                 for cluster in COLUMN_CLUSTERS:
-                    yield backward_kernels(dtype, kept, training=training, cluster=cluster)[2]
+                    yield backward_kernels(dtype, d_dtype, training=training, cluster=cluster)[2]
             if dtype == "float32":
-                yield backward_kernels(dtype, kept, training=training, transposed=True)[1]
+                yield backward_kernels(dtype, d_dtype, training=training, transposed=True)[1]
         yield normalize(dtype, running=True)
-        for of_kept in (None, *sorted(saved_in_training)):
-            yield from (normalize(dtype, of_kept), normalize_fused(dtype, of_kept))
+        for maybe_saved in (None, *sorted(saved_in_training)):
+            yield from (normalize(dtype, maybe_saved), normalize_fused(dtype, maybe_saved))
         yield from (scale_stats(dtype), merge_statistics(dtype))
     for element in SKINNY_CHUNKS:
         for features, chunks in itertools.product(skinny_features(element), SKINNY_CHUNKS[element]):
@@ -84,34 +84,31 @@ def _plain_kernels() -> Iterator[Kernel]:
 
 
 def scale_stats(dtype: str) -> Kernel:
-    """The variant of scale_stats for an x of this dtype."""
     return Kernel("scale_stats", "scale_stats", (("G_TYPE", "double" if dtype == "float64" else "float"),))
 
 
 def merge_statistics(dtype: str) -> Kernel:
-    """The variant of merge_statistics for an x of this dtype."""
     return scale_stats(dtype)._replace(name="merge_statistics")
 
 
 def fold(dtype: str) -> Kernel:
-    """The variant of fold for a weight of this dtype."""
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
 
 
-def normalize(dtype: str, kept: str | None = None, *, running: bool = False) -> Kernel:
-    """The variant of normalize for a y of `dtype` that saves deviations in the dtype `kept`, if not None; `running`: it
-    computes the constants from the running statistics."""
+def normalize(dtype: str, d_dtype: str | None = None, *, running: bool = False) -> Kernel:
+    """The variant of normalize for a y of `dtype` that saves deviations in `d_dtype`, or none; `running`: the
+    constants come from the running statistics."""
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]), ("RUNNING", str(running).lower()))
-    return Kernel("normalize", "normalize", defines if kept is None else (*defines, ("D_TYPE", C_TYPE[kept])))
+    return Kernel("normalize", "normalize", defines if d_dtype is None else (*defines, ("D_TYPE", C_TYPE[d_dtype])))
 
 
-def normalize_fused(dtype: str, kept: str | None = None) -> Kernel:
-    """The variant of normalize_fused for a y of `dtype` that saves deviations in the dtype `kept`, if not None."""
+def normalize_fused(dtype: str, d_dtype: str | None = None) -> Kernel:
+    """The variant of normalize_fused for a y of `dtype` that saves deviations in `d_dtype`, or none."""
     g_type = "double" if dtype == "float64" else "float"
     defines = (("G_TYPE", g_type), ("Y_TYPE", C_TYPE[dtype]))
-    of_kept = () if kept is None else (("D_TYPE", C_TYPE[kept]),)
-    return Kernel("normalize_fused", "normalize_fused", defines + of_kept)
+    saves = () if d_dtype is None else (("D_TYPE", C_TYPE[d_dtype]),)
+    return Kernel("normalize_fused", "normalize_fused", defines + saves)
 
 
 @cache
@@ -136,7 +133,7 @@ def skinny_features(element: str) -> tuple[int, ...]:
 
 
 @cache
-def narrow_sizes(element: str, features: int, chunks: int) -> Constants:
+def skinny_sizes(element: str, features: int, chunks: int) -> Constants:
     """The constants of skinny/config.cuh for such a CTA: CTA is its threads, TILE_ROWS the rows of a tile, BLOCK_ROWS
     the rows of all tiles that it has at once."""
     return Constants("skinny/config.cuh", dict(_skinny_defines(element, features, chunks)))
@@ -182,12 +179,10 @@ def tall_product() -> Kernel:
 
 
 def reduce_split_k() -> Kernel:
-    """Adds up partial products."""
     return Kernel("reduce_split_k", "reduce_split_k", ())
 
 
 def copy_matrix(itemsize: int) -> Kernel:
-    """The variant of copy_matrix for elements of so many bytes."""
     word = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}[itemsize]
     return Kernel("copy_matrix", "copy_matrix", (("WORD_TYPE", word),))
 
@@ -198,7 +193,6 @@ def copy_rows() -> Kernel:
 
 
 def clear() -> Kernel:
-    """Writes zeros."""
     return Kernel("clear", "clear", ())
 
 
@@ -215,15 +209,15 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
 
 @cache
 def backward_kernels(
-    dtype: str, kept: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1
+    dtype: str, d_dtype: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1
 ) -> tuple[Kernel, ...]:
     """The variants of backward_sums, backward_dg, backward_fused, sum_features and, in training, merge_sums, for a dy
-    of `dtype` and deviations of the dtype `kept`.
+    of `dtype` and deviations of `d_dtype`.
 
     `transposed`: backward_dg also writes dg's transpose; `cluster`: CTAs of a cluster of backward_fused; `sharing`: of
     backward_sums.
     """
-    t, d = C_TYPE[dtype], C_TYPE[kept]
+    t, d = C_TYPE[dtype], C_TYPE[d_dtype]
     g = "double" if d == "double" else "float"
     defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
     names = ("backward_dg", "sum_features", "merge_sums")[: 2 + training]
@@ -244,7 +238,6 @@ def _in_clusters(kernel: Kernel, cluster: int) -> Kernel:
 
 
 def split_limbs(k: int) -> Kernel:
-    """The variant of split_limbs for rows of k elements."""
     return Kernel("split_limbs", "split_limbs", (("WIDTH", str(_split_width(k))),), arch=ARCH)
 
 

@@ -148,7 +148,8 @@ def is_cluster_batch(one: OneLaunch) -> bool:
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
     assert one.kernel in set(_kernels.all_kernels("sm_90a"))
     assert one.kernel.shared <= 227 << 10  # the limit of a CTA on Hopper
-    of_rows, of_features = one.split * (one.cluster if one.along_rows else 1), 1 if one.along_rows else one.cluster
+    of_features = 1 if one.shares_weight else one.cluster  # tiles of a cluster in either direction
+    of_rows = one.split * one.cluster // of_features
     tiles = -(-p.m // (one.block_m * of_rows)) * -(-p.n // (SM90_BLOCK_N * of_features))  # of all CTAs of a cluster
     two = dict(one.kernel.defines)["OCCUPANCY"] == "2"
     assert not two or (one.cluster * one.split == 1 and one.kernel.shared + 1024 <= 228 << 9)  # half of an SM's
@@ -163,7 +164,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         parts = one.clusters // one.panel
     end = 0
     if is_cluster_batch(one):  # each cluster has one tile
-        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.along_rows and not one.cooperative
+        assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.shares_weight and not one.cooperative
     else:
         assert parts * features * 16 <= one.merged  # (mean, M2, launch) of every part and feature
         assert_merged_parts_fit(p, one)
