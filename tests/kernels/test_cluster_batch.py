@@ -51,7 +51,7 @@ def test_all_rows_in_a_tile_with_limbs_rs(tile: tuple[int, int, int]) -> None:
 def test_all_rows_in_a_cluster_with_split_k(dtype: str, precision: str, tile: tuple[int, int], of_x: bool) -> None:
     """As above, with parts of k that differ in length."""
     if of_x and (dtype, precision) != ("float32", "highest"):
-        pytest.skip("the weight as it is stands beside limbs alone")
+        pytest.skip("limbs_rs is for float32 at highest")
     block_m, split = tile
     limits = Limits(sm90=(block_m, 1, split), split=True, cluster_batch=True, limbs_rs=of_x)
     for rows in {2, block_m + 1, block_m * split - 5}:

@@ -73,13 +73,13 @@ def test_a_replay_has_the_bits_of_a_call(
         replay, made = capture(gpu_kind, stream, step)
         gc.collect()
         for _ in range(3):
-            with new_stream(gpu_kind) as beside:
+            with new_stream(gpu_kind) as other_stream:
                 for _ in range(4):
                     other()
                 churn = [gpu_kind.put(np.full(1 << size, 7, np.uint8)) for size in range(9, 23)]
                 for array in made:
                     array[...] = gpu_kind.put(np.full_like(gpu_kind.get(array), np.nan))
-                beside.synchronize()
+                other_stream.synchronize()
             replay()
             stream.synchronize()
             assert_all_the_same(step.read(made), want)
@@ -88,7 +88,7 @@ def test_a_replay_has_the_bits_of_a_call(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_graphs_beside_each_other(gpu_kind: Kind, dtype: str) -> None:
+def test_two_concurrent_graphs(gpu_kind: Kind, dtype: str) -> None:
     steps = [Step(gpu_kind, shape, dtype) for shape in (SHAPES[0], SHAPES[2])]
     with new_stream(gpu_kind) as one, new_stream(gpu_kind) as two:
         pass

@@ -133,7 +133,7 @@ def test_every_tile_saves_what_a_backward_needs(
     """y, which another test compares with its truth, is a d + beta of the saved d and a, up to y's dtype."""
     skip_what_others_do(within, shape, precision)
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
-        pytest.skip("so few rows are kept in float64")
+        pytest.skip("deviations of so few rows are saved in float64")
     arrays = {name: cupy.asarray(a) for name, a in without_out(Case(shape, dtype, True).arrays()).items()}
     alone = {name: a.copy() for name, a in arrays.items()}
     options = {"training": True, "gemm": "sm90", "precision": precision}
@@ -169,7 +169,7 @@ def test_every_tile_saves_what_a_backward_needs(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_saved_deviations(shape: tuple[int, int, int], dtype: str) -> None:
     if shape[0] <= _plan.FEW_ROWS and dtype != "float32":
-        pytest.skip("so few rows are kept in float64")
+        pytest.skip("deviations of so few rows are saved in float64")
     arrays = without_out(Case(shape, dtype, True).arrays())
     dy = draw_dy(arrays)
     got = backward(kind_of("cupy"), arrays, dy, training=True, **SM90)
@@ -315,16 +315,16 @@ def test_the_same_bits_under_load(dtype: str, precision: str) -> None:
     arrays = {n: cupy.asarray(a) for n, a in Case((5000, 520, 1032), dtype, True, layouts=()).arrays().items()}
     fresh = {n: arrays.pop(n) for n in ("running_mean", "running_var", "num_batches_tracked")}
     x = cupy.random.standard_normal((2048, 2048), dtype="f4")
-    beside = cupy.cuda.Stream(non_blocking=True)
+    other_stream = cupy.cuda.Stream(non_blocking=True)
     results = []
     for _ in range(50):
-        with beside:
+        with other_stream:
             x @ x
         state = {n: a.copy() for n, a in fresh.items()}
         arrays["out"].fill(cupy.nan)
         gsbn.forward(**arrays, **state, training=True, gemm="sm90", precision=precision)
         results.append([arrays["out"].get(), *(a.get() for a in state.values())])
-    beside.synchronize()
+    other_stream.synchronize()
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert_same_bits(np.atleast_1d(b), np.atleast_1d(a))

@@ -227,13 +227,13 @@ def assert_limbs_fit(limbs: Splits, gpu: Device, start: int, lent: dict[str, int
                 take(operand.limbs, 4 * count * operand.pitch)
             else:
                 assert 4 * count * operand.pitch <= lent[operand.limbs]
-    across = [split for split in limbs.of if split.mn_major is not None]
-    assert len(across) <= AT_ONCE
-    if across:
+    mn_major = [split for split in limbs.of if split.mn_major is not None]
+    assert len(mn_major) <= AT_ONCE
+    if mn_major:
         take(limbs.maxima, limbs.exponents - limbs.maxima)
-        grid, rows = maxima_grid(across, gpu)
-        assert 1 <= grid <= largest_grid(gpu) and 1 <= tiles_grid(across, gpu) <= largest_grid(gpu)
-        assert rows * grid >= sum(split.rows * -(-split.columns // 128) for split in across) or gpu.limited
+        grid, rows = maxima_grid(mn_major, gpu)
+        assert 1 <= grid <= largest_grid(gpu) and 1 <= tiles_grid(mn_major, gpu) <= largest_grid(gpu)
+        assert rows * grid >= sum(split.rows * -(-split.columns // 128) for split in mn_major) or gpu.limited
     assert all(end <= limbs.end for _, end in taken)
     # Only two kinds of limbs overwrite dg: those of its own rows, tile by tile, and late ones, after these were read.
     for split in limbs.of:
@@ -249,12 +249,12 @@ def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:
     assert decided.weight_first <= takes_dg
     assert decided.weight_first or not (takes_dg and "dg" in places.get("dg", ()))
     assert not (decided.weight_first and any("dweight" in of for of in places.values()))
-    along, across = operands.get("dg", (None, None))
+    k_major, mn_major = operands.get("dg", (None, None))
     if (
-        along is not None and along.limbs == "dg" and across is None
+        k_major is not None and k_major.limbs == "dg" and mn_major is None
     ):  # by split_limbs: dense rows, each held in registers as a whole
         split = next(split for split in decided.limbs.of if split.name == "dg")
-        assert split.pitch == split.columns == along.pitch <= 8192
+        assert split.pitch == split.columns == k_major.pitch <= 8192
 
 
 def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
@@ -268,11 +268,11 @@ def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: s
         assert p.w.aligned and p.w.strides[1] >= p.n and p.w.strides[1] % 4 == 0
         assert b not in {split.name for split in limbs.of}
     for name, at, count in ((a, p.x, p.m), (b, p.w, p.n))[: 1 + of_both]:
-        split, across = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
-        assert at.strides[0 if across else 1] == 1
-        assert limbs.operand(name, at) == (split.mn_major if across else split.k_major)
-        assert (split.rows, split.columns) == ((p.k, count) if across else (count, p.k))
-        assert split.pitch == at.strides[1 if across else 0]
+        split, mn_major = next(split for split in limbs.of if split.name == name), at.strides[1] != 1
+        assert at.strides[0 if mn_major else 1] == 1
+        assert limbs.operand(name, at) == (split.mn_major if mn_major else split.k_major)
+        assert (split.rows, split.columns) == ((p.k, count) if mn_major else (count, p.k))
+        assert split.pitch == at.strides[1 if mn_major else 0]
 
 
 def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -> None:
@@ -318,8 +318,8 @@ def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))
     assert 1 <= one.clusters <= min(tiles, p.device.clusters(one.cluster))
     macros = dict(one.kernel.defines)
-    for at, rows, across in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
-        (step, pitch), length = (at.strides if across else at.strides[::-1]), rows if across else p.k
+    for at, rows, mn_major in ((p.x, p.m, macros["X_MN_MAJOR"] == "1"), (p.w, p.n, macros["W_MN_MAJOR"] == "1")):
+        (step, pitch), length = (at.strides if mn_major else at.strides[::-1]), rows if mn_major else p.k
         assert step == 1 and pitch >= length and at.aligned and pitch % 8 == 0  # what TMA can load
     assert p.y.strides[1] == 1  # rows may start anywhere
 

@@ -110,7 +110,7 @@ class Backward(Seen):
         self.fused, self.sums = self.fused_launch is not None, self.sums_launch is not None
         self.dg = by_skinny is not None or (self.dg_launch is not None and self.dg_launch.passed["dg"] != "absent")
         fields = self.fields = next((step.fields for step in program.launches() if "lddg" in step.fields), {})
-        self.row_threads, self.pitch, self.across = (
+        self.row_threads, self.pitch, self.ld_transposed = (
             fields.get(name, 0) for name in ("row_threads", "lddg", "ld_transposed")
         )
         self.splits = fields.get("splits", 0) if self.sums else 0

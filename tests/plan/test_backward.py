@@ -107,7 +107,7 @@ def test_a_backward_fits(
     if dg is not None and dg.kernel.name == "backward_dg" and decided.dg:
         assert dg.grid * fields["dg_rows"] >= p.m or p.device.limited
     if decided.fused:
-        assert sums is not None and not decided.across
+        assert sums is not None and not decided.ld_transposed
         assert p.m <= FUSED_ROWS and sums.grid <= FUSED_CTAS * p.device.sms
         assert decided.splits == 0
         assert sums.grid * 16 * decided.row_threads >= p.n * size or p.device.limited
@@ -121,17 +121,17 @@ def test_a_backward_fits(
     else:
         assert decided.splits == 0
     end, transposed_at = 0 if dg_at is None else dg_at, None
-    if decided.across and dg is not None:
+    if decided.ld_transposed and dg is not None:
         transposed_at = decided.place("transposed")
         assert transposed_at is not None
-        assert decided.across >= p.m and (p.dtype, precision) == ("float32", "high")
+        assert decided.ld_transposed >= p.m and (p.dtype, precision) == ("float32", "high")
     if skinny is None and decided.dg:
         end += p.m * decided.pitch * size
         assert transposed_at is None or end <= transposed_at
     elif skinny is not None:
         end += skinny.parts.nbytes
     if transposed_at is not None:
-        end = transposed_at + p.n * decided.across * size
+        end = transposed_at + p.n * decided.ld_transposed * size
     assert end <= decided.workspace
     if sums is not None:
         assert dict(sums.kernel.defines)["D_TYPE"] == C_TYPE[saved_dtype(p, training=training)]
@@ -318,9 +318,11 @@ def test_skinny_product_computes_dx_of_many_short_rows(shape: tuple[int, int, in
         assert not by_skinny(asked._replace(dtype=other), needs=("x",))
     assert not by_skinny(asked._replace(device=Device((8, 0), 108)))
     if can:  # a column-major weight whose columns start on 16 bytes is not copied
-        across = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
+        column_major = backward_plan(asked._replace(w=Matrix((1, -(-O // 4) * 4), True)), training=True, needs=("x",)).x
         copied = backward_plan(asked, training=True, needs=("x",)).x
-        assert across is not None and copied is not None and (across.p.w.own, copied.p.w.own) == (False, True)
+        assert (
+            column_major is not None and copied is not None and (column_major.p.w.own, copied.p.w.own) == (False, True)
+        )
 
 
 @pytest.mark.parametrize(

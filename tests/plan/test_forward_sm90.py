@@ -49,7 +49,7 @@ def test_sm90_takes_operands_that_tma_can_load() -> None:
     few = backward_plan(contiguous(2, 9, 9), training=True, needs=FIELDS).x
     assert few is not None and not (few.p.w.own or few.p.y.own)
     assert asked.weight.p.x.strides == (1, asked.pitch)
-    assert asked.across == 0
+    assert asked.ld_transposed == 0
 
 
 @given(

@@ -36,14 +36,14 @@ def test_every_launch_is_as_promised(device: fake_gpu._plan.Device) -> None:
         known = {a.pointer >> 32 for a in arrays} | {0}
         sms = call.options["sms"]
         most = sms if sms is not None and sms < device.sms else 2**31 - 1
-        beside = 0  # launches of gsbn.prepare, which has no `sms`
+        preparing = 0  # launches of gsbn.prepare, which has no `sms`
         if call.prepared:
-            beside = 2 if log[1].name == "split_limbs" and log[1].words[0] == 0 else 1
+            preparing = 2 if log[1].name == "split_limbs" and log[1].words[0] == 0 else 1
         for i, launch in enumerate(log):
             seen[launch.name] += 1
             if launch.name == "cuBLAS":
                 continue
-            prepares = i < beside
+            prepares = i < preparing
             assert launch.limited == (not prepares and most == sms), (
                 seed,
                 launch,
@@ -236,14 +236,14 @@ def test_limbs_overwrite_dg_when_all_else_has_read_it(needs: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("column_major", [False, True])
 @pytest.mark.parametrize("shape", [(100000, 128, 128), (70001, 97, 201)])
-def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across: bool, in_place: bool) -> None:
+def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], column_major: bool, in_place: bool) -> None:
     """It takes dg itself, which dw reads later, and the weight K-major: a copy, or a column-major weight."""
     B, I, O = shape
     pitch = -(-O // 4) * 4
     x, weight, dy = (fake_gpu.Array(of, "float32") for of in ((B, I), (O, I), (B, O)))
-    if across:
+    if column_major:
         weight = fake_gpu.Array((O, I), "float32", (4, 4 * pitch))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (kind, log):
         _, saved = gsbn.forward(x, weight, training=True, return_saved=True)
@@ -251,7 +251,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
         kind.made.clear()
         how = How.of(saved, ("x", "weight"))._replace(in_place=in_place)
         prepared, made = run(kind, (dy, *saved[:4]), how)
-    copies = ["copy_matrix"] * (not across) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
+    copies = ["copy_matrix"] * (not column_major) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
     names = [*copies, "backward_sums", "backward_dg", "skinny_product", "tall_product", "reduce_split_k"]
     assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-3:]] == names[-3:]
     kernel, launch, of_dw = skinny_product(128, 2), log[-3], log[-2]
@@ -262,7 +262,7 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], across
     assert passed == {"x": dg, "w": copy, "g": made[prepared.returns[0]].pointer}
     assert (dg == saved.deviations.pointer) == in_place
     record = np.frombuffer(bytes.fromhex(launch.records[0]), _declared.record_dtype(kernel))[0]
-    ldw = pitch if across else _plan.in_rows(O, 4).strides[0]
+    ldw = pitch if column_major else _plan.in_rows(O, 4).strides[0]
     assert [int(record[name]) for name in ("m", "n", "k", "ldx", "ldw", "ldg")] == [B, I, O, pitch, ldw, I]
     assert record["flags"] & 6 == 2 + 4 * (I % 4 == 0)
     assert launch.grid == -(-B // int(record["stats_rows"])) <= fake_gpu.HOPPER.sms
@@ -342,7 +342,7 @@ def test_errors_are_raised_before_other_ranks_are_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "needs", "sms", "beside"),
+    ("dtype", "needs", "sms", "overlaps"),
     [
         ("bfloat16", ("x", "weight"), None, True),
         ("bfloat16", ("weight",), None, False),
@@ -350,7 +350,7 @@ def test_errors_are_raised_before_other_ranks_are_asked() -> None:
         ("float32", ("x", "weight"), None, False),
     ],
 )
-def test_only_dw_after_dx_overlaps_with_it(dtype: str, needs: tuple[str, ...], sms: int | None, beside: bool) -> None:
+def test_only_dw_after_dx_overlaps_with_it(dtype: str, needs: tuple[str, ...], sms: int | None, overlaps: bool) -> None:
     """Without dx it must wait for dg; limbs of the weight may lie in dweight's memory; two launches take more SMs."""
     x, weight, dy = (fake_gpu.Array(shape, dtype) for shape in ((128, 1024), (512, 1024), (128, 512)))
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
@@ -361,4 +361,4 @@ def test_only_dw_after_dx_overlaps_with_it(dtype: str, needs: tuple[str, ...], s
     record = _declared.record_dtype(forward_sm90("bfloat16", "gemm", 64, 1))
     flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]
     words = _declared.flags(vector_y=True)
-    assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(independent=beside)]
+    assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(independent=overlaps)]

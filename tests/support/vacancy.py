@@ -74,8 +74,8 @@ class Probe:
             us = (end - begin) / 1e3 / count
             count = max(8, min(int(seconds * 1e6 / us), 300))
         times = asked.get()
-        beside = (begin < times) & (times < end)
-        return Waited(us, (begun.get().max(axis=1) - times)[beside] / 1e3)
+        during = (begin < times) & (times < end)
+        return Waited(us, (begun.get().max(axis=1) - times)[during] / 1e3)
 
 
 def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
