@@ -81,7 +81,9 @@ def _definitions(file: str) -> dict[str, str]:
     found = re.findall(r"^#define (\w+) +(.+?) *$", code, re.MULTILINE)
     found += re.findall(r"\busing (\w+) = (\w+);", code)
     for declaration in _DECLARATION.findall(code):
-        found += [pair for part in _split(declaration) for pair in re.findall(r"^\s*(\w+)\s+=\s+(.+)$", part, re.DOTALL)]
+        found += [
+            pair for part in _split(declaration) for pair in re.findall(r"^\s*(\w+)\s+=\s+(.+)$", part, re.DOTALL)
+        ]
     for body in _ENUM.findall(code):
         found += re.findall(r"(\w+) = (\d+)", body)
     return dict(reversed(found))

@@ -1,6 +1,6 @@
-// The merger: a warp that turns the statistics of tiles into mean and a (cta.cuh) of each feature. The tiles of a block of
-// features share its features out: a CTA's merger merges one share, over all rows. merge_training, merge_recompute and
-// merge_cluster_batch are its three forms, one for each mode that trains; the last one is four warps.
+// The merger: a warp that turns the statistics of tiles into mean and a (cta.cuh) of each feature. The tiles of a block
+// of features share its features out: a CTA's merger merges one share, over all rows. merge_training, merge_recompute
+// and merge_cluster_batch are its three forms, one for each mode that trains; the last one is four warps.
 #pragma once
 #include "sm90/deferred_epilogue.cuh"
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ MergedFeature Cta::fetch_feature(int block, int c, bo
     return of;
 }
 
-// All that follows from a feature's mean and M2 over all rows: what the epilogue takes (published, unless each CTA merges for
-// itself), the running statistics, and what a backward needs.
+// All that follows from a feature's mean and M2 over all rows: what the epilogue takes (published, unless each CTA
+// merges for itself), the running statistics, and what a backward needs.
 __device__ __forceinline__ void Cta::use_statistics(const MergedFeature& of, int block, float mean, float m2,
                                                     u64 launch, StatisticsType unbiased) const {
     const Affine u = {of.scale.or_else(f.number), of.gamma.or_else(1.f), of.beta.or_else(0.f)};
@@ -68,14 +68,14 @@ __device__ __forceinline__ void Cta::use_statistics(const MergedFeature& of, int
                     u.slope(var, f.eps), u.beta);
 }
 
-// The features [first, first + size) of a block, each of which `lanes` neighbouring lanes merge together: the share of whoever
-// published part `part` of the rows.
+// The features [first, first + size) of a block, each of which `lanes` neighbouring lanes merge together: the share of
+// whoever published part `part` of the rows.
 struct Share {
     int block, first, size, lanes;
 };
 
-// Merges a share; a CTA has MERGERS warps for it, and this is number `warp`. statistics_of(c, member, mean, m2) gives the
-// statistics of feature c to its lanes once they are there; use(feature, mean, m2) is called by each of them.
+// Merges a share; a CTA has MERGERS warps for it, and this is number `warp`. statistics_of(c, member, mean, m2) gives
+// the statistics of feature c to its lanes once they are there; use(feature, mean, m2) is called by each of them.
 template <typename StatisticsOf, typename Use>
 __device__ __forceinline__ void Cta::merge_share(const Share& share, int warp, bool tracked,
                                                  const StatisticsOf& statistics_of, const Use& use) const {
@@ -98,8 +98,9 @@ __device__ __forceinline__ StatisticsType Cta::unbiased() const {
 
 __device__ __forceinline__ bool Cta::has_running_statistics() const { return (f.running_mean_code & 7) != KIND_ABSENT; }
 
-// The statistics of a feature over all parts, which CTAs publish in the workspace. It looks first in this CTA, then at one word
-// of all, the last part's, and then at all: polling must not crowd others out of L2. Returns the launch's number.
+// The statistics of a feature over all parts, which CTAs publish in the workspace. It looks first in this CTA, then at
+// one word of all, the last part's, and then at all: polling must not crowd others out of L2. Returns the launch's
+// number.
 __device__ __forceinline__ u64 Cta::merge_published(int nth, const Word* words, const RowParts& parts, int c,
                                                     int member, int backoff, float& mean, float& m2) const {
     wait_count(&sh.ready, (nth + 1) * (CONSUMERS / 32), backoff);
@@ -111,8 +112,8 @@ __device__ __forceinline__ u64 Cta::merge_published(int nth, const Word* words, 
 
 // ---- MODE_TRAINING ---------------------------------------------------------------------------------------------------
 
-// Merges the statistics of the CTA's nth tile into those of its earlier tiles of the same block (merges_tiles), and publishes
-// them after the last of these. A lane has BLOCK_N / 32 neighbouring features.
+// Merges the statistics of the CTA's nth tile into those of its earlier tiles of the same block (merges_tiles), and
+// publishes them after the last of these. A lane has BLOCK_N / 32 neighbouring features.
 __device__ __forceinline__ void Cta::merge_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
                                                 int backoff) const {
     constexpr int EACH = BLOCK_N / 32;
@@ -251,9 +252,9 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
         epilogue_of_deferred_rows(unit, backoff);
 }
 
-// The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features that
-// this CTA's merger merges, and updates the running statistics. The merger never waits for other ranks, so that no two
-// ranks wait for each other, in whatever order their CTAs take their tiles.
+// The joiner, another warp: of what the mergers of all ranks have posted it makes one mean and one a for the features
+// that this CTA's merger merges, and updates the running statistics. The merger never waits for other ranks, so that no
+// two ranks wait for each other, in whatever order their CTAs take their tiles.
 __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
     const Exchange exchange(ranks, nullptr, 0, p.signature);
