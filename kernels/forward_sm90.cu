@@ -237,22 +237,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
             if (warp <= CONSTANT_WARPS) cta.load_constants(warp, lane, rank);
         } else if constexpr (TRAINS) {
             if (warp == 2) cta.load_last_tile_arguments(lane);
-            if constexpr (MODE == MODE_TRAINING) {
-                if (warp == 1) {
-                    cta.merge_training(lane, rank);
-                } else {  // with RANKS the consumers spill where join follows merge_training
+            if (MODE != MODE_CLUSTER_BATCH && warp == 1) {
+                cta.merge(lane, rank, 0);
+            } else {  // with RANKS the consumers spill where both follow each other
 #if RANKS
-                    if (warp == 2) cta.join(lane, rank);
+                if (warp == 2) cta.join(lane, rank);
 #endif
-                }
             }
-            if constexpr (MODE == MODE_RECOMPUTE)
-                if (warp == 1) cta.merge_recompute(lane, rank);
         }
         if constexpr (MODE == MODE_CLUSTER_BATCH) {
             __syncwarp();
-            cta.merge_cluster_batch(lane, rank,
-                                    (warp + 3) % MERGERS);  // warp 0 comes last, when it has loaded everything
+            cta.merge(lane, rank, (warp + 3) % MERGERS);  // warp 0 comes last, when it has loaded everything
         }
         if constexpr (DEFERS) {
             __syncwarp();

@@ -78,9 +78,6 @@ struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and SAVED_ vecto
     double* vectors;
 };
 
-struct MergedFeature;  // merger.cuh
-struct Share;
-
 // What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth). The last tile of a
 // cluster's CTA may lie beyond the features, in block `blocks`, or with SPLIT_K beyond the rows.
 struct Cta {
@@ -155,32 +152,15 @@ struct Cta {
         return partial + before * BLOCK_N;
     }
 
-    // producer.cuh
     __device__ void produce(int rank) const;                             // loads x and w
-    __device__ void load_constants(int warp, int lane, int rank) const;  // MODE_INFERENCE: a and c of each tile
-
-    // merger.cuh: statistics over all rows, of a share of the features
-    __device__ void merge_training(int lane, int rank) const;
-    __device__ void merge_recompute(int lane, int rank) const;
-    __device__ void merge_cluster_batch(int lane, int rank, int warp) const;
-    __device__ void join(int lane, int rank) const;  // RANKS: over the rows of all ranks
-    __device__ void begin_training(u64 number, long long count) const;
-    __device__ StatisticsType unbiased() const;
-    __device__ bool has_running_statistics() const;
-    __device__ MergedFeature fetch_feature(int block, int c, bool speaks, bool tracked) const;
-    template <typename StatisticsOf, typename Use>
-    __device__ void merge_share(const Share& share, int warp, bool tracked, const StatisticsOf& statistics_of,
-                                const Use& use) const;
-    __device__ u64 merge_published(int nth, const Word* words, const RowParts& parts, int c, int member, int backoff,
-                                   float& mean, float& m2) const;
-    __device__ void merge_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block, int backoff) const;
-    __device__ void use_statistics(const MergedFeature& of, int block, float mean, float m2, u64 launch,
-                                   StatisticsType unbiased) const;
-
-    // deferred_epilogue.cuh: turns deferred deviations into y
-    __device__ void load_last_tile_arguments(int lane) const;
-    __device__ void epilogue_of_deferred_tiles(int backoff) const;
-    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;
+    __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
+    __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
+    __device__ void merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
+                          int backoff) const;                       // and of own tiles
+    __device__ void join(int lane, int rank) const;                 // RANKS: the statistics of these over all ranks
+    __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need to finish it
+    __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y
+    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // some rows of that
     __device__ void load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const;
-    __device__ void epilogue_meanwhile(int backoff) const;  // of some rows, or waits a little
+    __device__ void epilogue_meanwhile(int backoff) const;  // or a nap
 };
