@@ -95,9 +95,7 @@ def call(
     own: tuple[str, ...] = (),
 ) -> Any:
     """An operation from its arrays to its result; those named `own` come from no DLPack producer."""
-    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
-    if kind is None:
-        kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
+    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
         result = operation.result(kind, arrays, options, found, made)
@@ -140,7 +138,7 @@ def _admit(
     which of them are read-only; whether they were imported."""
     kind = kind_of(arrays[0])
     if kind is not None:
-        return kind, arrays, frozenset(), False
+        return kind, arrays, _NONE, False
     named = dict(zip(operation.arguments[: operation.foreign], arrays, strict=False))
     kind, imported, read_only = kinds_of(named, operation.required, own)
     return kind, (*imported.values(), *arrays[operation.foreign :]), read_only, True
