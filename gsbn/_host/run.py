@@ -7,7 +7,8 @@ and planned; later ones find it by a key, and only their addresses are new.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from .._arrays import check
 from .._arrays.check import View
@@ -27,7 +28,8 @@ _NONE: frozenset[str] = frozenset()
 Views = dict[str, View | None]
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
     """What an operation contributes. `options` are hashable and its own; `context` is what a call brings beside arrays:
     a prepared weight, or what a forward saved."""
 
