@@ -93,7 +93,7 @@ class Exchange:
         runtime = cuda().runtime
         self.features = features_of(group.size)
         nbytes = 2 * group.size * letters(self.features) * _LETTER
-        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # not from a pool, since others open all of it
+        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # not pooled, since others open all of it
         boxes = self._open(nbytes) if group.peer_memory else None
         ready = all(flag == b"\1" for flag in group.gather_bytes(b"\1" if boxes is not None else b"\0"))
         self.waits = ready and boxes is not None

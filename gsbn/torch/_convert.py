@@ -97,7 +97,7 @@ class Sequential(nn.Sequential):
 
 
 def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest") -> Conversion:
-    """Let gsbn run Linear, scale, BatchNorm1d and ReLU as one call wherever they are consecutive in an ``nn.Sequential``.
+    """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass

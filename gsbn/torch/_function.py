@@ -228,7 +228,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # `_Norm` exchanges the sums
+        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
         if _goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         dg = dg.resolve_neg()
@@ -343,7 +343,7 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     return [None if place is None else made[place] for place in found.returns[:2]]
 
 
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 
 def _goes_again(dy: Any) -> bool:
