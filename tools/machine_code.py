@@ -6,8 +6,8 @@ python tools/machine_code.py forward_sm90 MODE=2 BLOCK_M=64     # variants that 
 python tools/machine_code.py --arch sm_80                       # for another architecture than sm_90a
 
 Prints a line for each variant: a hash, registers per thread, bytes of stack per thread, instructions that write to the
-stack (spills, and arrays that do not fit into registers), bytes of code, then the kernel and its macros. The hash covers
-the instructions, the constants that they read, and the properties of a launch: the parameters, the bytes of shared
+stack (spills, and arrays that do not fit into registers), bytes of code, the kernel and its macros. The hash covers the
+instructions, the constants that they read, and the properties of a launch: the parameters, the bytes of shared
 memory, the registers, the stack, the size of a CTA and of a cluster. It does not cover what an edit of the source
 changes without changing the code: names, line numbers, the digest of the folder, and the list of constants that the
 compiler keeps although no instruction reads it.

@@ -154,7 +154,7 @@ def limbs_of_dg(block_m, cluster, split):
 
 
 def skinny_backward(dtype, features, inputs, cluster, activation):
-    """dg and both products in one kernel; the last tile of rows is partial, and the rows are not a multiple of a chunk."""
+    """dg and both products in one kernel; the last tile of rows and the last chunk are partial."""
     many_rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 

@@ -100,7 +100,7 @@ def main():
     parser.add_argument("--gemm", action="append", choices=ALL)
     parser.add_argument("--json", type=Path, help="a file for all results")
     parser.add_argument("--write", action="store_true", help="write the table to docs/trust.md")
-    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile all kernels first")
+    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile first")
     args = parser.parse_args()
     devices = args.device or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
     start = time.time()

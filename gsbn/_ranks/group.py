@@ -51,7 +51,7 @@ class Group:
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
-        self._name, self._calls = "", 0  # equal on all ranks, unique per group
+        self._name, self._calls = "", 0  # equal on all ranks of a group
         self._obstacle = ""  # why the group cannot be used any more
         self.on_device: Any = None  # the Exchange, made by the first call on a GPU
         self._closers: list[Callable[[bool], None]] = []
