@@ -272,7 +272,7 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
     "tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLIT_K_TILES_BY_MODE["training"]], ids=str
 )
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
-@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # defers tiles
+@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # defers
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")

@@ -141,7 +141,7 @@ def about_the_first_row(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return second / len(g) - (first / len(g)) ** 2
 
 
-@pytest.mark.parametrize("family", ["row 0 x 2e3"])  # in the others PyTorch's own variance on a CPU has as large an error
+@pytest.mark.parametrize("family", ["row 0 x 2e3"])  # in the others PyTorch's own variance on a CPU is as wrong
 def test_a_variance_about_the_first_row_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison with PyTorch. With normal data such a variance is as good as any, so they do not show it."""
     honest = beside_torch.ours

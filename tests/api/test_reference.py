@@ -197,8 +197,8 @@ def test_momentum_none_is_the_mean_of_all_batches() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 0.1, 1e8 / 3, 1e15 / 7])
 def test_a_constant_feature_gives_beta(mean: float) -> None:
-    # The sum of a thousand equal numbers, and so their mean, is wrong by k units in the last place. Subtracting the mean
-    # of the deviations leaves k u of this error; 1/sqrt(eps) multiplies it by 316.
+    # The sum of a thousand equal numbers, and so their mean, is wrong by k units in the last place. Subtracting the
+    # mean of the deviations leaves k u of this error; 1/sqrt(eps) multiplies it by 316.
     x = np.full((1000, 1), mean)
     got = reference.forward(x, [[1.0]], [1.0], beta=[0.25], training=True)
     np.testing.assert_allclose(got.y, np.full((1000, 1), 0.25), rtol=0, atol=316 * 1000**2 * U64**2 * mean + U64)
