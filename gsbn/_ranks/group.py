@@ -51,7 +51,7 @@ class Group:
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
-        self._name, self._calls = "", 0  # equal on all ranks of a group
+        self._name, self._calls = "", 0  # the same on all ranks, unique for each group
         self._obstacle = ""  # why the group cannot be used any more
         self.on_device: Any = None  # the Exchange, made by the first call on a GPU
         self._closers: list[Callable[[bool], None]] = []
@@ -80,7 +80,7 @@ class Group:
             )
 
     def meet(self) -> None:
-        """Wait until all ranks have made the group, and name it, so that calls of another group are not taken for its."""
+        """Wait until all ranks have made the group, and name it, so that it never matches calls of another group."""
         self.agree("gsbn.group")
         self._name = self.gather_bytes(os.urandom(4))[0].hex()
 
