@@ -95,7 +95,7 @@ def forward(
     out: Any = None,
     return_saved: bool = False,
 ) -> Any:
-    """``activation(BatchNorm1d(Linear(x) * scale))``, as PyTorch defines them.
+    """Compute ``activation(BatchNorm1d(Linear(x) * scale))``, with each step as in PyTorch.
 
     ::
 
@@ -181,7 +181,7 @@ def forward(
         An argument is not an array, is of another library than x, or has a dtype that is not supported. A tensor has no
         plain memory: nested, sparse, traced, or of a subclass that wraps another tensor. A DLPack producer fails.
     ValueError
-        A shape, device, stride or value is not supported. Training has only one row. The `gemm` does not support the
+        A shape, device, stride or value is not supported. Training has one row in all. The `gemm` does not support the
         call. An argument to be written is read-only, or overlaps itself or another argument.
     RuntimeError
         A torch tensor requires grad while grad mode is on, or has a tangent: gsbn is outside autograd. The group is

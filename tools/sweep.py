@@ -4,12 +4,12 @@ python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU wit
 python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
 python tools/sweep.py fit FILE [rounds]                      anywhere: fits gsbn/_plan/h200.py to those times
 
-A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "of x" where it makes limbs of the weight in registers,
-"twice" where it makes g twice and "whole" where a cluster has all rows; "narrow", the kernels that make g twice;
-and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back behind a
-kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's. docs/results/sweep.jsonl
-has what `measure` times, and 278 problems of other shapes, most of them drawn at random.
+A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode. Its choices are the tiles of
+forward_sm90, named BLOCK_MxCLUSTER, with xSPLIT for split-k, "of x" if limbs of the weight are made in registers,
+"twice" if g is computed twice, and "whole" if a cluster has all rows; "narrow", the skinny kernels, which compute g
+twice; and the portable path on cuBLAS. PyTorch eager is measured, too. Times are device times of calls in a row, after
+a kernel that keeps the device busy while the host enqueues; the result of each choice is compared with cuBLAS's.
+docs/results/sweep.jsonl has the times of `measure`, and of 278 problems of other shapes, most of them random.
 """
 
 import json

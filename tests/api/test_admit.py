@@ -177,7 +177,7 @@ def test_a_tangent_is_not_lost_without_a_word(device: str) -> None:
     with torch.no_grad():
         gsbn.forward(**arguments(device))
         with forward_ad.dual_level():
-            gsbn.forward(**arguments(device))  # no tangent, no objection
+            gsbn.forward(**arguments(device))  # x has no tangent
             refuses({**call, "x": forward_ad.make_dual(call["x"], call["x"])}, "x", RuntimeError, "^x: has a tangent")
 
 

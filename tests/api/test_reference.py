@@ -120,7 +120,7 @@ def test_inference_by_hand() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_relu_by_hand(training: bool) -> None:
-    # u = g in inference and g / sqrt(0.5 + 0.5) in training: where u is 0, y is, and no gradient comes back
+    # u = g in inference and g / sqrt(0.5 + 0.5) in training: where u is 0, y and the gradient are 0
     x, dy = column(-1, 0, 1, 0), column(1, 2, 4, 8)
     options = {"running_mean": [0], "running_var": [0.5], "eps": 0.5, "training": training, "activation": "relu"}
     np.testing.assert_array_equal(reference.forward(x, [[1]], **options).y, column(0, 0, 1, 0))
@@ -129,7 +129,7 @@ def test_relu_by_hand(training: bool) -> None:
     assert got.beta == 4
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    # beta moves u, and so the gradient
+    # beta changes u, and so the gradient
     assert reference.backward(dy, x, [[1]], beta=[0.5], **options).beta == 2 + 4 + 8
 
 

@@ -100,7 +100,7 @@ def test_an_error_stands_beside_its_bound_and_beside_zero_it_is_absolute() -> No
     assert (judged.max_error, judged.max_bound, judged.share) == pytest.approx((0.2, 0.4, 0.5))
     assert (judged.norm_error, judged.norm_bound) == pytest.approx((np.hypot(0.03, 0.2) / 5, 0.1))
     assert judged.relative_error == judged.norm_error
-    judged = bounds.Expected(value / 100, bound).judge(value / 100 + error, np)  # 0.05 counts as zero, since the bound is 0.5
+    judged = bounds.Expected(value / 100, bound).judge(value / 100 + error, np)  # 0.05 < 0.5
     assert not judged.relative
     assert (judged.norm_error, judged.norm_bound, judged.share) == pytest.approx((np.hypot(0.03, 0.2), 0.5, 0.5))
     assert judged.relative_error == pytest.approx(np.hypot(0.03, 0.2) / 0.05)  # the limit for peers in a bench

@@ -197,7 +197,7 @@ def draw_bad(seed: int, kinds: tuple[str, ...]) -> Bad:
     rng = random.Random(seed)
     kind = kinds[int(rng.random() * len(kinds))]
     recipe = Case(
-        shape=tuple(rng.sample(range(3, 10), 3)),  # all different, so that no array has the shape of another; at least 3, so that one less is not 1
+        shape=tuple(rng.sample(range(3, 10), 3)),  # unequal, and more than 2
         dtype=rng.choice(list(DTYPES)),
         training=rng.random() < 0.7,
         seed=seed,

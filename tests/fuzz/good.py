@@ -72,7 +72,7 @@ class Good:
 def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     """Any combination that the API allows; also some that a `gemm` does not support."""
     rng = random.Random(seed)
-    kind = kinds[int(rng.random() * len(kinds))]  # one random number for any number of kinds, so that the rest does not depend on it
+    kind = kinds[int(rng.random() * len(kinds))]  # one draw for any number of kinds
     on_gpu = kind in GPU_KINDS
     gemm = rng.choice(("auto", "auto", "cublas", "tiled", "sm90")) if on_gpu else "auto"
     served = gemm == "sm90" and rng.random() < 0.8  # most cases that "sm90" does not support are not drawn

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 -m tests.groups.contract nccl --kind cupy --no-peer-memory    # a GPU each
 
 Every rank draws the whole batch from the same seed and computes its own rows. It compares the results with the truth of
-the whole batch, within the bounds of tolerance.py and gradients.py, which do not depend on the order of sums. A rank that
-finds an error ends at once, which ends all others.
+the whole batch, within the bounds of tolerance.py and gradients.py, which do not depend on the order of sums. A rank
+that finds an error ends at once, which ends all others.
 """
 
 from __future__ import annotations

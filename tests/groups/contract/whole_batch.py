@@ -69,7 +69,7 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
 def assert_gradients(
     at: Ranks, case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, got: dict[str, Any], rows: slice
 ) -> None:
-    """The bounds at the head of this module."""
+    """Raise unless the gradients are within the bounds at the head of this module."""
     of_rows = np.zeros_like(dy)
     of_rows[rows] = dy[rows]
 
