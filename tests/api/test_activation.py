@@ -224,7 +224,7 @@ def test_gradients_of_every_form(form: str, dtype: str, training: bool, name: st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("needs", [("beta",), ("x",), ("weight",), ("gamma", "beta"), ("scale",), ()], ids=str)
 def test_what_nobody_needs_changes_nothing(needs: tuple[str, ...], dtype: str, training: bool, name: str) -> None:
-    """Each gradient is the same if it is the only one needed."""
+    """The signs are there for each gradient alone, too."""
     arrays, options = drawn(SHAPES["one tile"], dtype, training)
     dy, kind = draw_integers(arrays), kind_of(name)
     options["gemm"] = "auto" if kind.is_cpu else "tiled"  # its bits repeat
@@ -272,7 +272,7 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
     "tile", [None, *itertools.product(BLOCKS_M, CLUSTERS), *SPLIT_K_TILES_BY_MODE["training"]], ids=str
 )
 @pytest.mark.parametrize(("dtype", "precision"), [e for e in ELEMENTS if e[0] != "float64"])
-@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # defers
+@pytest.mark.parametrize("shape", [(300, 72, 520), (4100, 264, 104), (600, 4104, 264), (9000, 64, 2104)])  # deferred
 def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, tile: Any) -> None:
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")

@@ -75,7 +75,7 @@ def assert_gradients(
 
     def truth_and_bounds(dy: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
         truth = truth_of(arrays, dy, training=True, eps=case.eps)
-        form = {"activation": case.activation, "parked": at.kind.name in GPU_KINDS}  # as forward_sm90 defers tiles
+        form = {"activation": case.activation, "parked": at.kind.name in GPU_KINDS}  # as forward_sm90 parks
         return truth, gradient_bounds(arrays, dy, truth, training=True, eps=case.eps, **form)
 
     part, part_bounds = truth_and_bounds(of_rows)
