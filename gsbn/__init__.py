@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """``gsbn.bench`` and ``gsbn.torch`` are imported when first asked for: not every program needs them."""
+        """Import ``gsbn.bench`` and ``gsbn.torch`` on first use: not every program needs them."""
         if name not in ("bench", "torch"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module

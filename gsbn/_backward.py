@@ -1,4 +1,4 @@
-"""backward: check, plan, launch, return."""
+"""backward: the checks, the plan of a call, and its results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backward(
 def backward(
     dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]:
-    """The gradients of `forward`'s y, from what it saved.
+    """Compute the gradients of `forward`'s y from what the forward saved.
 
     ::
 
@@ -51,56 +51,66 @@ def backward(
                     dgamma = r sum(dy (z - running_mean)),  dscale = gamma r sum(dy (g + bias)),  dbias = a S
         both:       dbeta = S,  dx = dg weight,  dweight = dgᵀ x
 
-    In training the textbook's sum for dscale cancels down to this; summed as it stands, in float32, little but noise is
-    left. dbias is exactly zero.
+    The textbook sum for dscale in training simplifies to this term; the sum itself cancels, and in float32 little but
+    noise would be left. dbias is exactly zero. `gsbn.reference` has the derivation.
 
-    With an activation, dy in these lines is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere, also
-    where y is NaN. A scale of one element has one gradient, the sum of all features'.
+    With an activation, dy in these formulas is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere,
+    also where y is NaN. A scale of one element has one gradient, the sum over all features.
 
     Parameters
     ----------
     dy : (B, O) array
-        The gradient with respect to y: y's dtype, kind and device, any strides.
+        The gradient with respect to y: y's dtype, library and device, any strides.
     saved : Saved
-        What ``forward(..., return_saved=True)`` returned beside y. None of its arrays may have changed since.
+        From ``forward(..., return_saved=True)``. None of its arrays may have changed since.
     needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta"}
-        The gradients that are wanted. The others are None, and no work is done for them alone.
+        The gradients to compute. The others are None, and cost no time.
     sms : int, optional
-        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call, as in `forward`;
-        None is all. No launch of the backward waits for a part of itself.
+        The largest number of the GPU's streaming multiprocessors that a launch of this call may occupy, as in
+        `forward`; None is all. No launch of the backward needs all its SMs at the same time.
 
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's kind, each in its argument's dtype
-        and shape. None for what is not in `needs`, and for an argument that the forward was not given, or as a number.
+        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's library, each with the dtype and the
+        shape of its argument. None if not in `needs`, or if the argument of the forward was absent or a number.
 
     Raises
     ------
     TypeError
-        A dy that is no array, of another kind or dtype than x; a `saved` that is none; `needs` that is no collection of
+        dy is not an array, or not of x's library and dtype. `saved` is not a Saved. `needs` is not a collection of
         names.
     ValueError
-        A shape or device of dy that is not allowed, an unknown name in `needs`, a `gemm` chosen in the forward that
-        cannot serve here.
+        dy has the wrong shape or device. `needs` has an unknown name. The `gemm` of the forward does not support this
+        backward.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on: gsbn is outside autograd. An x or weight that was
-        changed in place since the forward, where torch counts changes. A group that is closed or has failed.
+        A torch tensor requires grad while grad mode is on: gsbn is outside autograd. A torch x or weight was changed
+        in place since the forward. The group is closed or has failed.
 
     Notes
     -----
-    Of a forward with a group the backward is a call of all its ranks, whatever each needs. S, D and B are then those of
-    all ranks' rows in dg, and so in dx and dweight; the gradients of vectors, and dweight's sum, are of this rank's
-    rows. The sum over the ranks is the whole batch's gradient.
+    After a forward with a group all ranks must call the backward, whatever gradients each needs. In dg, and so in dx
+    and dweight, S, D and B are those of all ranks' rows. dweight and the gradients of vectors are sums over this rank's
+    rows: their sum over the ranks is the gradient of the whole batch.
 
-    Asynchronous and safe to capture as `forward` is: on the stream that is current now, which must see what the forward
-    did. Beside the result it allocates dg, in x's dtype (for TF32 its transpose as well), O(O) scratch, what cuBLAS
-    or the parts of dweight want (32 MiB at most), limbs of float32 operands in about as many bytes as these have, and
-    copies of operands and results that the kernels cannot take as they lie, or would take much longer for. dg passes
-    through x's dtype as in PyTorch: beyond 65504 a float16 gradient overflows. S and D are float32 sums of 16 rows,
-    merged in float64 in a fixed order; in 16 bits, of up to 16 rows, all but the GEMMs is float64. On the CPU
-    arithmetic and memory are as the forward's there: float32 BLAS in blocks of rows, dg of one block at a time, each
-    gradient rounded once.
+    Like `forward` it is asynchronous and can be captured. It runs on the current stream, which must be ordered after
+    the forward. In addition to the result it allocates dg, in x's dtype (for TF32 also its transpose), O(O) scratch,
+    the workspace of cuBLAS or the partial sums of dweight (at most 32 MiB), limbs of float32 operands in about as many
+    bytes as these, and copies of operands and results with a layout that the kernels do not support, or for which they
+    are much slower. dg is rounded to x's dtype, as in PyTorch: a float16 gradient overflows beyond 65504. S and D are
+    float32 sums over 16 rows, merged in float64 in a fixed order. For 16-bit dtypes with up to 16 rows everything but
+    the GEMMs is float64. On the CPU arithmetic and memory are as in the forward: float32 BLAS in blocks of rows, dg of
+    one block at a time, and each gradient is rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gsbn
+    >>> x, weight = np.random.rand(256, 64).astype("f4"), np.random.rand(32, 64).astype("f4")
+    >>> y, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+    >>> gradients = gsbn.backward(np.ones_like(y), saved, needs=("x", "weight"))
+    >>> gradients.x.shape, gradients.weight.shape, gradients.beta
+    ((256, 64), (32, 64), None)
     """
     return backward_within(ANY, dy, saved, needs=needs, sms=sms)
 
@@ -113,7 +123,7 @@ def backward_within(
     needs: Collection[str] = Gradients._fields,
     sms: int | None = None,
 ) -> Gradients[Any]:
-    """`backward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
+    """`backward` with limits on the planner's choice; they have no effect on the CPU."""
     wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {shown(saved)}")
@@ -125,7 +135,7 @@ def backward_within(
 def backward_of(
     dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = ANY
 ) -> Gradients[Any]:
-    """`backward`, all but dy being known to be right; the wanted names are in the order of `Gradients`."""
+    """`backward` that checks dy alone; the names in `wanted` are in the order of `Gradients`."""
     if saved.group is not None:
         saved.group.check()
     how = How.of(saved, wanted, sms, limits)
@@ -133,13 +143,13 @@ def backward_of(
 
 
 def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
-    """Whether a backward in training is expected to make dx and dweight in the launch that makes dg, which it does not
-    write: it then reads the weight whatever is needed. How the operands lie is not looked at."""
+    """Whether the planner is expected to compute dg, dx and dweight of a backward in training in one launch, which
+    never writes dg: it then reads the weight whatever gradients are needed. Ignores the layouts of the operands."""
     return serves_skinny_backward(dtype, rows, features, inputs)
 
 
 class How(NamedTuple):
-    """What a backward depends on beside its arrays."""
+    """The options of a backward: all that it depends on except its arrays."""
 
     training: bool
     precision: str
@@ -151,10 +161,10 @@ class How(NamedTuple):
     needs: tuple[str, ...]
     sms: int | None = None
     limits: _plan.Limits = ANY
-    norm: bool = True  # the halves: from dy to dg, and on from there
-    linear: bool = True
-    wide: bool = False  # dweight in float32, of 16-bit operands
-    in_place: bool = False  # dg where the deviations lie, which have its dtype
+    norm: bool = True  # the first half of the backward: from dy to dg
+    linear: bool = True  # the second half: from dg to dx and dweight
+    wide: bool = False  # dweight is float32 although the operands have 16 bits
+    in_place: bool = False  # dg overwrites the deviations, which have its dtype
 
     @classmethod
     def of(
@@ -166,24 +176,24 @@ class How(NamedTuple):
         *,
         wide: bool = False,
     ) -> How:
-        """Of the call that a Saved is of, for the gradients with these names."""
+        """The options of a backward from `saved`, for the gradients named in `needs`."""
         _, _, _, _, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
         return cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
-        """What `forward` returned, of these arrays; nobody counts how often they change."""
+        """The Saved of these arrays, without torch's counts of their changes."""
         training, precision, gemm, dtypes, activation, scale_shape, group, *_ = self
         of_call: Any = training, precision, gemm, dtypes, (None, None), activation, scale_shape, group
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
 def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
-    """Compute on the GPU, from the arrays named ARGUMENTS. Gives the arrays that the call made; `returns` of what was
-    found says which of them is which gradient, in the order of `Gradients`.
+    """Compute on the GPU, from the arrays named ARGUMENTS. Returns the checked call and the arrays that it made;
+    `returns` of the checked call has the index of each gradient among them, in the order of `Gradients`.
 
-    With `saved` its arrays are the caller's; else autograd kept them. Of half a backward `arrays` are those of that
-    half alone, None for the others. The first half makes dg last. It is the first array of the second half, in rows on
-    16 bytes.
+    With `saved` the arrays are the caller's, else autograd kept them. Half a backward gets None for the arrays that it
+    does not read. The first half makes dg as its last array; the second half takes dg, with rows padded to 16 bytes, in
+    the place of dy.
     """
     group = how.group if how.norm else None
     found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
@@ -208,7 +218,7 @@ def _check(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], sav
 
 
 def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
-    """Raise what is wrong with dy, or with what was saved."""
+    """Raise if dy or a saved array is wrong."""
     dy, x, weight, *_others = arrays
     kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
     views = _views(kind, arrays)
@@ -219,7 +229,7 @@ def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
 
 
 def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
-    """Raise what is wrong with dy, and with what autograd kept: hooks on saved tensors may give back anything."""
+    """Raise if dy or an array that autograd kept is wrong: hooks on saved tensors may return anything."""
     named = dict(zip(ARGUMENTS, arrays, strict=True))
     kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
     views = _views(kind, arrays)
@@ -236,7 +246,7 @@ def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
         view = views[name]
         if view is None:
             continue
-        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # in rows of whole words
+        pitched = name == "deviations" and view.shape[0] == rows and view.shape[1] >= features  # padded rows
         if not (view.shape == shape or pitched) or (view.dtype, view.device) != (dtype, of_dy.device):
             raise RuntimeError(
                 f"saved {name}: expected {dtype} {shape} on {of_dy.device}, as the forward kept it, got {view.dtype} "
@@ -246,7 +256,7 @@ def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
 
 
 def _check_versions(kind: Kind, saved: Saved | None) -> None:
-    """Raise what autograd raises where an operand is no longer what the forward saw."""
+    """Raise, as autograd does, if x or weight was changed in place since the forward."""
     if saved is None:
         return
     for name, expected in zip(("x", "weight"), saved.versions, strict=True):
@@ -289,7 +299,7 @@ def _program(
 
 
 def _within(how: How, held: int) -> How:
-    """The same of a call that can occupy so many SMs at most."""
+    """The options with `sms` limited to `held`."""
     return how._replace(sms=held if how.sms is None else min(how.sms, held))
 
 

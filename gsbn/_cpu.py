@@ -1,15 +1,16 @@
 """The CPU path: float32 BLAS, and passes over blocks of rows that stay in the cache; the formulas of `gsbn.reference`.
 
-The forward in training, for every block of rows: g = x wᵀ; the block's mean is taken out of it, which leaves deviations
-d; their sum and that of their squares, 32 rows at a time in float32 and from there on in float64, are the block's mean
-and M2. The blocks are merged in float64, in order. Then y = a d + (a (block's mean - mean) + β), block by block again.
-Meanwhile d waits in y's memory: for 16 bits in y's dtype, float16 in units of a power of two near the block's standard
-deviation, so that none overflows or vanishes. What a backward needs is kept in float32.
+The forward in training computes for each block of rows g = x wᵀ and subtracts the block's mean, which leaves deviations
+d. The sums of d and of d², in float32 over 32 rows and in float64 from there on, give the block's mean and M2 (the sum
+of squared deviations). The blocks are merged in float64, in order. A second pass over the blocks computes
+y = a d + (a (block's mean - mean) + β). Between the passes d is stored in the memory of y. For 16-bit dtypes it has y's
+dtype; float16 deviations are divided by a power of two near the block's standard deviation, so that none overflows or
+underflows. Deviations that a backward needs are stored in float32.
 
-With an activation f the last line is y = f(u), and the backward needs to know where f was flat. It computes u anew: the
-same operations in the same dtypes give the same bits, so that it agrees with y in every element.
+With an activation f the result is y = f(u), and the backward must know where f was flat. It computes u again: the same
+operations in the same dtypes give the same bits, so u agrees with y in every element.
 
-float64 is computed in float64; so is, of up to 16 rows, all but the products.
+float64 inputs are computed in float64. With up to 16 rows everything but the products is float64.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import numpy as np
 from ._plan import FEW_ROWS, SAVED_ROWS
 from .reference import ACTIVATIONS, next_count, round_to
 
-Array = Any  # np.ndarray, of any dtype; a number for an absent vector
-Gather = Callable[[Array], Array]  # numbers of this rank (N,) to those of all (ranks, N)
+Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
+Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)
 
-CHAIN = 192  # terms that a call of BLAS adds up, as PyTorch's: OpenBLAS's own chains of 384 err by 1.4 times as much
-ROWS = 32  # rows that are added up in float32
-BLOCK = 1 << 18  # elements of a block of rows, 1 MiB of float32: what an L2 holds
-LEAST = 512  # rows of a block at least, so that BLAS does not pack the weight all the time
-WIDTH = 512  # elements at least that a pass takes at a time: narrow rows are taken together
+CHAIN = 192  # terms that one call of BLAS adds up, as in PyTorch: OpenBLAS's own chains of 384 have 1.4 times the error
+ROWS = 32  # rows that are added in float32
+BLOCK = 1 << 18  # elements of a block of rows: 1 MiB of float32, which fits in an L2 cache
+LEAST = 512  # smallest number of rows of a block: BLAS packs the weight once per block
+WIDTH = 512  # smallest number of elements that a pass takes at a time: narrow rows are combined
 NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean": 0.0, "running_var": 1.0}
 
 
@@ -47,20 +48,20 @@ def forward(
     number: float = 1.0,
     gather: Gather | None = None,
 ) -> tuple[Array, Array] | None:
-    """Write y (B, O) and the running statistics; gives what `backward` takes, if it is to be kept.
+    """Write y (B, O) and the running statistics; return (deviations, vectors) for `backward` if `keep`, else None.
 
-    `arrays` are x (B, I), weight (O, I) and the vectors (O) of `gsbn.forward`, None for an absent one; all has been
-    checked. `number` is the scale where there is no array of it. `gather` brings the statistics of all ranks of a
-    group, of which any may have no rows. Kept are the deviations (B, O), float64 for float64 and for few rows and else
-    float32, in inference those from the first block's mean, with an activation g itself, and vectors in float64, the
-    rows SAVED_ of kernels/common/common.cuh.
+    `arrays` has x (B, I), weight (O, I) and the vectors (O,) of `gsbn.forward`, None for an absent one; all are
+    checked. `number` is the scale if it is not an array. `gather` exchanges statistics with all ranks of a group; a
+    rank may have no rows. The deviations (B, O) are float64 for float64 and for few rows, else float32; in inference
+    they are g minus the mean of the first block or, with an activation, g itself. The vectors are float64, in the rows
+    SAVED_ of kernels/common/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
     )
     if arrays["scale"] is None:
         s = float(number)
-    elif arrays["scale"].size == 1:  # for all features, in whatever shape
+    elif arrays["scale"].size == 1:  # one element for all features, in any shape
         s = arrays["scale"].astype(np.float64).item()
     f = None if activation is None else ACTIVATIONS[activation]
     count = arrays["num_batches_tracked"] if training else None
@@ -68,7 +69,7 @@ def forward(
     walk = _Walk(len(y), y.shape[1], arrays["x"].dtype)
     x, w = arrays["x"], arrays["weight"].T
     kept = np.empty(y.shape, walk.dtype) if keep else None
-    own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned  # y can be computed where it is
+    own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned  # y can be computed in its own memory
     scratch = y if own else walk.scratch()
 
     def of_y(block: slice) -> Array:
@@ -94,18 +95,18 @@ def forward(
             finish(g, block, a, shift)
             if kept is not None:
                 centre = walk.mean(g) if centre is None else centre
-                if f is None:  # else the backward needs g, and takes the centre out of it
+                if f is None:  # with an activation the backward needs g, and subtracts the centre itself
                     walk.each(np.subtract, g, centre, g)
         if kept is None or centre is None:
             return None
         taken = 0.0 if f is None else centre
         return kept, _rows(a, gamma * r, r, taken, centre + b, s * (centre + b) - old_mean, s, a, shift)
 
-    # Deviations do not depend on x's column means: without them the products have no digits of these to lose.
+    # Deviations do not depend on the column means of x. Without the means the products lose no digits to them.
     centre = walk.centre(x)
     middle = np.empty((1, y.shape[1]), walk.of_products)
     walk.product(centre[None], w, middle)
-    waits = not own and kept is None and len(walk.blocks) > 1  # d does, in y's dtype
+    waits = not own and kept is None and len(walk.blocks) > 1  # d is stored in y, in y's dtype
     pivots, means, squares, units = [], [], [], []
     for block in walk.blocks:
         d, n = of_y(block) if kept is None else kept[block], block.stop - block.start
@@ -116,7 +117,7 @@ def forward(
         means.append(pivots[-1])
         squares.append(walk.sums(d, d))
         if not walk.few:
-            rest = walk.sums(d) / n  # what rounding has left of the mean
+            rest = walk.sums(d) / n  # the part of the mean that rounding left
             means[-1] = pivots[-1] + rest
             squares[-1] -= n * rest * rest
         if waits:
@@ -132,7 +133,7 @@ def forward(
         rows, mean, m2 = _merge(ranks[:, :1], *np.split(ranks[:, 1:], 2, axis=1))
         if rows == 1:
             raise ValueError("Expected more than 1 value per channel when training, got one row on all ranks together")
-    var = m2 / max(rows, 1) * (s * s)  # of z, as all that follows wants it
+    var = m2 / max(rows, 1) * (s * s)  # the variance of z = scale (g + bias), as used below
     r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
     for i, block in enumerate(walk.blocks):
@@ -140,7 +141,7 @@ def forward(
         if waits:
             np.copyto(d, y[block])
         apart = None if walk.few and gather is None else pivots[i] - mean
-        if f is not None and kept is not None and apart is not None:  # y of what the backward will find
+        if f is not None and kept is not None and apart is not None:  # as the backward computes y
             walk.each(np.add, d, apart, d)
             apart = None
         finish(d, block, a * units[i] if units else a, beta if apart is None else apart * a + beta)
@@ -175,12 +176,13 @@ def backward(
     scale_shape: tuple[int, ...] | None = None,
     gather: Gather | None = None,
 ) -> dict[str, Array]:
-    """The needed gradients by name, in the dtypes of these names, from dy (B, O) and what `forward` kept.
+    """The gradients in `needs` by name, with the dtypes in `needs`, from dy (B, O) and what `forward` returned.
 
-    `scale_shape` is the shape of a scale of one element that serves all features, and so of its gradient; else None.
-    `gather` brings the sums of all ranks of a group: dg is the whole batch's, gradients of vectors are of these rows.
+    `scale_shape` is the shape of a scale of one element that serves all features, and of its gradient; else None.
+    `gather` exchanges the sums with all ranks of a group: dg then depends on the whole batch, while gradients of
+    vectors are sums over this rank's rows.
     """
-    # NumPy does not know bfloat16 by its name
+    # np.dtype("bfloat16") is an error
     dtypes = {name: x.dtype if dtype == x.dtype.name else np.dtype(dtype) for name, dtype in needs.items()}
     if not len(x) and gather is None:
         shapes = dict.fromkeys(dtypes, (len(weight),)) | {"x": x.shape, "weight": weight.shape}
@@ -197,7 +199,7 @@ def backward(
     u = None if f is None else walk.scratch()
 
     def of_u(block: slice) -> Array:
-        """The gradient before the activation, in the dtype of the computation."""
+        """The gradient with respect to u, in the dtype of the computation."""
         found = _as(dy[block], walk.dtype)
         if f is None or u is None:
             return found
@@ -247,8 +249,8 @@ def backward(
 
 
 def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
-    """Rows, mean and M2 of a batch from those of its parts, (parts, 1), (parts, O) and (parts, O): in order, about the
-    first part's mean, so that equal means stay exact. Without rows all is zero."""
+    """Rows, mean and M2 of a batch from those of its parts: (parts, 1), (parts, O) and (parts, O). Adds in order, and
+    relative to the first part's mean, so that equal means stay exact. Without rows everything is 0."""
     given = np.flatnonzero(counts)
     if not len(given):
         return 0, means[0], squares[0]
@@ -259,7 +261,7 @@ def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Arr
 
 
 class _Walk:
-    """How a batch is walked through: its blocks of rows, and the arithmetic in them."""
+    """The blocks of rows of a batch, and the arithmetic on them."""
 
     def __init__(self, rows: int, features: int, dtype: Any) -> None:
         self.of_products = np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -273,15 +275,15 @@ class _Walk:
         return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
 
     def centre(self, x: Array) -> Array:
-        """x's column means, as the products take them; 0 where they are not finite."""
+        """The column means of x, in the dtype of the products; 0 where they are not finite."""
         means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
         return np.where(np.isfinite(means), means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
-        """out = a b, or out += a b, in chains of equal length."""
+        """out = a b, or out += a b, in chains (see CHAIN) of equal length."""
         terms, dtype = a.shape[1], self.of_products
         cuts = -(-terms // CHAIN)
-        if cuts == 1 and self.few and not add:  # nothing but the same in fewer calls, which count in a tiny batch
+        if cuts == 1 and self.few and not add:  # the same in fewer calls, for tiny batches
             out[...] = _as(a, dtype) @ _as(b, dtype)
             return
         step = -(-terms // cuts // 16) * 16
@@ -313,13 +315,13 @@ class _Walk:
             ufunc(block, vector, out=out)
 
     def mean(self, block: Array) -> Array:
-        """The means of the columns, as BLAS finds them: good enough to take out, not to trust."""
+        """The means of the columns by BLAS: accurate enough to subtract, not accurate enough for a result."""
         if self.few:
             return np.add.reduce(block, axis=0) / len(block)
         return np.dot(np.full(len(block), 1 / len(block), self.dtype), block)
 
     def sums(self, *blocks: Array) -> Array:
-        """The sums of the columns of a C-contiguous block, or of the product of two, in float64."""
+        """The column sums, in float64, of a C-contiguous block or of the elementwise product of two."""
         rows = len(blocks[0])
         if self.few:
             return np.einsum("ij->j" if len(blocks) == 1 else "ij,ij->j", *blocks)
@@ -335,8 +337,8 @@ class _Walk:
         return found
 
     def merge(self, means: list[Array], squares: list[Array]) -> tuple[int, Array, Array]:
-        """Rows, mean and M2 of the batch from each block's mean and M2."""
-        if len(means) == 1:  # as it is, for calls are small then
+        """Rows, mean and M2 of the batch from the mean and M2 of each block."""
+        if len(means) == 1:
             return self.blocks[0].stop, means[0], squares[0]
         if not means:
             return 0, np.zeros(self.features), np.zeros(self.features)
@@ -345,7 +347,7 @@ class _Walk:
 
 
 def _as(a: Array, dtype: Any) -> Array:
-    """a in a dtype and in a layout that BLAS takes; itself if it can be."""
+    """a in a dtype and a layout that BLAS supports; a itself if possible."""
     size, strides = a.itemsize, a.strides
     if a.dtype == dtype and a.flags.aligned:
         if a.flags.forc:
@@ -361,9 +363,9 @@ def _rounded(a: Array, dtype: Any) -> Array:
 
 @cache
 def _largest_zero(wide: Any, narrow: Any) -> float:
-    """The largest number of the wide dtype of which rounding to the narrow one makes zero."""
+    """The largest number of the wide dtype that the narrow dtype rounds to zero."""
     word = f"i{wide.itemsize}"
-    zero, more = 0, int(np.ones((), wide).view(word))  # numbers above zero are in the order of their bits
+    zero, more = 0, int(np.ones((), wide).view(word))  # positive floats are ordered as their bits
     while more - zero > 1:
         middle = (zero + more) // 2
         rounded = np.array(middle, word).view(wide).astype(narrow)
@@ -380,7 +382,7 @@ def _rows(*rows: Any) -> Array:
 
 
 def _kept_anew(x: Array, weight: Array, vectors: Array, *, training: bool) -> tuple[Array, Array]:
-    """What `forward` keeps, from a Saved of before it did, whose vectors are the arguments of the forward."""
+    """Deviations and vectors for a Saved of an earlier version, whose vectors are the arguments of the forward."""
     scale, bias, gamma, mean, var, eps, _ = vectors
     arrays = dict.fromkeys(NEUTRAL | {"num_batches_tracked": None})
     arrays |= {"x": x, "weight": weight, "scale": scale, "bias": bias, "gamma": gamma}

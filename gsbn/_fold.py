@@ -1,4 +1,4 @@
-"""fold: the inference forward as one Linear."""
+"""fold: the inference forward as one linear layer."""
 
 from __future__ import annotations
 
@@ -41,33 +41,44 @@ def fold(
     beta: Any = None,
     eps: float = 1e-5,
 ) -> tuple[Any, Any]:
-    """Fold scale and frozen batch normalisation into the linear layer: inference is then ``x wᵀ + b``.
+    """Fold the scale and the batch normalisation of inference into the linear layer, which is then ``x wᵀ + b``.
 
     ::
 
         r = 1 / sqrt(running_var + eps)
         w = gamma r scale weight,   b = gamma r (scale bias - running_mean) + beta
 
+    These are the formulas of inference in `forward`, multiplied out.
+
     Parameters
     ----------
     weight : (O, I) array
-        float32, float16, bfloat16 or float64, of any kind that `forward` takes.
+        float32, float16, bfloat16 or float64; any array that `forward` takes.
     scale, running_mean, running_var, bias, gamma, beta : (O,) array
-        As in `forward`: a scale may be None or a number, and the last three are optional.
+        As in `forward`. The scale may be None or a number; the last three are optional.
     eps : float
         Added to the variance, >= 0.
 
     Returns
     -------
     w : (O, I) array
-        The weight of that Linear: new, of weight's dtype and kind, computed in float64 and rounded once.
+        The weight of the linear layer: a new array of weight's dtype and library, computed in float64 and rounded once.
     b : (O,) array
-        Its bias, likewise.
+        Its bias, computed in the same way.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `forward`.
+        As `forward`; ValueError also for a weight that is prepared.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gsbn
+    >>> x, weight, mean, var = np.eye(8, 4), np.ones((2, 4)), np.array([1.0, 2.0]), np.array([4.0, 9.0])
+    >>> w, b = gsbn.fold(weight, 0.5, mean, var)
+    >>> np.allclose(x @ w.T + b, gsbn.forward(x, weight, 0.5, running_mean=mean, running_var=var))
+    True
     """
     if isinstance(weight, Prepared):
         raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")

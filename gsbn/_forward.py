@@ -1,4 +1,4 @@
-"""forward: whose arrays they are, the checks, the call that was prepared, what it returns."""
+"""forward and describe: the checks, the plan of a call, and its results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
 )
 
 
-# For a type checker: without `return_saved`, with it, and where it is not known or x is another library's array.
+# For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
 @overload
 def forward(
     x: Array[A], weight: AnyArray | Prepared, scale: AnyArray | float | None = None, *, bias: AnyArray | None = None,
@@ -95,7 +95,7 @@ def forward(
     out: Any = None,
     return_saved: bool = False,
 ) -> Any:
-    """``activation(BatchNorm1d(Linear(x) * scale))``, as PyTorch defines them.
+    """Compute ``activation(BatchNorm1d(Linear(x) * scale))``, with each step as in PyTorch.
 
     ::
 
@@ -106,104 +106,117 @@ def forward(
                     y = gamma r (scale (g + bias) - running_mean) + beta
         both:       y = activation(y), if there is one
 
-    In training the bias cancels in y and only moves `running_mean`. g is float32 (float64 for float64) and the variance
-    is never formed as E[g²] - E[g]²; statistics and per-feature constants are merged in float64, by "sm90" in float32
-    about a pivot.
+    In training the bias cancels in y and only moves `running_mean`. g is float32 (float64 for float64 inputs). The
+    variance is never computed as E[g²] - E[g]². Statistics and per-feature constants are merged in float64; "sm90"
+    merges statistics in float32, as differences from a pivot.
+
+    Source: Ioffe and Szegedy 2015, algorithms 1 and 2, for ``scale (g + bias)``; `gsbn.reference` has the derivation.
 
     Parameters
     ----------
     x : (B, I) array
-        float32, float16, bfloat16 or float64; any strides. CuPy, torch or NumPy arrays, or any DLPack producer; all
-        array arguments are of one kind and on one device.
+        float32, float16, bfloat16 or float64; any strides. A CuPy, torch or NumPy array, or any DLPack producer. All
+        array arguments must be of the same library and on the same device.
     weight : (O, I) array or Prepared
-        x's dtype; or what `prepare` made of such an array.
+        x's dtype, or the result of `prepare` for such an array.
     scale : (O,) array, array of one element, or float, optional
-        x's dtype or float32 (float64 with float64), as every per-feature vector, each independently. One element or
-        one number serves all features; 1 if absent.
+        Each per-feature vector has x's dtype or float32 (float64 with float64); they may differ. One element or one
+        number applies to all features. Default: 1.
     bias, gamma, beta : (O,) array, optional
-        Taken as 0, 1 and 0 if absent.
+        Default: 0, 1 and 0.
     running_mean, running_var : (O,) array, optional
-        Both or neither, of one dtype; needed in inference. Training updates them in place, the variance unbiased.
+        Both or neither, of the same dtype; required in inference. Training updates them in place; the variance is
+        unbiased.
     num_batches_tracked : int64 array of one element, optional
         Training adds 1 to it.
     training : bool
-        Statistics of this batch (True) or the running ones (False).
+        Use the statistics of this batch (True) or the running statistics (False).
     momentum : float or None
         Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
     eps : float
         Added to the variance; > 0 in training, >= 0 in inference.
     activation : {"relu"}, optional
-        What y is put through before it is written: "relu" is max(y, 0), NaN passes. None is nothing.
+        Applied to y: "relu" is max(y, 0) and keeps NaN. None applies no activation.
     precision : {"highest", "high"}
-        For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" is TF32 where the
-        GPU and the GEMM have it. With "sm90", and from 64 input features on with "tiled" where g is made twice,
-        "highest" goes through two float16 limbs an operand (`docs/design/limbs.md`): an element beside one 2^16 times
-        its size in the same row loses digits, which "cublas" keeps.
+        For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" uses TF32 where
+        the GPU and the GEMM support it. "sm90" computes "highest" with two float16 limbs per operand
+        (`docs/design/limbs.md`), and so does "tiled" where it computes g twice and I >= 64: an element loses digits if
+        its row contains one that is 2^16 times larger. "cublas" keeps these digits.
     gemm : {"auto", "cublas", "tiled", "sm90"}
-        "sm90" is the whole forward in one launch on Hopper, for all but float64; with `return_saved` in training only,
-        in 16 bits from 17 rows on; with at most 32768 input features, 262144 in bfloat16. float32 at "highest" has a
-        launch before it, which makes limbs, and takes any number of input features; with rows of y that do not start
-        and end on 16 bytes it is the GEMM alone, with the launches after it. In other dtypes such rows of x, weight or
-        y cost a launch more, which copies the operands, and one that copies y.
-        "cublas" is cuBLAS, "tiled" gsbn's own kernels for all else: a portable product and, on Hopper, where rows of x
-        are many and short, two launches that make g, each for itself, and never write it. "auto" takes the fastest that
-        serves. After one call of the same kind any can be captured in a CUDA graph.
+        "auto" takes the fastest of the others that supports the call. "sm90" computes the whole forward in one launch
+        on Hopper. It supports all dtypes but float64; `return_saved` only in training, for 16-bit dtypes from 17 rows
+        on; and at most 32768 input features, 262144 in bfloat16. float32 at "highest" supports any number of input
+        features and needs one launch before, which makes the limbs; if the rows of y do not start and end on 16 bytes,
+        "sm90" computes only the GEMM, and further launches the rest. In other dtypes such rows of x, weight or y cost
+        one more launch that copies the operands, and one that copies y.
+        "cublas" uses cuBLAS. "tiled" uses gsbn's other kernels: a portable product and, on Hopper, for many short rows
+        of x, two launches that both compute g and never write it. After a first call of the same kind, a call with any
+        `gemm` can be captured in a CUDA graph.
     sms : int, optional
-        At most so many of the GPU's streaming multiprocessors are occupied by any launch of the call, none of which
-        begins before the one ahead of it has ended; None is all, or those of the stream's green context. It
-        matters where another kernel on the GPU waits for this call, a collective of another library for one: in
-        training "sm90" needs all the SMs that it takes at once (up to 16 where one cluster has all rows), and would
-        wait for the other to leave them. cuBLAS takes the number as a target, and waits for nobody. No effect on the
-        CPU.
+        The largest number of the GPU's streaming multiprocessors (SMs) that a launch of this call may occupy; no launch
+        then starts before the previous one has ended. None is all SMs, or those of the stream's green context. Set it
+        if another kernel on the GPU waits for this call, such as a collective of another library: in training "sm90"
+        needs all its SMs at the same time (up to 16 where one cluster has all rows), and would wait for the other
+        kernel to leave them. cuBLAS treats the number as a target, and does not wait. No effect on the CPU.
     group : Group, optional
-        Of `gsbn.group`: the statistics are those of all its ranks' rows, as with ``torch.nn.SyncBatchNorm``. Every rank
-        calls with the same features, dtype and options and any number of rows, none included; y is of its own rows. The
-        running statistics come out the same, bit for bit, on every rank. In training alone. A weight that is split by
-        features needs no group: each rank has all rows of its features.
+        From `gsbn.group`, in training only: the statistics are those of the rows of all ranks, as with
+        ``torch.nn.SyncBatchNorm``. Every rank must call with the same features, dtype and options; its number of rows
+        may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit. A
+        weight that is split by features needs no group: each rank has all rows of its features.
     out : (B, O) array, optional
-        Where y is written: x's dtype and kind, any strides, memory of its own.
+        Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
         Also return what `gsbn.backward` needs.
 
     Returns
     -------
     y : (B, O) array
-        x's dtype and kind (`out` itself if given; a CuPy or NumPy array for other DLPack producers).
+        x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
-        With `return_saved`: x and weight themselves, B x O deviations of g from its mean, O(O) constants.
+        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants.
 
     Raises
     ------
     TypeError
-        An argument that is no array, of another kind than x, or of a dtype that is not allowed; a tensor that is no
-        plain memory: nested, sparse, traced, of a subclass that wraps others; a DLPack producer that does not produce.
+        An argument is not an array, is of another library than x, or has a dtype that is not supported. A tensor has no
+        plain memory: nested, sparse, traced, or of a subclass that wraps another tensor. A DLPack producer fails.
     ValueError
-        A shape, device, stride or value that is not allowed, one element per feature in training, a `gemm` that
-        cannot serve; an argument that is written and read-only, self-overlapping or overlapped by another.
+        A shape, device, stride or value is not supported. Training has one row in all. The `gemm` does not support the
+        call. An argument to be written is read-only, or overlaps itself or another argument.
     RuntimeError
-        A torch tensor that requires grad while grad mode is on, or has a tangent: gsbn is outside autograd. A group
-        that is closed or has failed; on the CPU, a rank of it that makes another call, or none before the timeout.
+        A torch tensor requires grad while grad mode is on, or has a tangent: gsbn is outside autograd. The group is
+        closed or has failed. On the CPU, another rank makes a different call, or none before the timeout.
     ImportError
-        A bfloat16 tensor on the CPU where ml_dtypes is not installed, an array on a GPU where CuPy is not.
+        A bfloat16 tensor is on the CPU without ml_dtypes, or an array is on a GPU without CuPy.
 
     Notes
     -----
-    Asynchronous on the current stream of x's library; the host never waits. Beside y it allocates O(O) scratch from
-    that library's allocator, what cuBLAS wants (32 MiB at most), a copy of an operand that the GEMM cannot take as it
-    lies or would take much longer for (rows off a 16-byte boundary), and one B x O array where y's own memory cannot
-    serve: of y's dtype with "sm90" (such rows of y), otherwise of float32 for g (such rows, float16 and bfloat16).
-    With `return_saved` the deviations are one B x O array more (`Saved` tells its dtype); but for "sm90", g is computed
-    in it where it is wide enough.
-    "sm90" allocates 16 bytes a feature for every tile of rows instead, unless one cluster has them all, and for
-    limbs x's own bytes and, unless it is prepared, the weight's; in training it may hold a tile's deviations from its
-    own means in y, in y's dtype, until the batch's are known. What a captured call allocates, y included, lives as long
-    as the graph and no longer.
+    The call is asynchronous on the current stream of x's library; the host never waits. In addition to y it allocates,
+    from that library's allocator: O(O) scratch; the workspace of cuBLAS (at most 32 MiB); a copy of each operand with a
+    layout that the GEMM does not support, or for which it is much slower (rows off a 16-byte boundary); and one B x O
+    array if the memory of y cannot hold intermediate results: y's dtype with "sm90" (rows of y off such a boundary),
+    otherwise float32 for g (such rows, float16 and bfloat16). With `return_saved` the deviations are one more B x O
+    array (see `Saved` for its dtype); except with "sm90", g is computed in this array if its dtype is wide enough.
+    "sm90" instead allocates 16 bytes per feature for each tile of rows, unless one cluster has all rows, and for limbs
+    as many bytes as x and, unless it is prepared, the weight. In training it may store in y, in y's dtype, a tile's
+    deviations from the tile's own means until the means of the batch are known. Memory that a captured call allocates,
+    y included, is freed with the graph.
 
-    On the CPU the product is float32 BLAS (float64 for float64) whose threads are BLAS's, the rest is done in blocks of
-    rows, and y is rounded once; of up to 16 rows all but the product is float64. Beside y it allocates a few blocks,
-    1 MiB or 512 rows each; in training a 16-bit y holds deviations, in its dtype, until the batch's mean is known.
+    On the CPU the product is float32 BLAS (float64 for float64), with the threads of BLAS. The rest is computed in
+    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64. In addition to y it
+    allocates a few blocks of 1 MiB or 512 rows each. In training a 16-bit y stores deviations, in its dtype, until the
+    mean of the batch is known.
 
-    The same call gives the same bits, run to run, in a CUDA graph or not.
+    The same call gives the same bits in every run, in a CUDA graph or not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gsbn
+    >>> x, weight = np.random.rand(256, 64).astype("f4"), np.random.rand(32, 64).astype("f4")
+    >>> y = gsbn.forward(x, weight, training=True, activation="relu")
+    >>> y.shape, y.dtype.name
+    ((256, 32), 'float32')
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
@@ -212,25 +225,25 @@ def forward(
 
 @outside_graphs
 def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """`forward` of arrays and options in the order of ARRAYS and OPTIONS: what a caller of a hot loop has at hand."""
+    """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS: less work on the host per call."""
     return _call(arrays, options, ANY)
 
 
 def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
-    """`forward` of the same arguments, the planner's choice being limited; on the CPU there is none."""
+    """`forward` with limits on the planner's choice; they have no effect on the CPU."""
     return _call(*_bind(arguments, keywords), limits)
 
 
 def describe(*arguments: Any, **keywords: Any) -> Description:
-    """How `forward` would compute a call: the path, why it was chosen, its kernels and its scratch memory.
+    """Describe how `forward` would compute a call: the path, why it was chosen, its kernels and its scratch memory.
 
-    Nothing is launched and nothing is written; kernels that the call needs are compiled. The logger "gsbn" says the
-    same at level DEBUG whenever a forward or a backward of a new shape, dtype, layout or option is prepared.
+    Launches and writes nothing, but compiles the kernels of the call. The logger "gsbn" reports the same at level DEBUG
+    for the first forward or backward of each shape, dtype, layout and set of options.
 
     Parameters
     ----------
     *arguments, **keywords
-        Those of `forward`.
+        The arguments of `forward`.
 
     Returns
     -------
@@ -240,14 +253,21 @@ def describe(*arguments: Any, **keywords: Any) -> Description:
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        What `forward` would raise.
+        As `forward`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gsbn
+    >>> print(gsbn.describe(np.ones((256, 64)), np.ones((32, 64)), training=True))
+    numpy (the arrays are on the CPU)
     """
     arrays, options, prepared, own = _given(*_bind(arguments, keywords))
     return describe_call(FORWARD, arrays, options, group=options[_GROUP], context=prepared, own=own)
 
 
 def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays and the options of a call of `forward`, in the order of ARRAYS and OPTIONS."""
+    """The arguments of `forward` as two tuples, in the order of ARRAYS and OPTIONS."""
     given = _signature().bind(*arguments, **keywords)
     given.apply_defaults()
     arrays, options = (tuple(given.arguments[name] for name in names) for names in (ARRAYS, OPTIONS))
@@ -265,8 +285,8 @@ _COUNT = ARRAYS.index("num_batches_tracked")
 def _given(
     arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Prepared | None, tuple[str, ...]]:
-    """Arrays and options, a scale that is a number being among the options; a prepared weight; the names of the arrays
-    that no other library may own."""
+    """The arrays; the options, with the scale last if it is a number, else 1; the prepared weight or None; and the
+    names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if group is not None:
         if not isinstance(group, Group):
@@ -291,7 +311,7 @@ def _call(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limit
 def _result(
     kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Checked | None, made: list[Any]
 ) -> Any:
-    """y, and what is saved."""
+    """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
     y_at, dtypes = found.returns
@@ -302,14 +322,14 @@ def _result(
 
 
 def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
-    """The options of a call that can occupy so many SMs at most."""
+    """The options with `sms` limited to `held`."""
     sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
 
 
 def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
-    """The result of an empty batch, which training counts, as PyTorch does."""
+    """The result of an empty batch. Training counts it, as PyTorch does."""
     x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
     if options[_TRAINING] and count is not None:
@@ -381,13 +401,13 @@ def _program(
 
 
 def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
-    """Which of the arrays that a call makes is y, None if it is given; the vectors' dtypes where they are saved."""
+    """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     return program.made("y"), dtypes if options[_SAVES] else None
 
 
 def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """Of bias, scale, gamma and beta."""
+    """The dtypes of bias, scale, gamma and beta by name; None for an absent one."""
     vectors = (arrays[ARRAYS.index(name)] for name in VECTOR_PARAMETERS)
     return tuple(None if a is None else kind.dtype(a) for a in vectors)
 

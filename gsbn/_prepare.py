@@ -1,4 +1,4 @@
-"""prepare: a weight in the form that the GEMM wants, made once and used by many calls."""
+"""prepare: convert a weight once to the form that the GEMM reads, for use by many calls."""
 
 from __future__ import annotations
 
@@ -19,37 +19,45 @@ from ._typing import AnyArray, Precision
 
 @outside_graphs
 def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
-    """Make a weight ready for `forward`, which takes the result in the weight's place and then has less to do.
+    """Prepare a weight for many calls of `forward`, which takes the result as its `weight` and then has less to do.
 
-    float32 at "highest" on Hopper is split into two float16 limbs (`docs/design/limbs.md`), which spares every call
-    4 bytes read and 4 written for each element of the weight. Everything else is merely copied, so that code need not
-    ask.
+    On Hopper a float32 weight at "highest" is split into two float16 limbs (`docs/design/limbs.md`); this saves each
+    call 4 bytes read and 4 bytes written per element of the weight. All other weights are only copied, so that the same
+    code serves all of them.
 
     Parameters
     ----------
     weight : (O, I) array
-        float32, float16, bfloat16 or float64, of any kind that `forward` takes, any strides.
+        float32, float16, bfloat16 or float64; any array that `forward` takes, any strides.
     precision : {"highest", "high"}
-        What `forward` will be called with.
+        The `precision` of the calls of `forward`.
 
     Returns
     -------
     Prepared
-        Owns a copy on weight's device: **later changes of weight do not reach it**; prepare anew after a step of an
-        optimiser. It takes the weight's own bytes and, for limbs, as many again.
+        A copy of weight on its device. **Later changes of weight do not change it**: prepare again after each step of
+        an optimiser. It takes as many bytes as weight; with limbs, twice as many.
 
     Raises
     ------
     TypeError
-        No array, or of a dtype that is not allowed.
+        The weight is not an array, is prepared already, or has a dtype that is not supported.
     ValueError
-        A shape, device or precision that is not allowed.
+        A shape, device or precision that is not supported.
     RuntimeError
         A torch tensor that requires grad while grad mode is on.
 
     Notes
     -----
     Asynchronous on the current stream of weight's library, as `forward`. Work on another stream must wait for it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gsbn
+    >>> prepared = gsbn.prepare(np.ones((32, 64), np.float32))
+    >>> gsbn.forward(np.ones((256, 64), np.float32), prepared, training=True).shape
+    (256, 32)
     """
     if isinstance(weight, Prepared):
         raise TypeError("weight: expected an array, got one that is prepared already")
@@ -73,7 +81,7 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     if _plan.takes_limbs(view.dtype, options[0], gpu):
         limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
         fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": declared.flags(vector_w=True)}
-        # In words of 32 bits, which is all that an allocator need know of them.
+        # float32: words of 32 bits
         words = {"w": copy.to, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
         words |= {"w_exponents": build.make("exponents", (n,), "float32")}
         build.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)

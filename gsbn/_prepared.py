@@ -1,4 +1,4 @@
-"""What `gsbn.prepare` returns."""
+"""Prepared: the result of `gsbn.prepare`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ._typing import Precision
 
 
 class Prepared:
-    """A weight that `gsbn.prepare` has made ready; `gsbn.forward` takes it where it takes a weight.
+    """A weight that `gsbn.prepare` prepared for `gsbn.forward`, which takes it as its `weight`.
 
-    `precision` is what it was made for; shape and dtype are the weight's.
+    `precision` is the one that it was prepared for; `shape` (O, I) and `dtype` are those of the weight.
     """
 
     def __init__(self, weight: Any, precision: Precision) -> None:
-        self.weight: Any = weight  # a copy that nobody else writes
+        self.weight: Any = weight  # a copy that nothing else writes to
         self.precision: Precision = precision
-        self.limbs: tuple[Any, int, int] | None = None  # who owns them, address of the limbs, of the exponents
+        self.limbs: tuple[Any, int, int] | None = None  # owner, address of the limbs and of the exponents
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward."""
+"""Saved: what a forward keeps for its backward."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from ._typing import Activation, Gemm, Precision
 
 
 class Saved(NamedTuple):
-    """What `forward(..., return_saved=True)` keeps for `gsbn.backward`: pass it on, once or several times.
+    """What `forward(..., return_saved=True)` keeps for `gsbn.backward`, which may be called several times with it.
 
-    x and weight are the arrays that were given, not copies. Whoever changes them, or any array here, in place before
-    the backward would get the gradients of something that never ran. Torch counts changes of a tensor, and the backward
-    refuses an x or weight that has changed; of other arrays nothing notices.
+    x and weight are the arrays of the call, not copies. If one of the arrays here is changed in place before the
+    backward, the gradients are wrong. Torch counts the changes of a tensor, so the backward raises for a torch x or
+    weight that has changed; it cannot detect changes of other arrays.
 
     Attributes
     ----------
     x : (B, I) array
     weight : (O, I) array
     deviations : (B, P) array
-        In training g - mean(g) in x's dtype, for float16 each feature in units of a power of two near its standard
-        deviation, so that none overflows or vanishes; for 16-bit dtypes up to 16 rows in float64, since what
-        normalisation leaves of so few would be lost otherwise. In inference g in float32 (float64 for float64). Rows
-        are padded to 16 bytes: P >= O. On the CPU float32 for all but float64 (float64 up to 16 rows), in inference g
-        less a centre, with an activation g itself, P = O. One that an earlier version pickled has none there: the
-        backward makes them anew.
+        On a GPU in training: g - mean(g) in x's dtype. float16 deviations are divided, per feature, by a power of two
+        near the standard deviation, so that none overflows or underflows. With up to 16 rows 16-bit dtypes use float64:
+        normalisation cancels most of so few rows, and 16 bits would lose what it leaves. On a GPU in inference: g in
+        float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
+        On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
+        or, with an activation, g itself. Empty if an earlier version pickled it on a CPU: the backward then computes
+        the deviations again.
     vectors : (9, O) array
         Per-feature constants in float64.
     training : bool
     precision, gemm : str
-        As they were given; the backward's products follow them.
+        As given to the forward; they also apply to the products of the backward.
     dtypes : tuple
         The dtypes of bias, scale, gamma and beta by name; None for an absent one.
     versions : tuple
-        Torch's counts of changes of x and of weight; None for what has none.
+        Torch's counts of changes of x and of weight; None for an array without one.
     activation : str or None
-        As it was given. The backward tells from `deviations` where it was flat: where rounding would carry one to the
-        other side, its nearest neighbour on the right side is kept, so that this agrees with y in every element.
+        As given to the forward. The backward computes from `deviations` where the activation was flat. Where rounding
+        would move a deviation across that limit, the nearest number on the correct side is stored instead, so that the
+        backward agrees with y in every element.
     scale_shape : tuple or None
-        The shape of a scale of one element that serves all features, and so of its gradient.
+        The shape of a scale of one element that serves all features, and of its gradient.
     group : Group or None
-        As it was given: the backward is a call of all ranks, too.
+        As given to the forward: all its ranks must call the backward, too.
     """
 
     x: Any
@@ -62,4 +64,4 @@ class Saved(NamedTuple):
     group: Group | None = None
 
     def __reduce__(self) -> Any:
-        return Saved, tuple(self._replace(versions=(None, None)))  # what is loaded or copied begins to count anew
+        return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has counts of its own

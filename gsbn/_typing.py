@@ -1,4 +1,4 @@
-"""What the public signatures say of arrays and options. A type checker reads it; at run time it decides nothing."""
+"""The types in the public signatures, for type checkers; they have no effect at run time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 if TYPE_CHECKING or sys.version_info >= (3, 11):
     from typing import NamedTuple
-else:  # the class behind 3.10's NamedTuple takes Generic as a second base, NamedTuple itself does not
+else:  # in 3.10 only the class behind NamedTuple accepts Generic as a second base
     from typing import _NamedTuple as NamedTuple
 
 __all__ = ["A", "A_co", "Activation", "AnyArray", "Array", "DLPack", "Gemm", "NamedTuple", "Precision"]
@@ -18,16 +18,16 @@ Precision = Literal["highest", "high"]
 Gemm = Literal["auto", "cublas", "tiled", "sm90"]
 Activation = Literal["relu"]
 
-A = TypeVar("A")  # a library's array, as that library calls it
+A = TypeVar("A")  # the array type of a library
 A_co = TypeVar("A_co", covariant=True)
 
 
 class Array(Protocol[A_co]):
-    """A NumPy, CuPy or torch array. A is what its library calls an array of any shape: a result has this type.
+    """A NumPy, CuPy or torch array. A is the type of its library's arrays of any shape, and of the results.
 
-    torch.Tensor cannot be named here without importing torch, so A is what `squeeze` returns: Tensor for a Parameter
-    as well, NDArray[float32] for a matrix of float32. JAX's arrays have no `*=`, for nobody can write to them; results
-    for them are CuPy's or NumPy's, which is Any. CuPy has no types yet, so its arrays and their results are Any, too.
+    A is the return type of `squeeze`, because torch.Tensor cannot be named without importing torch: Tensor, also for a
+    Parameter; NDArray[float32] for a NumPy matrix of float32. JAX arrays are read-only, so they have no `*=` and do not
+    match; their results are CuPy or NumPy arrays, typed Any. CuPy has no types yet, so its results are Any, too.
     """
 
     @property
@@ -37,10 +37,10 @@ class Array(Protocol[A_co]):
 
 
 class DLPack(Protocol):
-    """Whatever can hand its memory over."""
+    """An array that exports its memory by DLPack."""
 
     @property
     def __dlpack__(self) -> Any: ...
 
 
-AnyArray = DLPack | np.ndarray[Any, Any]  # by its types, a NumPy array of bfloat16 has no __dlpack__
+AnyArray = DLPack | np.ndarray[Any, Any]  # for type checkers a NumPy array of bfloat16 has no __dlpack__

@@ -1,4 +1,4 @@
-"""What is checked of an argument that is no array: an error names the argument, what was expected and what came."""
+"""Checks of arguments that are not arrays. An error names the argument, what was expected, and what it got."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 
 
 def shown(value: Any) -> str:
-    """A value as an error prints it: not at length, no elements of an array, and never an error of its own."""
-    if hasattr(value, "shape") and not isinstance(value, np.generic):  # to print one on a GPU would wait for it
+    """A value as an error message shows it: short, without the elements of an array, and never raising an error."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic):  # printing would wait for the GPU
         return f"a {type_name(value)}"
     if isinstance(value, tuple) and any(hasattr(item, "shape") for item in value):
         return f"a tuple of {len(value)}"
     try:
         return f"{value!r:.80}"
-    except Exception:  # an int of thousands of digits refuses to be printed
+    except Exception:  # such as an int of thousands of digits
         return f"a value of type {type(value).__name__} that cannot be printed"
 
 
 def type_name(array: Any) -> str:
-    """The type of a value as an error names it, with its module."""
+    """The name of the type of a value, with its module."""
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
 def sm_count(value: Any) -> None:
-    """Raise for what is no number of SMs: None is all."""
+    """Raise if it is not a number of SMs; None is allowed."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
@@ -37,7 +37,7 @@ def sm_count(value: Any) -> None:
 
 
 def timeout_seconds(value: Any) -> float:
-    """Raise for what is no time to wait."""
+    """The seconds as a float; raise if it is not a number above 0."""
     seconds = real_number("timeout", value, "a number of seconds")
     if seconds <= 0:
         raise ValueError(f"timeout: expected more than 0 s, got {shown(value)}")
@@ -45,13 +45,13 @@ def timeout_seconds(value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> None:
-    """Raise for what is no bool."""
+    """Raise if it is not a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected a bool, got {shown(value)}")
 
 
 def real_number(name: str, value: Any, expected: str) -> float:
-    """The value in float64, in which it must be finite."""
+    """The value as a float64; raise if it is not finite there."""
     if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: expected {expected}, got {shown(value)}")
     try:
@@ -64,7 +64,7 @@ def real_number(name: str, value: Any, expected: str) -> float:
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise for what is none of these words."""
+    """Raise if it is not one of the allowed words."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected one of {allowed}, got {shown(value)}")
     if value not in allowed:

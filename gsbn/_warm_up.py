@@ -1,4 +1,4 @@
-"""Compile the kernels ahead of the first call."""
+"""warm_up: compile the kernels before the first call."""
 
 from __future__ import annotations
 
@@ -14,34 +14,39 @@ from ._values import shown
 
 
 def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:
-    """Compile every kernel that a GPU can use into the cache on disk, so that no first call pays for it.
+    """Compile every kernel that a GPU can use into the cache on disk, so that no later call has to compile.
 
     Parameters
     ----------
     progress : callable, optional
-        Called as ``progress(done, total, name)`` before each kernel is waited for and once at the end.
+        Called as ``progress(done, total, name)`` before each kernel and once at the end.
     arch : str, optional
-        What to compile for, such as "sm_90" for compute capability 9.0: no GPU is needed then, for example where an
-        image is built. None compiles for the current GPU and loads the kernels, too.
+        The architecture to compile for, such as "sm_90" for compute capability 9.0. This needs no GPU, for example
+        when an image is built. None compiles for the current GPU and also loads the kernels.
 
     Returns
     -------
     int
-        How many kernels are ready. What the cache already holds is not compiled again.
+        The number of kernels that are ready. Kernels in the cache are not compiled again.
 
     Raises
     ------
     RuntimeError
-        If there is no GPU and no `arch`, or no CuPy, whose NVRTC compiles; the message says why.
+        There is no GPU and no `arch`, or no CuPy, which brings the compiler (NVRTC). The message says why.
     TypeError
-        A `progress` that cannot be called, an `arch` that is no string.
+        `progress` is not callable, or `arch` is not a string.
     ValueError
-        An `arch` that is no compute capability from 7.5 on.
+        `arch` is not a compute capability from 7.5 on.
 
     Notes
     -----
     The cache is CuPy's folder for compiled kernels: the environment variable CUPY_CACHE_DIR, or ~/.cupy/kernel_cache.
-    What is compiled for one version of gsbn and of NVRTC serves that version alone.
+    Another version of gsbn or of NVRTC compiles its kernels again.
+
+    Examples
+    --------
+    >>> import gsbn
+    >>> kernels = gsbn.warm_up(arch="sm_90")  # doctest: +SKIP
     """
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a function or None, got {shown(progress)}")
@@ -55,7 +60,7 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
             raise RuntimeError("no compiler for the kernels: CuPy, which brings NVRTC, is not installed")
     elif obstacle := devices.gpu_obstacle():
         raise RuntimeError(f"no GPU to compile kernels for: {obstacle}")
-    from concurrent.futures import ThreadPoolExecutor  # 5 ms, which `import gsbn` need not take
+    from concurrent.futures import ThreadPoolExecutor  # takes 5 ms, so not at `import gsbn`
 
     import cupy
 

@@ -1,15 +1,15 @@
-"""The NumPy truth: Linear -> per-feature scale -> BatchNorm1d -> activation, as plain as the formulas.
+"""The NumPy reference: Linear -> per-feature scale -> BatchNorm1d -> activation, written like the formulas.
 
-Every kernel of gsbn is judged against this module, and so is its path on the CPU. It needs NumPy alone, computes in
-float64 (or in ``np.longdouble``, to judge float64) and writes to none of its arguments. Import it in your own tests::
+The tests compare every kernel of gsbn, and its path on the CPU, with this module. It needs only NumPy, computes in
+float64 (or in ``np.longdouble``, to test float64) and never writes to its arguments. Import it in your own tests::
 
     from gsbn import reference
     truth = reference.forward(x, weight, scale, gamma=gamma, beta=beta, training=True)
     y = reference.round_to(truth.y, np.float16)
 
-The symbols, here as in Python and in CUDA. ``x (B, I)`` input, ``w (O, I)`` weight, ``b (O)`` linear bias, ``s (O)``
-per-feature scale (one number may serve all features), ``γ, β (O)`` the affine of batch normalisation, ``f`` the
-activation, which is the identity where none is asked for::
+The symbols are the same in Python and in CUDA: ``x (B, I)`` input, ``w (O, I)`` weight, ``b (O)`` linear bias,
+``s (O)`` per-feature scale (one number may serve all features), ``γ, β (O)`` the affine parameters of batch
+normalisation, ``f`` the activation, the identity by default::
 
     g = x wᵀ                          (B, O)   the GEMM, without bias and without scale
     z = s · (g + b)
@@ -28,7 +28,7 @@ activation, which is the identity where none is asked for::
                 dβ = S,  dγ = s r D,  ds = γ eps r³ D,  db = 0
     inference:  dg = a du
                 dβ = S,  dγ = r Σ_B du (z − running_mean),  ds = γ r Σ_B du (g + b),  db = a S
-    both:       dx = dg w,  dw = dgᵀ x;  where one number is the scale of all features, its gradient is Σ_O ds
+    both:       dx = dg w,  dw = dgᵀ x;  if one number is the scale of all features, its gradient is Σ_O ds
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ Array = NDArray[Any]
 
 
 class Activation(NamedTuple):
-    """What ``u`` is put through to become ``y``, and how the gradient comes back.
+    """An activation, ``y = f(u)``, and its gradient.
 
     Attributes
     ----------
     of : callable
         ``of(u, out=None)`` is ``f(u)``, elementwise; ``out`` may be ``u`` itself.
     gradient : callable
-        ``gradient(dy, u, zero=0.0)`` is ``f′(u) dy``, a new array. A ``y`` in fewer digits than ``u`` is zero for a
-        ``u`` up to ``zero``: a derivative that jumps at 0 jumps there instead, and so agrees with this ``y``.
+        ``gradient(dy, u, zero=0.0)`` is ``f′(u) dy``, a new array. If ``y`` has a narrower dtype than ``u``, ``zero``
+        is the largest ``u`` that it rounds to 0; a derivative that jumps at 0 then jumps at ``zero``, and agrees with
+        this ``y``.
     """
 
     of: Callable[..., Array]
@@ -69,7 +70,7 @@ def _relu(u: Array, out: Array | None = None) -> Array:
 
 def _relu_gradient(dy: Array, u: Array, zero: float = 0.0) -> Array:
     passes = ~(u <= zero)  # NaN passes
-    # The product takes a tenth of the time of np.where, which branches in every element; but 0 · ∞ is NaN.
+    # The product takes a tenth of the time of np.where, which branches for every element; but 0 · ∞ is NaN.
     return dy * passes if np.isfinite(dy).all() else np.where(passes, dy, 0)
 
 
@@ -77,7 +78,7 @@ ACTIVATIONS = {"relu": Activation(_relu, _relu_gradient)}
 
 
 class Forward(NamedTuple):
-    """What :func:`forward` computes; every array is new and in the ``dtype`` of the computation.
+    """The results of :func:`forward`: new arrays in the ``dtype`` of the computation.
 
     Attributes
     ----------
@@ -85,9 +86,9 @@ class Forward(NamedTuple):
         The output, not rounded to the dtype of the inputs.
     mean, var : (O,) arrays or None
         ``m`` and ``v``: mean and biased variance of ``g = x wᵀ`` over the batch, before bias and scale.
-        None where none were taken: in inference, and for ``B = 0``.
+        None in inference and for ``B = 0``.
     running_mean, running_var : (O,) arrays or None
-        The running statistics after this call; in inference copies of the given ones. None if not given.
+        The running statistics after this call; in inference copies of the arguments. None if not given.
     num_batches_tracked : int or None
         The count after this call. None if not given.
     """
@@ -130,19 +131,19 @@ def forward(
     bias, gamma, beta : (O,) array_like, optional
         Default to 0, 1 and 0.
     running_mean, running_var : (O,) array_like, optional
-        As a pair or not at all; inference needs them. Read, never written: the updated ones are in the result.
+        Both or neither; required in inference. They are not written: the result has the updated ones.
     num_batches_tracked : int or array_like of one element, optional
         The count of training batches before this one.
     training : bool
-        Normalise with the statistics of the batch (True) or with the running ones (False).
+        Use the statistics of this batch (True) or the running statistics (False).
     momentum : float or None
-        Weight of the new value in the running statistics. None is the cumulative average over the new count.
+        Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
     eps : float
         Added to the variance under the root.
     activation : {"relu"}, optional
-        What ``y`` is put through; nothing if absent.
+        Applied to ``y``.
     dtype : dtype
-        What everything is converted to and computed in: ``np.float64``, or ``np.longdouble`` to judge float64.
+        The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
 
     Returns
     -------
@@ -152,15 +153,15 @@ def forward(
     Raises
     ------
     ValueError
-        For a shape that does not fit, half a pair of running statistics, inference without them, ``momentum=None`` in
-        training without a count, training on a single row, a count that cannot be raised or averaged over, and an
-        activation that is not known.
+        A shape does not match. Only one of the running statistics is given, or none in inference. Training has
+        ``momentum=None`` without a count, a single row, or a count that cannot be increased or averaged over. The
+        activation is unknown.
 
     Notes
     -----
-    The variance takes two passes: the mean first, then the squares of what is left. What the subtraction left over of
-    the mean is taken out as well, so that a large mean costs no digits. NaN and infinity stay in their feature, in
-    silence. Memory beside the converted inputs: one ``(B, O)`` array of ``dtype``.
+    The variance takes two passes: first the mean, then the squares of the deviations from it. The mean of these
+    deviations, left by rounding, is subtracted as well, so that a large mean costs no digits. NaN and infinity stay in
+    their feature, without a warning. Allocates one ``(B, O)`` array of ``dtype`` in addition to the converted inputs.
 
     Source of the formulas: Ioffe and Szegedy 2015, algorithms 1 and 2, with the unbiased running variance of
     ``torch.nn.BatchNorm1d``, applied to ``z = s · (g + b)`` and simplified: in training the bias cancels, and scaling
@@ -194,7 +195,7 @@ def forward(
     d = x @ weight.T
     mean = d.mean(axis=0)
     d -= mean
-    rest = d.mean(axis=0)  # what rounding left of the mean, large beside a small variance
+    rest = d.mean(axis=0)  # the part of the mean that rounding left; it matters if the variance is small
     d -= rest
     mean += rest
     var = np.einsum("ij,ij->j", d, d) / rows
@@ -215,7 +216,7 @@ def forward(
 
 
 def next_count(count: int, momentum: float | None) -> int:
-    """The count of batches after this one, as an int64 that may be divided by."""
+    """The count of batches after this one; raise if it would overflow int64 or, for an average, be below 1."""
     if count >= 2**63 - 1:
         raise ValueError(f"num_batches_tracked: expected a count below 2⁶³ − 1, got {count}")
     if momentum is None and count < 0:
@@ -224,7 +225,7 @@ def next_count(count: int, momentum: float | None) -> int:
 
 
 class Gradients(NamedTuple, Generic[A_co]):
-    """One new array per differentiable argument of the forward; None where it was not asked for.
+    """The gradients of the forward: one new array per differentiable argument, None if not in `needs`.
 
     Attributes
     ----------
@@ -235,7 +236,7 @@ class Gradients(NamedTuple, Generic[A_co]):
         For a scale of one element that serves all features, an array of its shape.
     """
 
-    x: A_co | Any  # Any, not None: who asked for a gradient need not prove that it is there
+    x: A_co | Any  # Any, not None: users need not check the gradients that they asked for
     weight: A_co | Any
     bias: A_co | Any
     scale: A_co | Any
@@ -261,36 +262,36 @@ def backward(
     needs: Collection[str] = Gradients._fields,
     dtype: DTypeLike = np.float64,
 ) -> Gradients[Array]:
-    """The gradients of :func:`forward`'s ``y``, by the closed forms at the head of this module.
+    """Compute the gradients of :func:`forward`'s ``y``, by the formulas at the head of this module.
 
     Parameters
     ----------
     dy : (B, O) array_like
         The gradient with respect to ``y``.
     x, weight, scale, bias, gamma, beta, running_mean, running_var, training, eps, activation, dtype
-        As in :func:`forward`. The running statistics do not enter in training, and ``beta`` only does with an
-        activation.
+        As in :func:`forward`. Training does not use the running statistics; only an activation makes ``beta`` matter.
     needs : collection of str
-        Which fields of the result are wanted; the others are None.
+        The fields of the result to compute; the others are None.
 
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``, in ``dtype``, absent arguments included (with respect to the neutral
-        value that stood in for them, which for the scale is a vector of ones). The gradient of a scale of one element
-        has the shape of that scale, ``()`` for a number. Zeros for ``B = 0``.
+        ``(x, weight, bias, scale, gamma, beta)``, in ``dtype``, also for absent arguments (with respect to their
+        default value; for the scale that is a vector of ones). The gradient of a scale of one element has the shape of
+        that scale, ``()`` for a number. Zeros for ``B = 0``.
 
     Raises
     ------
     TypeError, ValueError
-        As :func:`forward`, for a ``dy`` that is not ``(B, O)``, and for `needs` that are no such names.
+        As :func:`forward`; also if ``dy`` is not ``(B, O)``, or if `needs` has other names.
 
     Notes
     -----
-    In training ``db`` is exactly zero, the bias cancelling in ``y``. The textbook sum for ``ds`` is ``Σ dy ∂y/∂s`` with
-    ``∂y/∂s = γ (g − m)(r − s² v r³)``, and ``1 − s² v r² = eps r²``: what is left, ``γ eps r³ D``, has no cancellation.
+    In training ``db`` is exactly zero, because the bias cancels in ``y``. The textbook sum for ``ds`` is
+    ``Σ dy ∂y/∂s`` with ``∂y/∂s = γ (g − m)(r − s² v r³)``. Since ``1 − s² v r² = eps r²``, it equals ``γ eps r³ D``,
+    which has no cancellation.
 
-    With an activation the forward runs once more, so that the gradient belongs to the very ``u`` that made its ``y``.
+    With an activation the forward is computed again, so that the gradient is that of the same ``u`` as its ``y``.
     """
     needs = checked_needs(needs, Gradients._fields)
     f = _activation(activation)
@@ -354,7 +355,7 @@ def fold(
     eps: float = 1e-5,
     dtype: DTypeLike = np.float64,
 ) -> tuple[Array, Array]:
-    """The inference forward, before an activation, as one linear layer: ``forward(x, …) = x wᵀ + b``.
+    """Fold the inference forward, without activation, into one linear layer: ``forward(x, …) = x wᵀ + b``.
 
     Parameters
     ----------
@@ -367,7 +368,7 @@ def fold(
     eps : float
         Added to the variance under the root.
     dtype : dtype
-        What everything is converted to and computed in.
+        The dtype of the computation.
 
     Returns
     -------
@@ -379,11 +380,11 @@ def fold(
     Raises
     ------
     ValueError
-        For a shape that does not fit.
+        A shape does not match.
 
     Notes
     -----
-    The source is the line ``inference`` of the table at the head of this module, multiplied out.
+    This is the formula for ``inference`` at the head of this module, multiplied out.
     """
     weight = _matrix("weight", weight, dtype)
     features = len(weight)
@@ -396,7 +397,7 @@ def fold(
 
 @np.errstate(all="ignore")
 def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
-    """``a`` in another floating dtype, rounded to nearest-even once; what overflows becomes infinite, in silence.
+    """Convert ``a`` to another floating dtype, with one rounding to nearest even; overflow gives infinity, no warning.
 
     Parameters
     ----------
@@ -411,11 +412,11 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
 
     Notes
     -----
-    ``ml_dtypes`` rounds float64 to float32 on its way to bfloat16, and NumPy rounds ``longdouble`` to float64 on its
-    way to float16: twice is once too often (``1 + 2⁻⁸ + 2⁻⁴⁰`` would become 1). Here the way to a 16-bit dtype leads
-    through a float32 rounded *to odd*: cut off, with the last bit set where anything was lost. Such a number is never
-    halfway between two of the shorter ones unless ``a`` is (Boldo and Melquiond 2008: two more bits than the target
-    suffice).
+    To convert float64 to bfloat16, ``ml_dtypes`` first rounds to float32; to convert ``longdouble`` to float16, NumPy
+    first rounds to float64. Two roundings can give a wrong result (``1 + 2⁻⁸ + 2⁻⁴⁰`` would become 1). This function
+    converts to a 16-bit dtype through a float32 that is rounded *to odd*: truncated, with the last bit set if
+    the value was not exact. Such a float32 is halfway between two numbers of the 16-bit dtype only if ``a`` is (Boldo
+    and Melquiond 2008: two more bits than the target suffice).
     """
     a, dtype = np.asarray(a), np.dtype(dtype)
     if dtype.itemsize > 2:
@@ -454,7 +455,7 @@ def _activation(name: str | None) -> Activation | None:
 
 
 def _scale(scale: ArrayLike | None, dtype: DTypeLike, features: int) -> Array:
-    """One scale a feature in ``dtype``, whatever stands for them."""
+    """The scale as a vector in ``dtype``."""
     s: Array = np.array(1 if scale is None else scale, dtype)
     if s.shape != (features,) and s.size != 1:
         raise ValueError(f"scale: expected shape ({features},) or one element, got {s.shape}")
@@ -469,7 +470,7 @@ def _affine(
     gamma: ArrayLike | None,
     beta: ArrayLike | None,
 ) -> tuple[Array, Array, Array, Array]:
-    """``s, b, γ, β`` in ``dtype``, the absent ones neutral."""
+    """``s, b, γ, β`` in ``dtype``, with the defaults for absent ones."""
     return (
         _scale(scale, dtype, features),
         np.zeros(features, dtype) if bias is None else _vector("bias", bias, dtype, features),
@@ -481,7 +482,7 @@ def _affine(
 def _statistics(
     features: int, dtype: DTypeLike, mean: ArrayLike | None, var: ArrayLike | None
 ) -> tuple[Array | None, Array | None]:
-    """The running statistics in ``dtype``: copies of both, or two times None."""
+    """Copies of the running statistics in ``dtype``, or (None, None)."""
     if mean is None and var is None:
         return None, None
     if mean is None or var is None:

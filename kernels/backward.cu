@@ -1,40 +1,43 @@
-// backward: from dy and the deviations d that the forward kept, everything of the backward but its two GEMMs.
+// backward: from dy and the deviations d that the forward saved, everything of the backward but its two GEMMs.
 //
 //   dy (m, n) of T, any strides      d (m, n) of D, row pitch ldd, rows on 16 bytes
 //   training:   d = (g - mean(g)) / unit, unit a power of two of each feature (1 but for float16)
 //   inference:  d = g
 //
-// Where the forward put y through an activation, dy is at once made the gradient with respect to what went in (BeforeY,
-// common/activation.cuh), in both passes, and is what follows calls dy.
+// If the forward had an activation, both passes first turn dy into the gradient with respect to the activation's input
+// (BeforeY, common/activation.cuh). The formulas below call this dy.
 //
-// backward_sums.cu takes S = sum dy and E = sum dy (d - centre) in one pass; backward_dg makes of them the O(O) gradients
-// and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs take it.
-//   training:   dbeta = S    dgamma = s r D    dscale = gamma eps r^3 D    dbias = 0    rate = s^2 r^2 D / B    D = unit E
+// backward_sums.cu computes S = sum dy and E = sum dy (d - centre) in one pass. From these, backward_dg computes the
+// gradients of size O and, in a second pass, dg = a (dy - S/B - rate d), in T, as the GEMMs read it.
+//   training:   dbeta = S    dgamma = s r D    dscale = gamma eps r^3 D    dbias = 0
+//               rate = s^2 r^2 D / B    D = unit E
 //   inference:  dbeta = S    dbias = a S       dg = a dy    centre = running_mean / s - b, or near g
 //               dscale = gamma r (E + (centre + b) S)    dgamma = r (s E + (s (centre + b) - running_mean) S)
-// The factors are the forward's, in float64: `saved`, rows of n (SAVED_).
-// Without a centre the two terms of dgamma would cancel wherever g's mean is large beside its spread.
+// The forward left the factors in float64: `saved`, rows of n (SAVED_). Without a centre the two terms of dgamma would
+// cancel wherever g's mean is large beside its spread.
 //
-// An item of work is a block of columns and dg_rows rows; a thread has VEC columns, `along` threads a row (Places), of every
-// so many rows, which come through a ring of its own in shared memory (Rows). Every item of backward_dg merges the splits of
-// its columns by itself, in float64 in an order that depends on the shape alone: no ticket is drawn, no CTA waits for another.
+// An item of work is a block of columns and dg_rows rows. A thread has VEC columns; `row_threads` threads share a row,
+// and a thread has every at_once.rows-th row (Places), which comes through its own pipeline in shared memory
+// (BackwardRows). Every item of backward_dg merges the splits of its columns by itself, in float64, in an order that
+// depends on the shape alone: there is no ticket, and no CTA waits for another. It runs from the last rows to the
+// first: backward_sums read forwards, so L2 still holds the end.
 //
-// backward_dg runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds.
+// If ranks share the batch, merge_sums runs between the two: the gradients of size O are of this rank's S and D, dg of
+// the sums over all ranks (common/ranks.cuh), which then are the sums of one split.
 //
-// Where ranks share the batch merge_sums comes between the two: the O(O) gradients are of this rank's S and D, dg of those
-// of all ranks (common/ranks.cuh), which are then the sums of one split.
-//
-// Moves, the minimum for a second pass: dy and d once, dg once (with ACROSS twice); at (16384, 4096) in bfloat16 403 MB.
+// Bytes moved: dy and d once, dg once (with TRANSPOSED twice), the minimum of a second pass; at (16384, 4096) in
+// bfloat16 403 MB.
 #include "backward/columns.cuh"
 
 constexpr int COLUMNS = LANES * VEC;  // of a CTA, at most
 constexpr int TILE = STAGES * WARPS;  // with TRANSPOSED: rows of a tile, those of the CTA's pipelines
 constexpr int TILE_BYTES = VEC * LANES * (TILE + 1) * sizeof(T);  // read by gsbn/_plan/variants.py
-constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // threads share a column in merge_splits
+constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // several threads share a column in merge_splits
 
-// Where there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
-// O(O) gradients. Then, unless dg is null, dg (m, n) of T, row pitch lddg, rows on 16 bytes; in inference it needs no sum.
-// With ACROSS also its transpose, across (n, m), row pitch ld_transposed, through a tile in shared memory: cuBLAS' TF32 wants it.
+// If there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
+// gradients of size O. Then, unless dg is null, it writes dg (m, n) of T, row pitch lddg, rows on 16 bytes; in
+// inference dg needs no sum. With TRANSPOSED it also writes the transpose (n, m), row pitch ld_transposed, through a
+// tile in shared memory, for cuBLAS's TF32.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                 const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
@@ -43,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ uint4 pipeline[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
     __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
-    extern __shared__ T tile[];  // with ACROSS [VEC][LANES][TILE + 1]: the words of lanes lie apart by an odd number
+    extern __shared__ T tile[];  // with TRANSPOSED [VEC][LANES][TILE + 1]: an odd pitch keeps lanes in different banks
 
     const Places<THREADS, VEC> at_once(TRANSPOSED ? LANES : p.row_threads);
     const unsigned blocks = at_once.blocks(p.n);
-    // in float64, where it is exact: a division of 64 bits is some hundred instructions
+    // in float64, which is exact here: a division of 64-bit integers is some hundred instructions
     const double items_of_rows = ceil(static_cast<double>(p.m) / static_cast<double>(p.dg_rows));
     const unsigned row_blocks = dg == nullptr ? 1 : static_cast<unsigned>(items_of_rows);
     for_each_item(blocks * row_blocks, [&](unsigned item) {
@@ -60,10 +63,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const Walk<STAGES, BackwardRows> rows(
             count, BackwardRows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows, col,
                                 inside, pipeline));
-        const long long own = col0 + threadIdx.x;  // the column whose sums this thread will have
+        const long long own = col0 + threadIdx.x;  // the column whose sums this thread will get
         if (p.splits > 0) {
             if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.prefetch();
-            // Only now: the kernel ahead, of the same call, has itself waited for whatever made what is read until here.
+            // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote what is
+            // read until here.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, double S, double E) {
@@ -108,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// What a rank's sums become, in training; a thread has one column. First, unless `gathered` is given, the splits are merged,
-// the O(O) gradients stored, and S and D posted, to the other ranks or, for another library to gather, to `posted`. Then,
-// unless `totals` is null, those of all ranks are collected, added in the order of the ranks, and left in `totals` (2, n).
-// It waits for the other ranks as merge_statistics does.
+// merge_sums: turns the sums of each rank into those of all ranks, in training. A thread has one column. First, unless
+// `gathered` is given, it merges the splits, stores the gradients of size O, and posts S and D: to the other ranks or,
+// for another library to gather, to `posted`. Then, unless `totals` is null, it collects those of all ranks, adds them
+// in the order of the ranks, and writes them to `totals` (2, n). It waits for other ranks as merge_statistics does.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_sums(const __grid_constant__ BackwardProblem p, const double* saved, const char* workspace, double* posted,
                Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
@@ -149,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);
 }
 
-// The gradient of one scale that served all features, in float64: the sum of theirs, in a fixed order, by one CTA.
+// sum_features: the gradient of one scale that all features share: the sum of theirs in float64, in a fixed order, by
+// one CTA.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_features(const __grid_constant__ BackwardProblem p, const double* of_features, void* to_scale) {
     await_kernel_ahead();

@@ -1,16 +1,18 @@
-// backward_fused: backward_sums and backward_dg (backward.cu, which has the formulas) in one launch, for up to 1024 rows a CTA:
-// a CTA, or with CLUSTER a cluster of them, has all rows of its columns, so that their sums need nobody else's, or other ranks'
-// alone (common/ranks.cuh). The CTAs of a cluster take rows in turn, and send each other their sums.
+// backward_fused: backward_sums and backward_dg (backward.cu has the formulas) in one launch, for up to 1024 rows a
+// CTA. A CTA, or with CLUSTER a cluster, has all rows of its columns: so their sums need no other CTA, only other ranks
+// (common/ranks.cuh). The CTAs of a cluster take rows in turn, and exchange their sums.
 //
-//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
-//   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null where nobody wants it
+//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
+//   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null
+//   dg (m, n) of T, row pitch lddg, rows on 16 bytes, or null if it is not wanted
 //
-// A thread has 16 bytes of a row of dy (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (common/walk.cuh). Once they are added up (common/cluster_columns.cuh), several threads know the
-// sums of a column: one makes the coefficients of its dg, others a gradient of size O each.
-// Sums as in backward_sums.cu: GROUP rows in float32, all else in float64.
+// A thread has 16 bytes of a row of dy (VEC columns); `row_threads` threads share a row, and a thread has every
+// at_once.rows-th row (Places), which comes through its own pipeline in shared memory (common/walk.cuh). Once rows are
+// added up (common/cluster_columns.cuh), several threads know the sums of a column: one computes the coefficients of
+// its dg, others a gradient of size O each. Sums are as in backward_sums.cu: GROUP rows in float32, all else in
+// float64.
 //
-// Moves dy, d and dg once, the minimum, and from L2 once more what did not fit in the rings.
+// Bytes moved: dy, d and dg once, the minimum; and from L2 once more what did not fit into the pipelines.
 #include "backward/columns.cuh"
 #include "common/cluster_columns.cuh"
 
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         const Walk<STAGES, BackwardRows> rows(count,
                                               BackwardRows(p, dy, d, first_row, step, col, inside, memory.pipeline));
 
-        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
+        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const Factors of{saved, p.n, col0 + column};
         if (of.c < p.n) of.prefetch(part, parts);
         const BeforeY before(p, saved, col, inside);
@@ -82,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
     if constexpr (CLUSTER == 1)
         for_each_item(at_once.blocks(p.n), work);
     else
-        work(blockIdx.x / CLUSTER);  // as many clusters as blocks of columns
+        work(blockIdx.x / CLUSTER);  // there are as many clusters as blocks of columns
     if (ranks == nullptr) return;
     __syncthreads();
     if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);

@@ -1,16 +1,17 @@
-// backward_sums: the sums S and E of the columns of dy and d (backward.cu, which has the formulas), the first of two passes.
+// backward_sums: the sums S and E of the columns of dy and d (backward.cu has the formulas), the first of two passes.
 //
-//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0      d (m, n) of D, row pitch ldd, rows on 16 bytes, or null where
-//   no gradient asks for E      workspace (splits, 2, n): S and E of some rows each, in float64
+//   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
+//   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null if no gradient needs E
+//   workspace (splits, 2, n): S and E of some rows each, in float64
 //
-// A CTA has a block of columns and sums_rows rows; a thread has VEC columns of every so many of these, `along` threads a row
-// (Places), which come through a ring of its own in shared memory (Rows). GROUP rows are added in float32, so that a sum of n
-// terms t errs by at most GROUP 2^-24 sum |t|, and the groups in float64; then threads, then the CTAs of a cluster, in float64
-// in an order that depends on the shape alone. A split is the rows of a CTA, or with CLUSTER of a cluster: whoever needs the
-// sums of all rows reads as few splits as that leaves (merge_splits). float64 rows are added with their rounding errors
-// (Knuth's two-sum).
+// A CTA has a block of columns and sums_rows rows. A thread has VEC columns of every at_once.rows-th of these;
+// `row_threads` threads share a row (Places), and rows come through the thread's own pipeline in shared memory
+// (BackwardRows). GROUP rows are added in float32, so that a sum of n terms t errs by at most GROUP 2^-24 sum |t|. Then
+// groups, threads, and the CTAs of a cluster are added in float64, in an order that depends on the shape alone. A split
+// is the rows of a CTA, or with CLUSTER of a cluster: so whoever needs the sums of all rows has few splits to read
+// (merge_splits). float64 rows are added with their rounding errors (Knuth's two-sum).
 //
-// Moves dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
+// Bytes moved: dy and d once, the minimum; at (16384, 4096) in bfloat16 268 MB.
 #include "backward/columns.cuh"
 #include "common/cluster_columns.cuh"
 
@@ -21,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 pipeline[STAGES * CHUNKS * THREADS];
-        double sums[2][VEC][THREADS];  // a thread's words lie beside those of its neighbours
+        double sums[2][VEC][THREADS];  // the words of neighbouring threads are adjacent
     } memory;
     __shared__ ClusterTotals<LANES * VEC, false> of_cluster;
 
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         load_centre(p, saved, col, inside, centre);
         double sum[VEC] = {}, dot[VEC] = {};
         add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        __syncthreads();  // all rows were read: the ring is free
+        __syncthreads();  // all rows have been read: the pipeline is free
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             memory.sums[0][j][threadIdx.x] = sum[j];

@@ -1,8 +1,8 @@
-// clear: zeros in place of a memset, whose CTAs would be CUDA's to count and not `sms`'s.
+// clear: writes zeros. It stands in for a memset, whose CTAs would not be limited by `sms`.
 //
 //   to: `bytes` of memory that starts on 16 bytes
 //
-// A thread writes 16 of them; whoever has fewer, one by one.
+// A thread writes 16 bytes at once; the last ones one by one. Bytes moved: `bytes`, the minimum.
 #include "common/common.cuh"
 
 struct ClearProblem {

@@ -1,11 +1,12 @@
-// copy_matrix: a matrix of any strides to any others, for a kernel that cannot read, or write, it as it lies.
+// copy_matrix: copies a matrix of any strides to any others, for a kernel that cannot read, or write, it where it lies.
 //
-//   from (rows, cols)  ->  to (rows, cols), strides in elements, of any sign, 0 included in what is read
+//   from (rows, cols)  ->  to (rows, cols), strides in elements, of any sign; in what is read also 0
 //
-// An item of work is a tile of 64 x 64, which passes through shared memory: it is read and written along the shorter
-// stride, a warp taking 32 adjacent elements each time, 16 of them a thread on their way at once.
+// An item of work is a tile of 64 x 64, which passes through shared memory. It is read along the shorter stride of
+// `from` and written along the shorter stride of `to`: a warp moves 32 adjacent elements each time, a thread 16
+// elements in flight.
 //
-// Moves each element in and out once, the minimum.
+// Bytes moved: each element in and out once, the minimum.
 #include "common/common.cuh"
 
 #ifndef WORD_TYPE

@@ -1,14 +1,15 @@
-// copy_rows: up to three matrices, row by row, to rows that start on other bytes: what TMA shall read to rows on 16 bytes,
-// and what it wrote there to where it could not.
+// copy_rows: copies up to three matrices, row by row, to rows with another alignment: before TMA reads them, to rows
+// that start on 16 bytes; after TMA wrote such rows, to where it could not write.
 //
-//   from[i] (rows, cols), row pitch from_row  ->  to[i] (rows, cols), row pitch to_row; in pieces of 2 bytes, as all sizes
+//   from[i] (rows, cols), row pitch from_row  ->  to[i] (rows, cols), row pitch to_row; in pieces of 2 bytes
 //
-// A thread makes whole 16-byte words of `to`, WORDS at once and THREADS apart, so that a warp writes 512 adjacent bytes of a
-// row; a word is shifted together from the two words of `from` that it lies across, of which the next lane reads one, too.
-// At either end of a row of `to`, a word that is not all the row's goes out in pieces. No byte beside `to` is written;
-// beside a row of `from`, but within the matrix, some are read. An item of work is WORDS * THREADS such words.
+// A thread writes words of 16 bytes of `to`, WORDS at once and THREADS apart, so that a warp writes 512 adjacent bytes
+// of a row. It shifts a word together from the two words of `from` that hold its bytes; the next lane reads one of
+// these, too. At both ends of a row of `to`, a word that is not all the row's is written in pieces. No byte outside the
+// rows of `to` is written; outside the rows of `from`, but inside the matrix, some are read. An item of work is WORDS *
+// THREADS such words.
 //
-// Moves each byte in and out once, the minimum.
+// Bytes moved: each byte in and out once, the minimum.
 #include "common/common.cuh"
 
 constexpr int MATRICES = 3, THREADS = 256, WORDS = 4;
@@ -24,13 +25,13 @@ __device__ __forceinline__ unsigned misfit(const Piece* at) {
     return reinterpret_cast<size_t>(at) % 16 / sizeof(Piece);
 }
 
-// All pieces of a word one down, and one put at its end.
+// Shifts a word down by one piece, and puts another at its end.
 __device__ __forceinline__ uint4 push(const uint4& word, unsigned piece) {
     return make_uint4(__funnelshift_r(word.x, word.y, 16), __funnelshift_r(word.y, word.z, 16),
                       __funnelshift_r(word.z, word.w, 16), word.w >> 16 | piece << 16);
 }
 
-// The word at an address on 16 bytes, zeros for what is not between `begin` and `end`.
+// The word at an address on 16 bytes; zeros for what is not between `begin` and `end`.
 __device__ __forceinline__ uint4 read_word(const Piece* at, const Piece* begin, const Piece* end) {
     if (at >= begin && at + PIECES <= end) return *reinterpret_cast<const uint4*>(at);
     uint4 word = {0, 0, 0, 0};
@@ -39,7 +40,7 @@ __device__ __forceinline__ uint4 read_word(const Piece* at, const Piece* begin, 
     return word;
 }
 
-// PIECES pieces of the two words, from piece `first` of `low` on.
+// The word that begins at piece `first` of `low` and ends in `high`.
 __device__ __forceinline__ uint4 straddling_word(const uint4& low, const uint4& high, unsigned first) {
     unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_rows(const __grid_constant__ CopyRowsProblem p, const Piece* from_a, Piece* to_a, const Piece* from_b,
               Piece* to_b, const Piece* from_c, Piece* to_c) {
     await_kernel_ahead();
-    // words of a row of `to`, wherever it starts, and items of a matrix
+    // how many words a row of `to` has, wherever it starts; how many items a matrix has
     const auto length = [&](int i) { return (p.cols[i] + PIECES - 2) / PIECES + 1; };
     const auto items = [&](int i) { return (p.rows[i] * length(i) + WORDS * THREADS - 1) / (WORDS * THREADS); };
     const long long first = items(0), second = first + items(1);

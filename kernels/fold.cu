@@ -1,9 +1,9 @@
-// fold: batch normalisation with frozen statistics, folded into the linear layer, in float64, rounded once.
+// fold: folds batch normalisation with frozen statistics into the linear layer, in float64, rounded once.
 //
 //   w (n, k) of T, row pitch ldw  ->  w_folded (n, k) of T, contiguous      w_folded = (gamma r s) w
 //   b_folded (n) of T = gamma r (s b - running_mean) + beta                r = 1 / sqrt(running_var + eps)
 //
-// A CTA takes one row of w, THREADS columns at a time. Moves w once in and once out, the minimum.
+// A CTA has one row of w; its threads take THREADS columns at a time. Bytes moved: w once in and once out, the minimum.
 #include "common/common.cuh"
 
 #ifndef X_TYPE

@@ -1,21 +1,22 @@
-// gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU; the path for what cuBLAS cannot serve
-// (a dimension over 2^31) and the yardstick that owes nothing to a vendor library.
+// gemm_tiled: g = x w^T on the ordinary arithmetic units of any GPU. It serves what cuBLAS cannot (a dimension over
+// 2^31), and is a yardstick that depends on no vendor's library.
 //
 //   x (m, k) of T, row pitch ldx      w (n, k) of T, row pitch ldw      g (m, n) of C, row pitch ldg, g on 16 bytes
 //   T: float, __half, __nv_bfloat16 with G = float;  double with G = double;  C is G or T
-//   With X_MN_MAJOR x lies transposed, (k, m) with pitch ldx, with W_MN_MAJOR w as (k, n): so the backward makes
-//   dx = dg w (w across) and dw = dg^T x (both across) of the same kernel.
+//   With X_MN_MAJOR x lies as (k, m), pitch ldx; with W_MN_MAJOR w as (k, n). The backward computes dx = dg w (w
+//   MN-major) and dw = dg^T x (both) with this kernel.
 //
-// An item of work is one BLOCK_M x BLOCK_N tile of g, of which a thread makes THREAD_M x THREAD_N in registers. Both
-// operands pass through shared memory as [k][row], so that a thread reads its fragments as 16-byte words: the next
-// BLOCK_K columns are fetched into registers while the current ones are multiplied, and the two buffers need one
+// An item of work is one BLOCK_M x BLOCK_N tile of g; a thread computes THREAD_M x THREAD_N of it in registers. Both
+// operands pass through shared memory as [k][row], so that a thread reads its fragments as words of 16 bytes. The next
+// BLOCK_K columns are loaded into registers while the current ones are multiplied; there are two buffers, and one
 // barrier a step.
 //
-// Accuracy: a plain chain over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to
-// a second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6).
+// Accuracy: a plain sum over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to a
+// second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6).
 //
-// Moves: each x tile is read once per column of tiles and each w tile once per row of tiles, m n k (1/BLOCK_M +
-// 1/BLOCK_N) elements against the minimum (m + n) k; tiles run down the columns, so that a wave shares its w tiles in L2.
+// Bytes moved: each x tile is read once for each column of tiles and each w tile once for each row of tiles: m n k
+// (1/BLOCK_M + 1/BLOCK_N) elements; the minimum is (m + n) k. Tiles run down the columns, so that a wave shares its w
+// tiles in L2.
 #include "common/common.cuh"
 
 #ifndef X_TYPE
@@ -26,7 +27,7 @@
 #define THREAD_M 8
 #define THREAD_N 8
 #endif
-#ifndef C_TYPE  // the forward's
+#ifndef C_TYPE  // in the forward
 #define C_TYPE G_TYPE
 #define X_MN_MAJOR false
 #define W_MN_MAJOR false
@@ -130,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
             for (int kk = 0; kk < BLOCK_K; ++kk) {
                 Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
                 Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
-                // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of conflicts.
+                // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of
+                // conflicts.
 #pragma unroll
                 for (int f = 0; f < THREAD_M / FRAG_M; ++f)
                     xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(

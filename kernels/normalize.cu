@@ -1,18 +1,20 @@
-// normalize: y = f(a ((g - m) - m_low) + beta), feature by feature; one pass over g, one write of y. f: common/activation.cuh.
+// normalize: y = f(a ((g - mean) - mean_low) + beta), feature by feature, in one pass over g. f: common/activation.cuh.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
-//   for float16 in units of each feature's own (SAVED_UNIT).
+//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself; in
+//   float16 in units of each feature's own (SAVED_UNIT).
 //
-// merge_statistics has left the constants of a feature in the workspace; with RUNNING, inference, each CTA makes those of its
-// columns of the running statistics. Of few rows normalize_fused makes statistics and y in one launch.
+// merge_statistics has left the constants of each feature in the workspace. With RUNNING (inference), each CTA computes
+// those of its columns from the running statistics. For few rows normalize_fused computes statistics and y in one
+// launch.
 //
-// An item of work is a block of columns and `normalize_rows` rows; a thread keeps the constants of its VEC columns (16 bytes of
-// g) in registers and walks down every so many rows (Places), UNROLL of them in flight.
-// Items run from the last rows to the first: scale_stats read g forwards, so its end is what L2 still holds.
-// The first thread also counts the batch: every reader of num_batches_tracked ran in an earlier launch.
+// An item of work is a block of columns and `normalize_rows` rows. A thread keeps the constants of its VEC columns (16
+// bytes of g) in registers and goes down every at_once.rows-th row (Places), UNROLL rows in flight. Items run from the
+// last rows to the first: scale_stats read g forwards, so L2 still holds the end. The first thread also counts the
+// batch: every kernel that reads num_batches_tracked ran in an earlier launch.
 //
-// Moves: g, y and what is kept once, the minimum; at (16384, 4096) float32 537 MB, and 268 MB for the deviations.
+// Bytes moved: g, y and the deviations once, the minimum; at (16384, 4096) in float32 537 MB, and 268 MB for the
+// deviations.
 #include "normalize/normalized.cuh"
 
 #ifndef RUNNING
@@ -20,7 +22,7 @@
 #endif
 
 constexpr int UNROLL = 4;
-constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // on an SM at least, that no register has to lie in memory
+constexpr int CTAS = SAVE_DEVIATIONS ? 3 : 4;  // on an SM at least: as many as fit without spilling
 constexpr int WIDEST = 32 * VEC;               // columns of a block
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
@@ -63,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         if (inside == 0) return;
 
         const auto constant = [&](int row) { return load<G, VEC>(affine + row * pitch, inside); };
-        Normalize normalize{constant(AFFINE_M),
-                            constant(AFFINE_M_LOW),
+        Normalize normalize{constant(AFFINE_MEAN),
+                            constant(AFFINE_MEAN_LOW),
                             constant(AFFINE_A),
                             constant(AFFINE_BETA),
                             {},

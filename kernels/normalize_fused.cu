@@ -1,21 +1,22 @@
-// normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows: a CTA has all rows
-// of its columns, makes their statistics (normalize/features.cuh has the formulas), and y of them.
+// normalize_fused: scale_stats, merge_statistics and normalize in one launch, in training, for up to 1024 rows. A CTA
+// has all rows of its columns, computes their statistics (normalize/features.cuh has the formulas), and then y.
 //
 //   g (m, n) of G, row pitch ldg, rows on 16 bytes      y (m, n) of Y, any strides; it may be g itself
-//   With D_TYPE, g - mean(g) is kept for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself;
-//   for float16 in units of each feature's own (SAVED_UNIT).
+//   With D_TYPE, g - mean is saved for a backward in deviations (m, n) of D, row pitch ldg, which may be g itself; in
+//   float16 in units of each feature's own (SAVED_UNIT).
 //
-// A thread has 16 bytes of a row of g (VEC columns) and of every so many rows, `along` threads a row (Places), which come
-// through a ring of its own in shared memory (common/walk.cuh). It adds them up in float64, about the mean of the first PIVOT
-// rows. Once several threads know the moments of a column, one makes its constants, another what the backward wants, a third
-// the running statistics.
+// A thread has 16 bytes of a row of g (VEC columns); `row_threads` threads share a row, and a thread has every
+// at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). It adds
+// them up in float64, about the mean of the first PIVOT rows. Then several threads know the moments of a column: one
+// computes its constants, another what the backward needs, a third the running statistics.
 //
-// Moves g, y and what is kept once, the minimum, and from L2 once more what of g did not fit in the rings.
+// Bytes moved: g, y and the deviations once, the minimum; and from L2 once more what of g did not fit into the
+// pipelines.
 #include "normalize/normalized.cuh"
 #include "common/walk.cuh"
 #include "common/cluster_columns.cuh"
 
-constexpr int STAGES = 4;         // rows of a thread on their way at once
+constexpr int STAGES = 4;         // rows of a thread in flight
 constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 enum : int { OF_SLOPE = AFFINE_ROWS, OF_INVERSE_UNIT, CONSTANT_ROWS };
 
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                          RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
         Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
 
-        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // of which this thread gets the sums
+        const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;
         if (c < p.n)
 #pragma unroll 1
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (part == 0) memory.pivot[column] = static_cast<G>(moments.mean);
             __syncthreads();
             pivot = *reinterpret_cast<const Vector<G, VEC>*>(&memory.pivot[at_once.column]);
-            rows.up([](int, const Vector<G, VEC>&) {});  // back to where a way down begins
+            rows.up([](int, const Vector<G, VEC>&) {});  // back to where a pass down begins
             __syncthreads();
         }
         if (c < p.n) {
@@ -115,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const auto constant = [&](int row) {
             return *reinterpret_cast<const Vector<G, VEC>*>(&memory.constants[row][at_once.column]);
         };
-        const Normalize normalize{constant(AFFINE_M),
-                                  constant(AFFINE_M_LOW),
+        const Normalize normalize{constant(AFFINE_MEAN),
+                                  constant(AFFINE_MEAN_LOW),
                                   constant(AFFINE_A),
                                   constant(AFFINE_BETA),
                                   UNITS ? constant(OF_SLOPE) : Vector<G, VEC>(),

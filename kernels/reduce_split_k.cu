@@ -1,17 +1,17 @@
-// reduce_split_k: a matrix of its parts, added in float64 and in their order: of what CTAs of tall_product, or of skinny_backward,
-// made of some rows each.
+// reduce_split_k: adds up the partial products that the CTAs of tall_product, or of skinny_backward, made of some rows
+// each: in float64, in the order of the parts.
 //
-//   parts (number, size): float32, of each n rows of `pitch` elements, a multiple of 4, whose first k are taken
+//   parts (number, size): float32; each is n rows of `pitch` elements, a multiple of 4, of which the first k are used
 //   c (n, k), contiguous, in the dtype of a vector code (to_c)
 //
-// A thread takes four neighbours of some parts: `share` threads of a CTA share four neighbours of all. Moves the parts and c
-// once.
+// Threads. `share` threads of a CTA share four neighbouring elements of c: each adds them over some of the parts. Bytes
+// moved: the parts and c once, the minimum.
 #include "common/common.cuh"
 
 struct ReduceSplitKProblem {
     long long n, k;
     long long pitch, size, number;
-    long long share;  // a power of two, up to 8
+    long long share;  // threads that share four elements of c: a power of two, up to 8
     long long to_c;
 };
 

@@ -1,11 +1,13 @@
-// scale_stats: the statistics of g, in one pass over it; normalize/features.cuh says how. merge_statistics: all that follows from them.
+// scale_stats: the statistics of g, in one pass over it (normalize/features.cuh has the formulas). merge_statistics:
+// all that follows from them.
 //
 //   g (m, n) of G (float or double), row pitch ldg, rows on 16 bytes
 //
-// An item of scale_stats is a block of columns and `stats_rows` rows; a thread has VEC columns, `along` threads a row (Places),
-// of every so many rows, GROUP at a time. It leaves mean and M2 of each column: the partials, (splits, 2, ldg).
+// An item of scale_stats is a block of columns and `stats_rows` rows. A thread has VEC columns; `row_threads` threads
+// share a row, and a thread has every at_once.rows-th row (Places), GROUP rows at a time. It writes mean and M2 of each
+// column to the partials, (splits, 2, ldg).
 //
-// Moves: g once, and per column 16 bytes a split: at (16384, 4096) 268 MB + 1 MB.
+// Bytes moved: g once, the minimum, and 16 bytes for each column and split: at (16384, 4096) 268 MB + 1 MB.
 #include "normalize/features.cuh"
 #include "common/ranks.cuh"
 
@@ -65,19 +67,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// merge_statistics: of the partials of all splits, and of those of all ranks where they share the batch, the constants of y,
-// what a backward wants and the running statistics. The splits, far apart perhaps, are pooled about the mean of the first
-// one, m_0 (in float64 about that of all), as the groups of a CTA are about a row (normalize/features.cuh):
-//   first = sum n_i (mean_i - m_0),  second = sum (M2_i + n_i (mean_i - m_0)^2)
+// merge_statistics: merges the partials of all splits, and of all ranks if they share the batch. It computes the
+// constants of y, what a backward needs, and the running statistics. The splits may be far apart: they are pooled about
+// the mean of the first one, mean_0 (in float64 about the mean of all), as the groups of a CTA are about a row
+// (normalize/features.cuh):
+//   first = sum n_i (mean_i - mean_0),  second = sum (M2_i + n_i (mean_i - mean_0)^2)
 //
-// An item is `merge_columns` columns, each of which THREADS / merge_columns threads share (parts): they fetch an argument each, add
-// up some of the splits each, and of what the first of them makes of these, one makes the constants, one what a backward wants,
-// one the running statistics.
+// An item is `merge_columns` columns. THREADS / merge_columns threads share a column: each fetches an argument and adds
+// up some of the splits. From the sum of these, one of them computes the constants, one what a backward needs, one the
+// running statistics.
 //
-// Ranks (common/ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the others: two
-// letters, 32 bytes, a feature to each. A CTA takes its items in the order in which every rank's CTAs take them, and
-// posts before it waits, so that no two ranks wait for each other, however many CTAs each has. Where another library
-// carries them there are two launches: one ends with what is `posted`, the other begins with what was `gathered`.
+// Ranks (common/ranks.cuh). Through peer memory it posts mean and M2 of this rank's rows, and waits for those of the
+// others: two letters (32 bytes) for each feature and rank. The CTAs of all ranks take items in the same order, and a
+// CTA posts before it waits: so no two ranks wait for each other, however many CTAs each has. If another library
+// exchanges the statistics, there are two launches: the first one ends with what is `posted`, the second one begins
+// with what was `gathered`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_statistics(const __grid_constant__ ForwardProblem p, char* workspace, double* posted, Ranks* ranks,
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,

@@ -1,28 +1,34 @@
-// narrow: a forward of many rows that are short, without g in memory. skinny_stats makes g from x, and keeps its statistics
-// alone; skinny_normalize makes the same g again, bit for bit, and y of it. They stand for scale_stats and normalize, and
-// merge_statistics comes between them. skinny_product, of limbs alone, writes g itself: the backward's dx = dg w, x being dg, and
-// the weight w's columns in rows. It stands for split_limbs and forward_sm90's GEMM.
+// skinny: a forward of many rows that are short, without g in memory. skinny_stats computes g from x and keeps only its
+// statistics. skinny_normalize computes the same g again, bit for bit, and y from it. They take the place of
+// scale_stats and normalize; merge_statistics runs between them. skinny_product (limbs alone) writes g itself: it is
+// the backward's dx = dg w, with dg for x and the columns of w as rows. It takes the place of split_limbs and of
+// forward_sm90's GEMM.
 //
-//   x (m, k) of T, row pitch ldx, rows that start on 16 bytes and take CHUNKS * 64 at most      weight (n, k), row pitch ldw
+//   x (m, k) of T, row pitch ldx; rows start on 16 bytes and have at most CHUNKS * 64 bytes
+//   weight (n, k) of T, row pitch ldw
 //   y (m, n) of T, any strides; with SAVE_DEVIATIONS, g - mean(g) in deviations (m, n), row pitch ldg, rows on 16 bytes
-//   g (m, n) of T, skinny_product's, row pitch ldg
-//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, through limbs, or in IEEE float32 by FMAs; through limbs
-//   rows of x are as long as shared memory takes limbs of the weight
+//   g (m, n) of T, of skinny_product, row pitch ldg
+//   ELEMENT: how T is multiplied (TypeOf): in 16 bits, as TF32, as limbs, or in IEEE float32 by FMAs. By limbs, rows of
+//   x may be as long as the limbs of the weight fit into shared memory.
 //
-// A CTA has an SM to itself, FEATURES features and p.stats_rows rows, of which it has p.splits for each FEATURES. It lays the
-// weight out in shared memory, and each warp takes tiles of the rows (Tiles). Warps wait for each other when all are done, and
-// through limbs four take a tile together. In skinny_stats a lane adds d = g - p and d^2 of each of its features: GROUP rows in
-// float32, then those of all lanes of a feature, and what that makes in float64. p is the mean of the warp's first tile, and
-// as often as its rows have doubled the mean of all before: so the sum of d^2 is at most a few M2, whatever the data, since the
-// rows before and those since are M2's own parts (n1 n2 / (n1 + n2) (mean1 - mean2)^2, Chan). About a row of the data it would
-// be as large as that row is far, and its rounding in float32 would be all there is of M2.
+// Threads. A CTA has an SM to itself, FEATURES features and p.stats_rows rows; p.splits CTAs share the rows of the same
+// features. It loads the weight into shared memory, and each warp takes tiles of the rows (Tiles); by limbs, four warps
+// take a tile together. Warps wait for each other only at the end.
 //
-// Moves x twice, y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Making g, writing and reading it once
-// would add 256 MB: g is float32. skinny_normalize begins where skinny_stats ended, with what L2 still holds.
-// skinny_product moves x once, g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add 822 MB.
+// Statistics. In skinny_stats a lane adds d = g - p and d^2 for each of its features: GROUP rows in float32, then over
+// the lanes that have the same feature, then in float64. The pivot p is the mean of the warp's first tile; whenever the
+// number of rows has doubled, it becomes the mean of all rows so far. So the sum of d^2 is at most a few M2 whatever
+// the data: M2 of the rows before and of the rows since are parts of the whole M2 (Chan: n1 n2 / (n1 + n2) (mean1 -
+// mean2)^2). About any one row of the data the sum could be far larger than M2, and its rounding in float32 would drown
+// M2.
+//
+// Bytes moved. x twice and y once: at (1000000, 32, 32) in bfloat16 192 MB, the minimum without g. Writing and reading
+// g, which is float32, would add 256 MB. skinny_normalize begins where skinny_stats ended, with the rows that L2 still
+// holds. skinny_product moves x and g once: at (802816, 128, 128) 822 MB. Writing limbs of x and reading them would add
+// 822 MB.
 #include "skinny/tiles.cuh"
 
-// rows of a lane that are added in float32: through limbs those of a tile, for the sums take registers
+// rows of a lane that are added in float32; by limbs only those of a tile, because the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
 
 #ifndef SAVE_DEVIATIONS
@@ -31,7 +37,8 @@ constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
 
 extern __shared__ __align__(1024) char shared[];
 
-// Sums over the lanes that have the same features, of which each gets N / 8 sums: those of `v` from lane / 4 * N / 8 on.
+// Sums over the eight lanes that have the same features. Each of them gets N / 8 of the N sums, from lane / 4 * N / 8
+// on.
 template <int N, int BIT = 16>
 __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
 #pragma unroll
@@ -43,7 +50,8 @@ __device__ __forceinline__ void sum_over_rows(float* v, int lane) {
     if constexpr (BIT > 4) sum_over_rows<N / 2, BIT / 2>(v, lane);
 }
 
-// Which FEATURES features a CTA has, the first of them, and which of the rows' p.splits CTAs it is.
+// The work of a CTA: its block of FEATURES features, the first of these, and its number among the p.splits CTAs of the
+// block.
 struct CtaWork {
     unsigned block, cta;
     int first;
@@ -56,7 +64,7 @@ struct CtaWork {
     }
 };
 
-// g as it is, of what limbs make of it.
+// Undoes the scaling of limbs.
 __device__ __forceinline__ void bring_back(OfLane& g, int lane, const float* backs) {
     if constexpr (BY_LIMBS)
 #pragma unroll
@@ -76,7 +84,7 @@ __device__ inline void load_operand(const P& p, const T* w, int first, uint4* we
         load_weight(p, w, first, weight);
 }
 
-// take(j, g - pivot) of a lane's elements in the first `inside` rows of a tile, feature by feature.
+// Calls take(j, g - pivot) for a lane's elements in the first `inside` rows of a tile, feature by feature.
 template <typename Take>
 __device__ __forceinline__ void for_each_deviation(const OfLane& g, const float* pivots, int lane, int inside,
                                                    bool whole, const Take& take) {
@@ -105,14 +113,15 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    __shared__ __align__(16) float pivots[WARPS][FEATURES], origins[WARPS][FEATURES];  // p, and the first of each warp
-    const int own = feature_of(lane % 4, lane / 4 * M);  // of M features, side by side, whose sums this lane gets
+    __shared__ __align__(16) float pivots[WARPS][FEATURES],
+        origins[WARPS][FEATURES];                        // the current p, and the first p of each warp
+    const int own = feature_of(lane % 4, lane / 4 * M);  // the first of M adjacent features whose sums this lane gets
     static_assert(WORD % M == 0, "they lie in one word");
     float* const pivot = pivots[warp] + own;
     float* const origin = origins[warp] + own;
-    float sum[N] = {}, squares[N] = {};    // about p, since settle_sums
-    double first[M] = {}, second[M] = {};  // about the origins, of the warp's rows so far
-    int rows = 0, settled = 0, moved = 0;  // of the warp: so far, in first and second, and when its pivots last moved
+    float sum[N] = {}, squares[N] = {};    // about p, since the last settle_sums
+    double first[M] = {}, second[M] = {};  // about the origins, over the warp's rows until then
+    int rows = 0, settled = 0, moved = 0;  // the warp's rows: so far, in first and second, when pivots last moved
     const auto settle_sums = [&] {
         if (rows == settled) return;
         sum_over_rows<N>(sum, lane);
@@ -140,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         bring_back(g, lane, backs);
         const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
         if (rows == 0 && inside > 0) {
-            // the tile's mean: its first row and what the others are from it, exact where all are equal
+            // the tile's mean: its first row, and the mean difference from it: exact where all rows are equal
             if (lane < 4)
 #pragma unroll
                 for (int j = 0; j < N; ++j) pivots[warp][feature_of(lane, j)] = g[0][j];
@@ -165,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             since = 0;
         }
     });
-    if constexpr (GROUP > LANE_ROWS) settle_sums();  // else nothing is left
-    __syncthreads();                                 // the weight is read no more
+    if constexpr (GROUP > LANE_ROWS) settle_sums();  // otherwise nothing is left
+    __syncthreads();                                 // the weight is no longer needed
 
     double* sums = reinterpret_cast<double*>(shared);  // [2][WARPS][FEATURES]
 #pragma unroll
@@ -193,8 +202,9 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     partials[p.ldg] = pooled.m2;
 }
 
-// Stores what becomes of all tiles of g. For WORD features, from one of the CTA's on, `of` gives what takes an element of g and
-// its number among them, and makes of it what y gets and what is kept. Strides as values would cost registers.
+// Stores y, and deviations, of all tiles of g. of(at) returns a function for the WORD features from the CTA's feature
+// `at` on, which turns an element of g and its number among them into an element of y and a deviation. (Strides are
+// references: values would cost registers.)
 template <typename P, typename Of>
 __device__ __forceinline__ void store_tiles(const P& p, Tiles<true>& tiles, int first, const float* backs, T* y,
                                             const long long& y_row, const long long& y_col, T* deviations,
@@ -241,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     uint4* weight = reinterpret_cast<uint4*>(shared);
     const bool running = p.flags & FLAG_RUNNING;
     __shared__ float backs[BY_LIMBS ? FEATURES : 1];
-    if (running) await_kernel_ahead();  // in training skinny_stats has waited for whoever wrote x and the weight
+    if (running)
+        await_kernel_ahead();  // in training skinny_stats has waited for the kernels that wrote x and the weight
     Tiles<true> tiles(p, x, work.cta, weight, weight + weight_words(p));
     load_operand(p, w, work.first, weight, backs);
     if (!running) await_kernel_ahead();
@@ -258,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         }
         __syncthreads();
     }
-    const long long c = work.first + threadIdx.x;  // of a thread that makes or fetches the constants of a feature
+    const long long c = work.first + threadIdx.x;  // the feature whose constants this thread computes or fetches
     if (threadIdx.x < FEATURES && c < p.n) {
         if (running) {
             store_running(p, c, Arguments(&arguments[0][threadIdx.x], FEATURES), nullptr, made[0], FEATURES,
@@ -277,15 +288,16 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 
     const auto of = [&](int at) {
         const auto row = [&](const float* from) { return *reinterpret_cast<const Vector<float, WORD>*>(from + at); };
-        const Vector<float, WORD> m = row(made[AFFINE_M]), m_low = row(made[AFFINE_M_LOW]), a = row(made[AFFINE_A]);
+        const Vector<float, WORD> mean = row(made[AFFINE_MEAN]), mean_low = row(made[AFFINE_MEAN_LOW]),
+                                  a = row(made[AFFINE_A]);
         const Vector<float, WORD> offset = row(made[AFFINE_BETA]);
         Vector<float, WORD> inverse_unit = {}, slope = a;
         if constexpr (SAVE_DEVIATIONS && in_units<T>) {
             inverse_unit = row(inverse_units);
-            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // which nobody else reads
+            if constexpr (Activation<T>::JUMPS) slope = row(slopes);  // only then is it read
         }
         return [=](float g, int l, T& out, T& deviation) {
-            const float d = (g - m.at[l]) - m_low.at[l];
+            const float d = (g - mean.at[l]) - mean_low.at[l];
             const float u = fmaf(a.at[l], d, offset.at[l]);
             if constexpr (SAVE_DEVIATIONS)
                 deviation = settle<T, T>(in_units<T> ? d * inverse_unit.at[l] : d, slope.at[l], offset.at[l]);
@@ -295,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     store_tiles(p, tiles, work.first, backs, y, p.y_row, p.y_col, deviations, of);
 }
 
-#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // through limbs; products of other operands go other ways
+#if ELEMENT == ELEMENT_LIMBS && !SAVE_DEVIATIONS  // other operands have other kernels for this
 struct ProductProblem {
     long long m, n, k;
     long long ldx, ldw, ldg;  // row pitches in elements
@@ -305,7 +317,7 @@ struct ProductProblem {
 
 extern "C" __global__ void __launch_bounds__(CTA, 1)
     skinny_product(const __grid_constant__ ProductProblem p, const T* x, const T* w, T* g) {
-    await_kernel_ahead();  // which may have copied the weight
+    await_kernel_ahead();  // it may have copied the weight
     const CtaWork work(p);
     uint4* weight = reinterpret_cast<uint4*>(shared);
     __shared__ float backs[FEATURES];

@@ -1,22 +1,25 @@
-// skinny_backward: of many rows that are short, dg, dx = dg w and dw = dgᵀ x from one reading of dy, d and x; dg is never
-// written. It takes the place of backward_dg and of two products. reduce_split_k adds up what its CTAs made of dw.
+// skinny_backward: for many rows that are short, dg, dx = dg w and dw = dgᵀ x from one reading of dy, d and x. dg is
+// never written. It takes the place of backward_dg and of two products. reduce_split_k adds up the parts of dw that its
+// CTAs make.
 //
 //   dy (m, n) of T, row pitch dy_row      d (m, n) of T, row pitch ldd      x (m, k), row pitch ldx: rows on 16 bytes
 //   weight (n, k), row pitch ldw, n <= FEATURES CLUSTER, k <= INPUTS      dx (m, k), contiguous, or null
-//   partials (CTAs or clusters, features, INPUTS), float32: what each made of dw (n, k)
+//   partials (CTAs or clusters, features, INPUTS), float32: the part of dw (n, k) that each made
 //
-// dg is made as backward_dg makes it, from the sums in the workspace, and rounded to T; the first CTA, or cluster, writes the
-// gradients of size O. A CTA has skinny_rows rows, of which its TEAMS (skinny/products.cuh) take tiles of ROWS in turn, each
-// through a ring of its own: a thread copies there the pieces of dy and d that it will make dg of, and puts dg in dy's place; its
-// team then multiplies it, by the weight for dx, and by the rows of x for dw, whose sums stay in registers to the end. The CTAs of
-// a cluster share the features, skinny_features each: they have the same rows at the same time, and send each other what their
-// features are of dx.
+// dg is computed as backward_dg computes it, from the sums in the workspace, and rounded to T. The first CTA, or
+// cluster, writes the gradients of size O.
 //
-// It runs from the last rows to the first: backward_sums read forwards, so the end is what L2 still holds. What it reads but for
-// the sums it may ask for while backward_sums still runs.
+// Threads. A CTA has skinny_rows rows. Its TEAMS (skinny/products.cuh) take tiles of ROWS of them in turn, each through
+// its own pipeline: a thread copies the pieces of dy and d whose dg it will compute, and stores dg in the place of dy.
+// The team then multiplies dg by the weight, for dx, and by the rows of x, for dw. The sums of dw stay in registers to
+// the end. The CTAs of a cluster share the features, skinny_features each: they work on the same rows at the same time
+// and exchange their parts of dx.
 //
-// Moves dy, d and x once (a cluster x once from memory, its other CTAs from L2), dx once, and FEATURES INPUTS floats a CTA: at
-// (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
+// It runs from the last rows to the first: backward_sums read forwards, so L2 still holds the end. All that it reads
+// but the sums may be loaded while backward_sums still runs.
+//
+// Bytes moved. dy, d and x once (in a cluster x once from memory, for the other CTAs from L2), dx once, and FEATURES
+// INPUTS floats a CTA: at (1000000, 32, 32) in bfloat16 256 MB. backward_dg and two products move 448 MB.
 #include "skinny/products.cuh"
 
 constexpr int THREADS_HERE = TEAM * TEAMS;
@@ -26,9 +29,9 @@ constexpr int TILE = 2 * DY + X;                                               /
 constexpr int PIPELINE_WORDS = (GROUPS > 1 ? 160 : 192) * 1024 / 16;           // of all teams
 constexpr int WEIGHT_BYTES = FEATURES * (BY_FMA ? 4 * INPUTS : INPUTS < 64 ? 128 : 2 * INPUTS);
 constexpr int SHARED_BYTES = 16 * PIPELINE_WORDS + WEIGHT_BYTES;  // read by gsbn/_plan/variants.py
-constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // on their way or at hand
-static_assert(TILES >= 2, "a tile on its way while another is multiplied");
-static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "what the others send of dx lies where d and x were");
+constexpr int TILES = PIPELINE_WORDS / TEAMS / TILE;              // tiles of a team that are being copied or used
+static_assert(TILES >= 2, "one tile is copied while another is multiplied");
+static_assert(CLUSTER == 1 || (DY + X) * 16 >= ROWS * INPUTS * 4, "parts of dx from other CTAs lie where d and x were");
 
 extern __shared__ __align__(1024) uint4 skinny_shared[];
 
@@ -53,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 
     const int width = CLUSTER == 1 ? FEATURES : static_cast<int>(p.skinny_features);
     const long long col0 = 1LL * rank_in_cluster() * width;
-    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // of the CTA
+    const int features = static_cast<int>(max(min(p.n - col0, 1LL * width), 0LL));  // that the CTA has
     dy += col0, d += col0;
     const long long begin = blockIdx.x / CLUSTER * p.skinny_rows, end = min(begin + p.skinny_rows, p.m);
     const int of_dy = member % OF_DY, of_x = member % OF_X;  // a thread's columns, in pieces of 16 bytes
     const int inside = max(min(features - of_dy * VEC, VEC), 0);
     const int inside_x = static_cast<int>(max(min(p.k - of_x * VEC, 1LL * VEC), 0LL));
     constexpr int STEP = TEAM / OF_DY, STEP_X = TEAM / OF_X;
-    constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it makes dg of any
-    // where these begin in a row, which is never beyond it
+    constexpr int AT_ONCE = ROWS / STEP < 4 ? ROWS / STEP : 4;  // rows that a thread reads before it computes dg of any
+    // where these columns begin in a row, or its beginning if there are none
     const int at_dy = inside > 0 ? of_dy * VEC : 0, at_x = inside_x > 0 ? of_x * VEC : 0;
     const int first = member / OF_DY, first_x = member / OF_X;  // and its rows, STEP apart
     const auto issue_copies = [&](int stage, long long row0) {
@@ -97,16 +100,17 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 
     Products::load_weight(p, w + col0 * p.ldw, features, weight);
     for (int i = threadIdx.x; i < features; i += THREADS_HERE) Factors{saved, p.n, col0 + i}.prefetch();
-    // Only now: the kernel ahead, of the same call, has itself waited for whatever made what is read until here.
+    // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote what is read until
+    // here.
     await_kernel_ahead();
     double* scratch =
         reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);  // the last stage of the last team
-    // two warpgroups leave no room for them to stay: threads have theirs in registers
+    // two warpgroups leave no room for coefficients to stay: threads keep their own in registers
     G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + 2 * THREADS) : coefficients;
-    // dg of columns that there are not is zero: products take it
+    // dg of absent columns is zero: products read it
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
         if (i % FEATURES >= features) stored[i] = G(0);
-    // of as many columns as backward_dg has, so that what it makes where this kernel is not needed is the same
+    // as many columns at once as in backward_dg, so that both kernels compute the same bits
     const int columns = static_cast<int>(p.row_threads) * VEC;
 #pragma unroll 1
     for (int at = 0; at < features; at += columns) {
@@ -136,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         if constexpr (GROUPS == 1) of = Coefficients(before, stored, FEATURES, of_dy * VEC);
 #pragma unroll
         for (int i = first; i < ROWS; i += AT_ONCE * STEP) {
-            Row row[AT_ONCE];  // read by whole words: element by element the compiler reads them from the ring
+            Row row[AT_ONCE];  // by whole words: the compiler would read element by element
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const uint4* at = dg + place(i + j * STEP, of_dy);
@@ -146,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const Vector<T, VEC> out = of.dg(row[j]);
-                dg[place(i + j * STEP, of_dy)] =  // zeros of dy are no zeros of dg
+                dg[place(i + j * STEP, of_dy)] =  // dg of a dy of zero is not zero
                     i + j * STEP < left ? *reinterpret_cast<const uint4*>(&out) : uint4{};
             }
         }
@@ -155,12 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
         products.take(dg, dg + DY, dg + 2 * DY, weight, dx == nullptr ? dx : dx + row0 * p.k, left,
                       static_cast<int>(p.k), barriers[team], phase);
         phase ^= 1;
-        team_sync(team);  // all have read
+        team_sync(team);  // all of the team have read
         issue_copies(stage, next_row);
         stage = stage + 1 == TILES ? 0 : stage + 1;
     }
     await_copies<0>();
-    __syncthreads();  // all rings are free
+    __syncthreads();  // all pipelines are free
 
     float* of_teams = reinterpret_cast<float*>(skinny_shared);  // [TEAMS][FEATURES][DW_ROW]
     products.leave(of_teams + team * FEATURES * DW_ROW);

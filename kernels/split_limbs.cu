@@ -1,21 +1,23 @@
-// split_limbs: a float32 matrix as two float16 matrices and a power of two for every row, for forward_sm90's ELEMENT 3.
+// split_limbs: turns a float32 matrix into two float16 matrices (limbs) and a power of two for every row, for
+// forward_sm90's ELEMENT_LIMBS.
 //
 //   a[i][j] = 2^exponents[i] (limb(0, i, j) + limb(1, i, j)) + error
 //
-// a (rows, k), row pitch in elements; exponents (rows). A row of limbs lies as [k / SPAN, rounded up][limb][SPAN], zeros
-// from column k: SPAN elements of a take the bytes of their limbs, which can so be written over them. The row's largest
-// finite magnitude becomes a number in [2^14, 2^15), so that float16 neither overflows nor, down to 2^-16 of it, loses
-// digits: with v the scaled element, limb 0 is float16(v) and limb 1 float16(v - limb 0), |error| <= max(2^-23 |v|, 2^-25)
-// in scaled terms. A row of zeros has exponent 0. Inf and NaN keep out of the maximum and have a second limb of zero,
-// since Inf - Inf would turn Inf into NaN.
+// a (rows, k), row pitch in elements; exponents (rows). A row of limbs lies as [k / SPAN, rounded up][limb][SPAN], with
+// zeros from column k on. SPAN elements of a take as many bytes as their limbs, so that limbs can be written over a.
+// The largest finite magnitude of a row becomes a number in [2^14, 2^15): float16 then neither overflows nor, down to
+// 2^-16 of that, loses digits. With v the scaled element, limb 0 is float16(v) and limb 1 is float16(v - limb 0):
+// |error| <= max(2^-23 |v|, 2^-25), in scaled terms. A row of zeros has exponent 0. Inf and NaN do not count for the
+// maximum, and their second limb is zero, since Inf - Inf would turn Inf into NaN.
 //
-// Two matrices in one launch: x's rows (m), then the weight's (n), of which either may be absent. A lane holds HELD
-// pieces of 8 neighbouring elements: two 16-byte reads, one 16-byte write a limb. So a CTA holds 8192 elements, 8192 /
-// WIDTH rows, all of which are on their way before any is used, however short they are. Up to a WIDTH of 256 a row is a
-// piece of each of 8, 16 or 32 lanes, which have HELD rows; then it is 2 or HELD pieces of a warp's lanes, and at last
-// HELD of all lanes of the CTA. What a row has beyond 8192 is read twice, the second time from L2. A shorter row is read
-// in full before any of it is written: its limbs may lie where it does. Bytes: 4 read and 4 written an element, the
-// minimum, but that the last SPAN of a row is written in full.
+// One launch serves two matrices: the rows of x (m), then those of the weight (n); either may be absent. A lane holds
+// HELD pieces of 8 adjacent elements: two 16-byte reads, and one 16-byte write for each limb. So a CTA holds 8192
+// elements, 8192 / WIDTH rows, and loads all of them before it uses any, however short they are. Up to a WIDTH of 256,
+// a row is one piece of each of 8, 16 or 32 lanes, and a lane has HELD rows. Above, a row is 2 or HELD pieces of each
+// lane of a warp, and at last HELD pieces of each lane of the CTA. What a row has beyond 8192 is read twice, the second
+// time from L2. A shorter row is read in full before any of it is written: so its limbs may lie where the row does.
+//
+// Bytes moved: 4 read and 4 written for each element, the minimum; the last SPAN of a row is written in full.
 
 #include "common/common.cuh"
 
@@ -25,12 +27,12 @@
 
 constexpr int WARPS = 8;                                            // of a CTA
 constexpr int HELD = 4;                                             // pieces in a lane's registers
-constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // and those of one row
+constexpr int PIECES = WIDTH <= 256 ? 1 : WIDTH <= 512 ? 2 : HELD;  // of one row
 constexpr int LANES = WIDTH / (8 * PIECES);                         // that share a row
-constexpr int GROUPS = HELD / PIECES;                               // rows of a lane
-constexpr int ABREAST = 32 * WARPS / LANES;                         // rows of a CTA that are neighbours
-constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA: _plan.split_rows_at_once
-constexpr int SPAN = 64;  // elements of a row whose limbs lie together: 128 bytes a limb
+constexpr int GROUPS = HELD / PIECES;                               // rows that a lane has
+constexpr int ABREAST = 32 * WARPS / LANES;                         // adjacent rows of a CTA
+constexpr int ROWS = GROUPS * ABREAST;                              // of a CTA at once; gsbn/_plan/variants.py reads it
+constexpr int SPAN = 64;  // elements of a row whose limbs lie together: 128 bytes of each limb
 constexpr unsigned INFINITE = 0x7F800000u;
 
 struct SplitLimbsProblem {
@@ -39,7 +41,8 @@ struct SplitLimbsProblem {
     long long flags;     // FLAG_VECTOR_X, FLAG_VECTOR_W
 };
 
-// In float16s: the length of a row of limbs, and where an element's first limb lies in it; the second is SPAN further.
+// In elements of float16: the length of a row of limbs, and where an element's first limb lies in it; the second is
+// SPAN further.
 __device__ __forceinline__ long long length_of(long long k) { return (k + SPAN - 1) / SPAN * 2 * SPAN; }
 __device__ __forceinline__ long long place_of(long long j) { return j / SPAN * 2 * SPAN + j % SPAN; }
 
@@ -56,7 +59,7 @@ __device__ __forceinline__ unsigned magnitude(float v) {
     return bits < INFINITE ? bits : 0;
 }
 
-// What 2^-exponent makes of an element: in two steps, since up to 2^163 it is no float.
+// Scaling by 2^-exponent: in two steps, because up to 2^163 it is no float.
 struct RowScale {
     int exponent;
     float once, again;
@@ -68,14 +71,14 @@ struct RowScale {
     }
 };
 
-// Of the bits of the largest magnitude, 2^e f with 1 <= f < 2.
+// The scaling for a row whose largest magnitude, 2^e f with 1 <= f < 2, has these bits.
 __device__ __forceinline__ RowScale scale_of(unsigned top) {
     const int e = top >> 23 ? static_cast<int>(top >> 23) - 127 : -118 - __clz(top), exponent = top ? e - 14 : 0;
     return {exponent, __uint_as_float((127 + (-exponent >> 1)) << 23),
             __uint_as_float((127 + ((1 - exponent) >> 1)) << 23)};
 }
 
-// Of 8 neighbours, those before the row's end.
+// How many of 8 adjacent elements lie before the row's end.
 __device__ __forceinline__ int of_eight(long long left) { return static_cast<int>(min(max(left, 0LL), 8LL)); }
 
 __device__ __forceinline__ void read(const float* from, bool vector, int inside, float (&v)[8]) {
@@ -95,7 +98,7 @@ __device__ __forceinline__ unsigned largest_of(const float (&v)[8], unsigned top
     return top;
 }
 
-// The largest of each row, of those of its lanes.
+// The largest magnitude of each row over the lanes that share it.
 __device__ __forceinline__ void share(unsigned (&top)[GROUPS]) {
     if constexpr (LANES < 32) {
 #pragma unroll
@@ -175,23 +178,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     });
 }
 
-// ---- across: the limbs of a matrix's transpose, and of the matrix itself ---------------------------------------------
+// ---- MN-major operands: the limbs of a matrix's transpose, and of the matrix itself ----------------------------------
 //
-// The backward sums over rows, not along them: it wants limbs of transposes, and of dg both. Up to three matrices (m, n),
-// row pitch lda, in one launch. take_maxima first, 4 bytes read an element, by items of BLOCK_COLUMNS columns and
-// `maxima_rows` rows: the largest magnitude of every column, and of every row where limbs of rows are wanted, merged by
-// integer maxima, whose order does not matter. They start at zero, set by the caller. Then split_tiles, 8 bytes for either
-// limbs and 12 for both: an item is a tile of 64 x 64, turned in shared memory. Limbs of rows may lie where the matrix
-// does: a CTA writes them to the bytes that it has read.
+// The backward sums over rows: it needs limbs of transposes, and of dg both. Up to three matrices (m, n), row pitch
+// lda, in one launch. First take_maxima (4 bytes read for each element): an item is BLOCK_COLUMNS columns by
+// `maxima_rows` rows. It computes the largest magnitude of every column, and of every row where limbs of rows are
+// wanted. These merge by integer maxima, whose order does not matter; the caller sets them to zero. Then split_tiles (8
+// bytes moved for each element and one kind of limbs, 12 for both): an item is a tile of 64 x 64, transposed in shared
+// memory. Limbs of rows may lie where the matrix does: a CTA writes them to the bytes that it has read.
 
 constexpr int BLOCK_COLUMNS = 128, TILE = SPAN;
 
 struct Matrices {
     long long m[3], n[3], lda[3];  // rows, 0 for no matrix, and columns; row pitches in elements
     long long vector[3];           // whether rows start on 16 bytes
-    long long of_columns[3];       // where the maxima, and the exponents, of its columns start
-    long long of_rows[3];          // and those of its rows; -1 where limbs of rows are not wanted
-    long long ld_limbs[3];         // row pitch of these limbs, in float16s
+    long long of_columns[3];       // where the maxima, and the exponents, of the columns start
+    long long of_rows[3];          // and of the rows; -1 if limbs of rows are not wanted
+    long long ld_limbs[3];         // row pitch of the limbs of rows, in elements of float16
     long long maxima_rows;         // rows of an item of take_maxima
 };
 
@@ -222,7 +225,7 @@ struct Matrix {
 
 __device__ __forceinline__ float at(const float4& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
 
-// Items of `rows` by `columns`, matrix by matrix: what work(i, row, column) is told are the matrix and where its item
+// Calls work(i, row, column) for each item of `rows` by `columns`, matrix by matrix: the matrix, and where the item
 // begins.
 template <typename Work>
 __device__ __forceinline__ void for_each_block(const Matrices& p, int rows, int columns, const Work& work) {
@@ -254,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             float4 v[FLIGHT];
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) v[f] = matrix.read_four(i + f * WARPS < end ? i + f * WARPS : matrix.m, j);
-            unsigned of_row = 0;  // lane f's is that of row f
+            unsigned of_row = 0;  // lane f has that of row f
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) {
                 const uint4 of = {magnitude(v[f].x), magnitude(v[f].y), magnitude(v[f].z), magnitude(v[f].w)};
@@ -279,7 +282,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     });
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: with four, a small matrix takes 15 % more
+extern "C" __global__ void __launch_bounds__(32 * WARPS,
+                                             5)  // 5 CTAs on an SM: with 4, a small matrix takes 15 % longer
     split_tiles(const __grid_constant__ Matrices p, const float* a, const float* b, const float* c,
                 const unsigned* maxima, int* exponents, __half* a_transposed, __half* b_transposed,
                 __half* c_transposed, __half* a_limbs, __half* b_limbs, __half* c_limbs) {
@@ -314,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 5)  // five on an SM: w
                 transposed[1][4 * group + e][pair] = __halves2half2(low[0], low[1]);
             }
         }
-        __syncthreads();  // and all of the tile was read
+        __syncthreads();  // also: all of the tile has been read
 
         const long long of_rows = p.of_rows[which];
         __half* row_limbs = (which == 0 ? a_limbs : which == 1 ? b_limbs : c_limbs) + place_of(column) + 4 * group;

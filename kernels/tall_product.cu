@@ -1,18 +1,19 @@
-// tall_product: the parts of c = aᵀ b that some rows each add, of float32 matrices of many rows, through limbs that are made
-// on the way: the backward's dw = dgᵀ x. reduce_split_k adds the parts up.
+// tall_product: c = aᵀ b for float32 matrices of many rows, through limbs that are made on the way: the backward's dw =
+// dgᵀ x. Each CTA makes the part of c that its rows add; reduce_split_k adds the parts up.
 //
 //   a (m, n), row pitch lda      b (m, k), row pitch ldb; adjacent columns
 //   parts (CTAs of a block of c, n, k), n and k rounded up to 128
 //
-// A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time. Half of its threads are
-// makers, a column of a or b each. They copy rows to a ring in shared memory, 16 bytes at a time where rows start on them;
-// then a maker reads 32 of its column, scales them by a power of two, so that float16 holds all so far, and leaves their
-// limbs side by side, as wgmma wants what it sums over. Two warpgroups multiply 64 columns of a each by all of b: three of
-// the four products of limbs, the small ones first, from zero. What they make of 32 rows is added in float32
-// (docs/design/limbs.md), in units of the scales. Where a maker had to lower its scale they bring their sums down first.
+// Threads. A CTA has a block of 128 by 128 of c, and `rows` rows of a and b, which it takes 32 at a time (a chunk).
+// Half of its threads are producers, one for each column of a and b. They copy rows to shared memory, 16 bytes at a
+// time where rows start on 16 bytes. Then each reads 32 elements of its column, scales them by a power of two so that
+// float16 holds all of them so far, and writes their limbs K-major, as wgmma reads them. Two warpgroups of consumers
+// multiply 64 columns of a each by all columns of b: three of the four products of limbs, the small ones first, from
+// zero. The sum of a chunk is added in float32 (docs/design/limbs.md), in units of the scales. Where a producer had to lower
+// its scale, the consumers first rescale their sums.
 //
-// Moves a once for each 128 columns of b and b once for each 128 of a, through L2 where there are several, and 64 KB a CTA:
-// at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
+// Bytes moved. a once for each 128 columns of b and b once for each 128 columns of a (through L2 if there are several),
+// and 64 KB a CTA: at (802816, 128, 128) 831 MB. split_tiles and forward_sm90 would move 3.3 GB.
 #include "common/async_copy.cuh"
 #include "common/common.cuh"
 #include "common/limbs.cuh"
@@ -26,45 +27,45 @@ struct TallProductProblem {
     long long flags;  // FLAG_VECTOR_X: rows of a and b start on 16 bytes
 };
 
-constexpr int SIDE = 128;          // columns of a, and of b, of a CTA
-constexpr int COLUMNS = 2 * SIDE;  // a maker each
+constexpr int SIDE = 128;          // columns of a, and of b, that a CTA has
+constexpr int COLUMNS = 2 * SIDE;  // one for each producer
 constexpr int CHUNK = 32;          // rows at a time
 constexpr int LANES = 32;
 constexpr int CONSUMERS = 256;  // threads
 constexpr int THREADS_HERE = CONSUMERS + COLUMNS;
-constexpr int WORDS = 8;          // of 16 bytes, of a column: the first limbs of a chunk, then the second
+constexpr int WORDS = 8;          // of 16 bytes that a column of a chunk has: first limbs, then second limbs
 constexpr int STAGES = 3;         // chunks of limbs
-constexpr int COPY_STAGES = 3;    // chunks on their way or at hand
-constexpr float MOST = 65504.0f;  // of float16
+constexpr int COPY_STAGES = 3;    // chunks that are being copied or read
+constexpr float MOST = 65504.0f;  // the largest float16
 constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 168;
 
 struct Shared {
     uint4 limbs[STAGES][COLUMNS * WORDS];
     float rows[COPY_STAGES][CHUNK][COLUMNS];
-    float lower[STAGES][COLUMNS];                      // by what a column is scaled less than in the chunk before
-    alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any of a warp's is
-    float back[COLUMNS];                               // what sums come back by in the end
+    float lower[STAGES][COLUMNS];                      // each column's scale, divided by that of the chunk before
+    alignas(8) bool lowered[STAGES][COLUMNS / LANES];  // whether any column of a warp has a new scale
+    float back[COLUMNS];                               // what undoes the scales at the end
     unsigned long long full[STAGES], empty[STAGES];
 };
 
 constexpr int SHARED_BYTES = 198 * 1024;  // read by gsbn/_plan/variants.py, as SIDE and THREADS_HERE are
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
 
-// By a warp whose lanes have all written, or read.
+// Arrives for a warp, once all of its lanes have written or read.
 __device__ __forceinline__ void arrive(unsigned long long* barrier) {
     __syncwarp();
     if (threadIdx.x % LANES == 0) mbar_arrive(barrier);
 }
 
-// A CTA's rows of its columns of a and b.
+// The rows of a CTA, of its columns of a and b, and how they are copied.
 struct ChunkCopies {
     const float *a, *b;
     long long lda, ldb;
-    int of_a, of_b;  // columns that there are
+    int of_a, of_b;  // columns that exist
     int rows, chunks;
 
-    // Asks for a chunk, of which each maker brings a part: zeros in place of rows that are not there. Columns that are not
-    // there stay as they are, since nobody looks at what becomes of them.
+    // Starts the copies of a chunk; each producer issues some of them. Absent rows become zeros. Absent columns are not
+    // copied: what becomes of them is not read.
     template <bool WHOLE_WORDS>
     __device__ __forceinline__ void issue_copies(Shared& sh, int chunk) const {
         constexpr int WIDTH = WHOLE_WORDS ? 4 : 1, ROW_THREADS = COLUMNS / WIDTH, STEP = COLUMNS / ROW_THREADS;
@@ -102,14 +103,15 @@ template <bool WHOLE_WORDS>
 __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) {
     const int column = threadIdx.x - CONSUMERS;
     const bool of_a = column < SIDE;
-    const bool there = column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // some column of the warp is
+    const bool there =
+        column / LANES * LANES % SIDE < (of_a ? rows.of_a : rows.of_b);  // some column of the warp exists
     for (int i = 0; i < COPY_STAGES - 1; ++i) rows.issue_copies<WHOLE_WORDS>(sh, i);
     LimbScale scale(0.0f);
     int stage = 0, phase = 1;
 #pragma unroll 1
     for (int chunk = 0; chunk < rows.chunks; ++chunk) {
         await_copies<COPY_STAGES - 2>();
-        producers_sync();  // what all have asked for is there, and the chunk before has been read by all
+        producers_sync();  // the chunk has arrived, and all have read the one before
         rows.issue_copies<WHOLE_WORDS>(sh, chunk + COPY_STAGES - 1);
         const float* from = &sh.rows[chunk % COPY_STAGES][0][column];
         float v[CHUNK], top = 0.0f;
@@ -147,7 +149,7 @@ __device__ __forceinline__ void make_limbs(Shared& sh, const ChunkCopies& rows) 
     await_copies<0>();
 }
 
-// Multiplies what a lane has of c by a factor for each of its rows and one for each column.
+// Multiplies a lane's elements of c by a factor for the row and one for the column.
 template <int N>
 __device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 2]) {
     const int lane = threadIdx.x % LANES, row = threadIdx.x / LANES * 16 + lane / 4;
@@ -165,7 +167,7 @@ __device__ __forceinline__ void rescale(const float* factors, float (&c)[SIDE / 
     }
 }
 
-// A warpgroup's 64 rows of c, by the first N columns of its block.
+// Computes a warpgroup's 64 rows of c, in the first N columns of its block.
 template <int N>
 __device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE / 2]) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;  // a warp has 16 rows of c
@@ -174,14 +176,14 @@ __device__ __forceinline__ void multiply(Shared& sh, int chunks, float (&c)[SIDE
     for (int chunk = 0; chunk < chunks; ++chunk) {
         mbar_wait(&sh.full[stage], phase);
         const uint4* a = sh.limbs[stage] + (warp * 16 + lane % 16) * WORDS;
-        unsigned of_a[2][2][4];  // first and second limbs, of 16 rows each
+        unsigned of_a[2][2][4];  // [first or second limbs][16 of k]
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_matrices(of_a[i / 2][i % 2], a + ((2 * i + lane / 16) ^ lane % 8));
         const unsigned long long b = operand_descriptor(smem(sh.limbs[stage] + SIDE * WORDS), 0);
         float sums[N / 2];
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 6; ++i)  // second limbs by first ones, first by second, first by first
+        for (int i = 0; i < 6; ++i)  // second by first limbs, first by second, first by first
             wgmma_rs(sums, of_a[i < 2][i % 2], b + 2 * (i % 2) + (i / 2 == 1 ? WORDS / 2 : 0), i);
         wgmma_commit();
         if (chunk > 0 && *reinterpret_cast<const unsigned long long*>(sh.lowered[stage]) != 0)

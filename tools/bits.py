@@ -1,10 +1,10 @@
-"""The bits of about 80 calls: what an edit that should change nothing is held to.
+"""Compare the bits of about 80 calls before and after an edit that should change no result.
 
-python tools/bits.py > before.txt            a line a call: its name, and a digest of every array that it made or wrote
-python tools/bits.py --against before.txt    which of them differ; exit status 1 if any does
+python tools/bits.py > before.txt            a line for each call: its name, and a digest of all arrays that it wrote
+python tools/bits.py --against before.txt    the calls that differ; exit status 1 if any does
 
-On a GPU all dtypes, paths, modes and both directions run on CuPy arrays; without one, those of the CPU. cuBLAS repeats
-its bits on one machine and version alone: compare files from the same.
+On a GPU the calls cover all dtypes, paths, modes and both directions, on CuPy arrays; without one, those of the CPU.
+Compare only files from the same machine and version of cuBLAS, which else may give other bits.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RAGGED, WHOLE, FEW, TALL = (1000, 137, 259), (1000, 136, 264), (7, 136, 264), (9
 
 
 def calls():
-    """Name, shape, dtype, and the options of a forward; what follows says whether a backward does."""
+    """Yield the name, the shape, the dtype and the options of each forward; some are followed by a backward."""
     gemms = ("tiled", "cublas") if GPU else ("auto",)
     for dtype, gemm, training in product(DTYPES, gemms, (True, False)):
         yield f"{dtype} {gemm}", RAGGED, dtype, {"gemm": gemm, "training": training}
@@ -58,9 +58,9 @@ def calls():
 
 
 def operands(shape, dtype, name):
-    """All arguments, the same every time; rows of x are columns of what lies in memory, so that copies are made too.
+    """All arguments, equal in every run. x is transposed in memory, so that copies are tested, too.
 
-    The call's name says whether its scale is one element, or none.
+    The name of the call tells whether its scale has one element or is absent.
     """
     B, I, O = shape
     rng, t = np.random.default_rng(0), DTYPES[dtype]
@@ -100,7 +100,7 @@ def lines():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--against", type=Path, help="what an earlier run printed")
+    parser.add_argument("--against", type=Path, help="the output of an earlier run")
     args = parser.parse_args()
     before = set(args.against.read_text().splitlines()) if args.against else set()
     different = [line for line in lines() if args.against is None or line not in before]

@@ -1,7 +1,6 @@
-"""Print the gsbn extra that fits this machine's NVIDIA driver: cuda13, cuda12, or nothing without one.
+"""Print the gsbn extra for this machine's NVIDIA driver: cuda13, cuda12, or nothing without a driver.
 
-The driver itself is asked (the library that CuPy will load), so it works where nvidia-smi is missing. Standard library
-only.
+Asks the driver library, which CuPy will load, so it works without nvidia-smi. Uses only the standard library.
 """
 
 import ctypes
@@ -9,7 +8,7 @@ import sys
 
 
 def driver_cuda_version() -> int:
-    """The newest CUDA that the driver serves, as 1000 * major + 10 * minor; 0 without a driver."""
+    """The newest CUDA version that the driver supports, as 1000 * major + 10 * minor; 0 without a driver."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     version = ctypes.c_int(0)
     try:
@@ -27,7 +26,7 @@ if __name__ == "__main__":
     version = driver_cuda_version()
     if 0 < version < 12000:
         print(
-            f"gsbn: this driver serves CUDA {version // 1000}.{version % 1000 // 10}; the GPU path needs 12 or newer",
+            f"gsbn: this driver supports CUDA {version // 1000}.{version % 1000 // 10}; the GPU path needs 12 or newer",
             file=sys.stderr,
         )
     print(extra(version))

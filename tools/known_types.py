@@ -1,6 +1,6 @@
-"""Read what ``pyright --verifytypes --outputjson`` prints; end with an error if too few public types are known.
+"""Read the output of ``pyright --verifytypes --outputjson``; end with an error if too few public types are known.
 
-All are but those of `gsbn.torch` that have one of torch's classes as a base: the checkers do not know torch.
+The unknown ones are classes of `gsbn.torch` with a base class from torch, because the checkers run without torch.
 """
 
 import json

@@ -1,16 +1,16 @@
-"""What every variant of every kernel compiles to, without a GPU: did an edit change the machine code, and how?
+"""Compile every variant of every kernel, without a GPU: did an edit change the machine code, and how?
 
 python tools/machine_code.py > before.txt                       # then edit kernels/
 python tools/machine_code.py --against before.txt               # exit status 1 if any variant differs
 python tools/machine_code.py forward_sm90 MODE=2 BLOCK_M=64     # variants that have all of these words
 python tools/machine_code.py --arch sm_80                       # for another architecture than sm_90a
 
-A line for each variant: a hash, registers of a thread, bytes of its stack, instructions that write to the stack
-(spills, and arrays that do not fit into registers), bytes of code, then the kernel and its macros. The hash covers the
-instructions, the constants that they read, and what a launch is held to: the parameters, the bytes of shared memory,
-the registers, the stack, the size of a CTA and of a cluster. It leaves out what the source changes without changing
-the code: names, line numbers, the digest of the folder, and the list of constants that the compiler keeps and that no
-instruction reads.
+Prints a line for each variant: a hash, registers per thread, bytes of stack per thread, instructions that write to the
+stack (spills, and arrays that do not fit into registers), bytes of code, the kernel and its macros. The hash covers the
+instructions, the constants that they read, and the properties of a launch: the parameters, the bytes of shared
+memory, the registers, the stack, the size of a CTA and of a cluster. It does not cover what an edit of the source
+changes without changing the code: names, line numbers, the digest of the folder, and the list of constants that the
+compiler keeps although no instruction reads it.
 """
 
 import argparse
@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan.sm90_variants import ARCH
 
-REGISTERS, STACK = 0x2F, 0x12  # attributes of a cubin: a function's symbol, and its number
-LAUNCH = {0x05, 0x10, 0x17, 0x19, 0x3D, 0x3E}  # threads of a CTA, its least count on an SM, parameters, the cluster
+REGISTERS, STACK = 0x2F, 0x12  # attributes of a cubin: the symbol of a function, and the value
+LAUNCH = {0x05, 0x10, 0x17, 0x19, 0x3D, 0x3E}  # threads of a CTA, least CTAs on an SM, parameters, cluster
 STORE_TO_STACK = 0x387  # STL, in the lowest 12 bits of an instruction's 16 bytes
 
 
 def sections(cubin):
-    """The name, bytes and size of each section of an ELF file; a section may have a size and no bytes."""
+    """The name, the bytes and the size of each section of an ELF file; a section may have a size but no bytes."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     count, names = struct.unpack_from("<HH", cubin, 60)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + 64 * i) for i in range(count)]
@@ -40,7 +40,7 @@ def sections(cubin):
 
 
 def attributes(info):
-    """The attributes in a section .nv.info: their numbers and their bytes."""
+    """The numbers and the bytes of the attributes in a section .nv.info."""
     at = 0
     while at < len(info):
         form, number, value = struct.unpack_from("<BBH", info, at)
@@ -72,7 +72,7 @@ def measure(cubin, kernel):
 
 
 def compare(before, now):
-    """Print what became of each variant; whether all are as they were."""
+    """Print the variants that changed; return whether none did."""
     same = [name for name in now if before.get(name, "")[:1] == now[name][:1]]
     for name in sorted(now.keys() - same):
         if name not in before:
@@ -90,7 +90,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only variants that have all of these words")
     parser.add_argument("--arch", default=ARCH)
-    parser.add_argument("--against", type=Path, metavar="FILE", help="what this tool printed earlier")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="the output of an earlier run")
     args = parser.parse_args()
 
     def chosen(name):

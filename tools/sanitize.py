@@ -1,20 +1,20 @@
-"""Every variant of every kernel once, on small ragged shapes, for compute-sanitizer to watch.
+"""Run every variant of every kernel once, on small ragged shapes, under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tools/sanitize.py [--clear] [words of the names of those to run]
 
-CuPy's memory pool is off: inside a pool's blocks an access out of bounds goes unseen. The planner is told of a GPU of
-four SMs: forward_sm90 runs on two clusters of two, or four of one, which have several tiles each, park them and, in
-training, fold their statistics; of 16 where a cluster has all rows, which are two clusters at least. A group is of one
-rank, and leaves four SMs free of eight. Where CTAs share k there are 32 SMs, and each CTA has one tile.
-Results are held to the reference, coarsely: the bounds are the tests' job.
+CuPy's memory pool is off, because compute-sanitizer cannot detect an access out of bounds inside the blocks of a pool.
+The planner gets a GPU with four SMs: forward_sm90 then runs on two clusters of two CTAs, or four of one, each of which
+has several tiles, defers their epilogue and, in training, merges their statistics. Where a cluster has all rows there
+are 16 SMs, so at least two clusters. A group has one rank, and leaves four of eight SMs free. With split-k there are 32
+SMs, and each CTA has one tile. The results are compared with the reference only coarsely; the tests check the bounds.
 
-Two of the tools report what is right, as tools/sanitizer_limits.py shows on kernels of ten lines:
-initcheck does not see what the copy engine stores: to it, all of forward_sm90's y is uninitialised. And forward_sm90
-    looks at words of its workspace before anyone has written them; the launch's number in a word tells whether it was
-    this launch. --clear gives the variants that need Hopper memory that is zero.
-racecheck does not know that a release and an acquire on a counter in shared memory order what lies around them, nor
-    that one lane's arrival at a barrier is its warp's. What it reports of forward_sm90 is `constants` (inference),
-    which such counters guard; of tall_product, what makers leave for those who multiply.
+Two of the tools report errors that are none, as tools/sanitizer_limits.py shows on kernels of ten lines:
+initcheck does not track stores by the copy engine, so it reports all of forward_sm90's y as uninitialised. forward_sm90
+    also reads words of its workspace before they are written; the number of the launch in a word tells whether this
+    launch wrote it. --clear gives zeroed memory to the variants that need Hopper.
+racecheck does not know that a release and an acquire of a counter in shared memory order other accesses, nor that the
+    arrival of one lane at a barrier stands for its warp. In forward_sm90 it reports `constants` (inference), which such
+    counters guard; in tall_product the data that the makers leave for the warps that multiply.
 """
 
 import sys
@@ -51,13 +51,13 @@ from gsbn._ranks.group import Group
 from gsbn.bench import bounds
 
 CLEAR = "--clear" in sys.argv
-NAME = ""  # of the variant that runs
+NAME = ""  # the name of the variant that runs
 _options = _kernels._options
-_kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # a report then names the line
+_kernels._options = lambda kernel: (*_options(kernel), "-lineinfo")  # so that reports name the line
 
 
 def cleared(nbytes):
-    """Memory that is zero."""
+    """Allocate zeroed memory."""
     memory = cp.cuda.MemoryPointer(cp.cuda.Memory(nbytes), 0)
     memory.memset(0, nbytes)
     return memory
@@ -69,7 +69,7 @@ def limits(sms=4, **choice):
 
 
 class OneRank:
-    """The engine of a group of one: it collects what it posts."""
+    """The engine of a group with one rank: it gathers what it sends."""
 
     rank, size, on_host = 0, 1, False
 
@@ -114,25 +114,25 @@ def forward(within, shape, dtype, gemm, training, precision="highest", saves=Fal
 
 
 def tiled(dtype, tile, activation=None):
-    for training, fused in ((True, False), (True, True), (False, None)):  # scale_stats has three splits, or none of it
+    for training, fused in ((True, False), (True, True), (False, None)):  # scale_stats with three splits, or not used
         forward(limits(tiled=tile, fused=fused), (300, 40, 45), dtype, "tiled", training, activation=activation)
 
 
 def backward(dtype, tile, gemm, precision="highest", activation=None, group=None):
     host, native = operands((300, 40, 45), dtype)
-    if activation:  # and one element for all features, whose gradient is a sum of theirs
+    if activation:  # also a scale of one element, whose gradient is a sum over features
         host["scale"], native["scale"] = host["scale"][:1], native["scale"][:1]
     dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
     sms, only = (4, gemm == "sm90") if group is None else (8, True)
-    for training in (True,) if only else (False, True):  # training last: it moves the running statistics
+    for training in (True,) if only else (False, True):  # training last: it changes the running statistics
         options = {"training": training, "gemm": gemm, "precision": precision, "group": group}
         y, saved = forward_within(
             limits(sms, tiled=tile), **native, **options, activation=activation, return_saved=True
         )
         taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
-        before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)  # as gsbn.bench.bounds judges
+        before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)  # as in gsbn.bench.bounds
         want = reference.backward(before, **taken, training=training)
-        # two launches, and one, of one CTA for all rows of some columns and of a cluster
+        # two launches; one launch, with a CTA or with a cluster for all rows of some columns
         for fused, cluster in ((False, 1), (True, 1), (True, 4)):
             within = limits(8 if cluster > 1 else sms, tiled=tile, fused=fused, cluster=cluster)
             got = backward_within(within, cp.asarray(dy), saved)
@@ -141,9 +141,9 @@ def backward(dtype, tile, gemm, precision="highest", activation=None, group=None
 
 
 def limbs_of_dg(block_m, cluster, split):
-    """dx = dg w, w lying across what is summed over and its limbs being made in registers; and dw = dgᵀ x beside it."""
+    """dx = dg w, with w MN-major and its limbs made in registers; and dw = dgᵀ x."""
     within = limits(sms=32 if split > 1 else 4, sm90=(block_m, cluster, split)[: 2 + (split > 1)], limbs_rs=True)
-    shape = (split + 1) * block_m - 5, 136, split * 8 * 64 + 8  # the last rows and columns fill no tile
+    shape = (split + 1) * block_m - 5, 136, split * 8 * 64 + 8  # the last tiles are partial
     host, native = operands(shape, "float32")
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, "float32"))
     _, saved = forward_within(within, **native, training=True, gemm="sm90", return_saved=True)
@@ -154,17 +154,17 @@ def limbs_of_dg(block_m, cluster, split):
 
 
 def skinny_backward(dtype, features, inputs, cluster, activation):
-    """dg and both products in one kernel; the last rows fill no tile, rows do not fill what is made of them."""
+    """dg and both products in one kernel; the last tile of rows and the last chunk are partial."""
     many_rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
 def skinny_product(features):
-    """dx = dg w, limbs of dg being made in registers; its columns fill no CTA's features. And dw beside it."""
+    """dx = dg w, with limbs of dg made in registers and fewer columns than a CTA's features; and dw."""
     many_rows_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
 
 
 def tall(inputs):
-    """dw = dgᵀ x of two blocks by two; the last rows fill no chunk, columns no block."""
+    """dw = dgᵀ x with two by two blocks; the last chunk of rows and the last block of columns are partial."""
     many_rows_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
 
 
@@ -195,11 +195,11 @@ def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=Fa
     sms, ways = 16 if whole else 8 if ranks else 4, {"recompute": again, "cluster_batch": whole, "limbs_rs": of_x}
     within = limits(sms, sm90=(block_m, cluster), **ways)
     rows, blocks = (cluster, 1) if whole else (7, 1) if again else (7, 2) if mode == "training" else (2, 4)
-    shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N  # the last rows and features fill no tile
-    if split > 1:  # two clusters across and two down, of which the second has one tile of rows
+    shape = rows * block_m - 5, 136, blocks * _plan.SM90_BLOCK_N  # the last tiles are partial
+    if split > 1:  # two by two clusters; those of the second row have one tile of rows
         within = limits(sms=32, sm90=(block_m, cluster, split), split=True, cluster_batch=whole, limbs_rs=of_x)
         shape = (split + (not whole)) * block_m - 5, split * 8 * 64 + 8, cluster * _plan.SM90_BLOCK_N
-    for last in (40, 37):  # rows of y on 16 bytes and off them
+    for last in (40, 37):  # rows of y on 16 bytes, and not
         last_shape = *shape[:2], shape[2] + last
         if mode == "gemm":
             multiply(within, last_shape, dtype, precision)
@@ -209,7 +209,7 @@ def sm90(element, mode, block_m, cluster, saves=False, activation=None, ranks=Fa
 
 
 def skinny(element, features, chunks, activation):
-    """The kernels that make g twice: inference, training, and training that saves."""
+    """The kernels that compute g twice: inference, training, and training that saves."""
     dtype = element if element in ("float16", "bfloat16") else "float32"
     size = 2 if dtype != "float32" else 4
     k = 200 if element == "limbs" else (64 * chunks - 16) // size
@@ -219,8 +219,8 @@ def skinny(element, features, chunks, activation):
 
 
 def product_of(name, dtype, block_m, cluster):
-    """dx = dg w or dw = dgᵀ x, by forward_sm90 reading operands across what is summed over."""
-    shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last rows, k and features fill no tile
+    """dx = dg w or dw = dgᵀ x by forward_sm90, with MN-major operands."""
+    shape = 2 * block_m - 8, 136, 4 * _plan.SM90_BLOCK_N + 40  # the last tiles of rows, k and features are partial
     multiply(limits(sm90=(block_m, cluster)), shape, dtype, "highest", x_mn_major=name == "dw", w_mn_major=True)
 
 
@@ -241,7 +241,7 @@ def multiply(within, shape, dtype, precision, *, x_mn_major=False, w_mn_major=Fa
 
 
 def variants():
-    """Names, and what runs them."""
+    """Yield the name of each variant, and the function and arguments that run it."""
     for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
         for tile in TILES["double" if dtype == "float64" else "float"]:
@@ -249,7 +249,7 @@ def variants():
                 end = f" {activation}" if activation else ""
                 yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
-    for dtype in _plan.C_TYPE:  # two launches, merge_statistics and merge_sums between them, and one
+    for dtype in _plan.C_TYPE:  # two launches with merge_statistics and merge_sums between them, and one launch
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
     for element in SKINNY_CHUNKS:
         for features, chunks, activation in product(
@@ -264,7 +264,7 @@ def variants():
             yield name, skinny_backward, (dtype, *sizes, activation)
     for features in skinny_features("limbs"):
         yield f"skinny product {features}", skinny_product, (features,)
-    for inputs in (160, 131):  # rows on 16 bytes and off them; the second block is narrow
+    for inputs in (160, 131):  # rows on 16 bytes, and not; the second block is narrow
         yield f"tall {inputs}", tall, (inputs,)
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
@@ -274,7 +274,7 @@ def variants():
     for choice in dict.fromkeys(product(ELEMENTS, MODES, BLOCKS_M, clusters, yes_or_no, of_y, yes_or_no)):
         *tile, saves, activation, ranks = choice
         kernel = with_activation(_plan.forward_sm90(*tile, saves, ranks=ranks), activation)
-        if kernel in known and choice[:2] != ("limbs", "gemm"):  # which the backward runs
+        if kernel in known and choice[:2] != ("limbs", "gemm"):  # only the backward runs these
             end = " saves" * saves + (f" {activation}" if activation else "") + " ranks" * ranks
             yield "sm90 {} {} {}x{}".format(*tile) + end, sm90, choice
     whole = tuple((block_m, 1, split) for block_m, split in SPLIT_K_TILES)

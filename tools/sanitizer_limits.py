@@ -1,4 +1,4 @@
-"""What compute-sanitizer does not understand of Hopper, on kernels of ten lines that are evidently right.
+"""What compute-sanitizer does not support on Hopper, shown on kernels of ten lines that are evidently correct.
 
 compute-sanitizer --tool racecheck python tools/sanitizer_limits.py counter     reports a hazard
 compute-sanitizer --tool racecheck python tools/sanitizer_limits.py barrier     reports none
@@ -7,16 +7,16 @@ compute-sanitizer --tool racecheck python tools/sanitizer_limits.py arrivals    
 compute-sanitizer --tool initcheck python tools/sanitizer_limits.py copy        reports uninitialised memory
 compute-sanitizer --tool initcheck python tools/sanitizer_limits.py store       reports none
 
-counter: warp 0 writes 32 words and counts up with release semantics, after __syncwarp has ordered its lanes' writes
-before lane 0's addition. Warp 1 looks at the counter with acquire semantics until it has seen that, and reads the
-words: by PTX's memory model the addition synchronises with the look, and the writes happen before the reads. This is
-forward_sm90's count_up and look, alone. With `barrier` the warps meet in __syncthreads instead.
+counter: warp 0 writes 32 words. After __syncwarp, which orders the writes of its lanes, lane 0 increments a counter
+with release semantics. Warp 1 reads the counter with acquire semantics until it sees the increment, then reads the
+words. By the memory model of PTX the increment synchronises with that read, so the writes happen before the reads.
+These are count_up and look of forward_sm90. With `barrier` the warps use __syncthreads instead.
 
-elected: the same by an mbarrier that expects one arrival, that of lane 0 after __syncwarp, as tall_product has it. With
-`arrivals` it expects 32, and every lane arrives for itself.
+elected: the same with an mbarrier that expects one arrival, by lane 0 after __syncwarp, as in tall_product. With
+`arrivals` it expects 32, one from each lane.
 
 copy: the copy engine stores a tile of 8 rows of 128 bytes to memory, through a tensor map, as forward_sm90 stores y;
-the host reads it. With `store` the threads write it themselves. (A Hopper GPU is needed.)
+the host reads it. With `store` the threads store the tile. (Needs a Hopper GPU.)
 """
 
 import ctypes

@@ -1,15 +1,15 @@
-"""The planner's choices beside one another, over shapes of all sizes: what it loses by its own.
+"""Measure all choices of the planner over shapes of all sizes, and what its own choices lose.
 
-python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON a problem
+python tools/sweep.py measure [seconds [skip [dtype ...]]]   on a Hopper GPU with PyTorch: a line of JSON per problem
 python tools/sweep.py judge FILE                             anywhere: what this version's planner loses on those times
-python tools/sweep.py fit FILE [rounds]                      anywhere: writes gsbn/_plan/h200.py anew from those times
+python tools/sweep.py fit FILE [rounds]                      anywhere: fits gsbn/_plan/h200.py to those times
 
-A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode; its choices are forward_sm90's
-tiles, named BLOCK_MxCLUSTER, with xSPLIT where CTAs share k, "of x" where it makes limbs of the weight in registers,
-"twice" where it makes g twice and "whole" where a cluster has all rows; "narrow", the kernels that make g twice;
-and the portable path on cuBLAS, with PyTorch eager beside them. Times are of the device, calls back to back behind a
-kernel that keeps it busy while the host enqueues; each choice's result is held to cuBLAS's. docs/results/sweep.jsonl
-has what `measure` times, and 278 problems of other shapes, most of them drawn at random.
+A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode. Its choices are the tiles of
+forward_sm90, named BLOCK_MxCLUSTER, with xSPLIT for split-k, "of x" if limbs of the weight are made in registers,
+"twice" if g is computed twice, and "whole" if a cluster has all rows; "narrow", the skinny kernels, which compute g
+twice; and the portable path on cuBLAS. PyTorch eager is measured, too. Times are device times of calls in a row, after
+a kernel that keeps the device busy while the host enqueues; the result of each choice is compared with cuBLAS's.
+docs/results/sweep.jsonl has the times of `measure`, and of 278 problems of other shapes, most of them random.
 """
 
 import json
@@ -38,7 +38,7 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
-WAYS = {"recompute": " twice", "cluster_batch": " whole"}  # other ways to train, and how names of choices end
+WAYS = {"recompute": " twice", "cluster_batch": " whole"}  # ways to train, and the ends of the names of choices
 OF_X = " of x"
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
@@ -50,7 +50,7 @@ NAMED = [
     (65536, 1024, 1024), (100000, 512, 512), (802816, 128, 128), (200704, 384, 768), (1000000, 32, 32),
     (50000, 64, 1024), (131071, 96, 200),
 ]  # fmt: skip
-FAMILIES = [  # rows; features in and out, and what they are multiples of
+FAMILIES = [  # rows; features in and out, and their common divisor
     ((8, 512), (256, 16384), 8),
     ((10_000, 1_000_000), (16, 1024), 8),
     ((32, 16384), (32, 16384), 8),
@@ -61,13 +61,13 @@ SHORT = ((1_000, 100_000), (8, 256), 8)
 
 
 def shapes(count=200, narrow=40, more=160):
-    """The named ones, then a low-discrepancy sequence on a log scale, over four families in turn.
+    """The named shapes, then a low-discrepancy sequence on a log scale, over four families in turn.
 
-    Few rows, many rows, and all sizes alike, of rows on 16 bytes; then rows that are not. Then many rows of few
-    features; at last more of the four, and rows that are short, of which there are not so many.
+    The families are few rows, many rows, and all sizes alike, with rows on 16 bytes; and rows that are not. Then come
+    many rows of few features; last, more of the four families, and a smaller number of short rows.
     """
     found = list(NAMED)
-    steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # the R3 sequence's
+    steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # of the R3 sequence
     for index in range(1, count + narrow + more + 1):
         families = FAMILIES if index <= count else [NARROW] if index <= count + narrow else [*FAMILIES, SHORT]
         (few, many), (least, most), multiple = families[index % len(families)]
@@ -83,25 +83,25 @@ def shapes(count=200, narrow=40, more=160):
 
 
 def problems(dtypes):
-    """Named shapes in all dtypes, each other shape in one of them."""
+    """The named shapes in all dtypes, each other shape in one dtype."""
     for index, shape in enumerate(shapes()):
         of_shape = dtypes if shape in NAMED else [dtypes[index // len(FAMILIES) % len(dtypes)]]
         yield from product([shape], of_shape, MODES)
 
 
-# What an H200 says of itself: the SMs and the clusters of 2, 4, 8 and 16 CTAs, an SM to each, that are there at once.
+# An H200: its SMs, and how many clusters of 2, 4, 8 and 16 CTAs, with one CTA per SM, run at the same time.
 DEVICE = _plan.Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7)
 
 
 def problem(shape, dtype):
-    """What the planner is asked, x, weight and y being contiguous."""
+    """The problem for the planner, with contiguous x, weight and y."""
     b, i, o = shape
     at = [_plan.Matrix((columns, 1), True) for columns in (i, i, o)]
     return _plan.Matmul(b, o, i, DTYPES[dtype][0], DEVICE, *at)
 
 
 def planned(shape, dtype, mode, among):
-    """What "auto" takes of the choices with these names."""
+    """The choice of "auto" among these names."""
     twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
     allowed = {"recompute": twice, "cluster_batch": whole, "split": split, "skinny": "narrow" in among}
@@ -121,7 +121,7 @@ def name_of(tile, mode):
 
 
 def tiles(shape, dtype, mode):
-    """What forward_sm90 can take, by name."""
+    """The tiles of forward_sm90 for this problem, by name."""
     element = _plan.element_for(*DTYPES[dtype])
     p = for_sm90(problem(shape, dtype), element)
     return {name_of(tile, tile.mode): tile for tile in candidates(p, mode, element)}
@@ -133,7 +133,7 @@ def measure(limit, skip, dtypes):
 
     warm_up()
     print(f"compiled after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    cycles = 2_000_000  # a millisecond for the host to enqueue in
+    cycles = 2_000_000  # a millisecond, in which the host enqueues
     noise = torch.randn(1 << 28, device="cuda")
     pools = {"float32": noise, "tf32": noise, "bfloat16": noise.to(torch.bfloat16)}
     vectors = torch.randn(4, 1 << 14, device="cuda")
@@ -154,7 +154,7 @@ def measure(limit, skip, dtypes):
             cycles = min(2 * cycles, 20_000_000)
 
     def forced(call, gemm, tile=None):
-        """The same call on this path, with one tile to choose from."""
+        """The same call on this path, with this tile as the only choice."""
         ways = {way: tile.mode == way for way in WAYS} if tile is not None else {}
         if tile is not None:
             ways["limbs_rs"] = tile.element == "limbs_rs"
@@ -216,13 +216,13 @@ def measure(limit, skip, dtypes):
 
 
 def choices(line):
-    """What "auto" may take of a problem's choices: limbs of few terms are fast, but not as accurate as it is to be."""
+    """The choices that "auto" may take: limbs of few terms are fast, but not accurate enough."""
     few = line["dtype"] == "float32" and line["shape"][1] < LEAST_TERMS
     return [name for name in line["us"] if name in ("cublas", "narrow") or (name != "eager" and not few)]
 
 
 def judged(file):
-    """The problems of a file with what the planner takes and what that loses."""
+    """The problems of a file, with the choice of the planner and its loss."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
     for line in lines:
         us = line["us"]
@@ -234,7 +234,7 @@ def judged(file):
 
 
 def expected(line, rates):
-    """What the model says of every choice that was measured."""
+    """The times that the model expects of all measured choices."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
     q, passes = for_cublas(p, element), passes_over_g(p, mode == "training")
@@ -250,9 +250,9 @@ def expected(line, rates):
 
 
 def loss(lines, rates):
-    """How far the model is from the times that matter, those near a problem's best, and what its choices lose.
+    """The error of the model for the times that matter, those near the best of a problem, plus the loss of its choices.
 
-    Named shapes, which others measure, too, count as five.
+    Named shapes, which other benchmarks use, too, count five times.
     """
     total = 0.0
     for line in lines:
@@ -265,12 +265,12 @@ def loss(lines, rates):
     return total / len(lines)
 
 
-# Of calls that follow each other for longer; and of products larger than all of the sweep's.
+# Rates that the sweep cannot fit: of calls that follow each other for longer, and of larger products.
 NOT_OF_THE_SWEEP = ("held_flops", "cublas_flops")
 
 
 def scalars(rates):
-    """Every number of the rates that is the sweep's: the field, the key within it (None for a number), the value."""
+    """Every number of the rates that is fitted: the field, the key in it (None for a number), the value."""
     for field, value in rates._asdict().items():
         if field in NOT_OF_THE_SWEEP:
             continue
@@ -292,7 +292,7 @@ def with_value(rates, field, key, value):
 
 
 def fit(file, rounds=3):
-    """One number after the other, a few per cent up and down, for as long as the loss shrinks."""
+    """Change one number after the other by a few per cent, up and down, as long as the loss shrinks."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith('{"shape"')]
     rates, least = H200, loss(lines, H200)
     print(f"loss {least:.5f}")

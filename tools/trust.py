@@ -1,10 +1,10 @@
-"""Every family of data on every path beside PyTorch's error: the table of docs/trust.md.
+"""Compare the error with PyTorch's for every family of data on every path: the table of docs/trust.md.
 
 python tools/trust.py                                   on a GPU, if there is one, and on the CPU; status 1 if any fails
 python tools/trust.py --shape 8,64,64 --kind float32    some of it
 python tools/trust.py --json errors.json --write        every figure into a file, and the table into docs/trust.md
 
-What fails, and what is measured, is told in tests/support/beside_torch.py.
+tests/support/beside_torch.py has the measure of errors, and the limit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.support.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("float32", "tf32", "float16", "bfloat16")
 AUTO, ALL = ("auto",), ("auto", "sm90", "cublas", "tiled")
-ON_GPU = (  # shape (B, I, O), kinds, and what `gemm` is
+ON_GPU = (  # shape (B, I, O), kinds, and `gemm`
     ((1000000, 32, 32), FAST, AUTO),
     ((131071, 96, 200), FAST, AUTO),
     ((802816, 128, 128), FAST, AUTO),
@@ -43,7 +43,7 @@ ON_GPU = (  # shape (B, I, O), kinds, and what `gemm` is
     ((4096, 256, 3), FAST, AUTO),
     ((5000, 24, 40), tuple(KINDS), ALL),
 )
-ON_CPU = (  # where there is no `gemm`, and no TF32; float64 through NumPy's BLAS is not promised to be as PyTorch's
+ON_CPU = (  # no `gemm` and no TF32; float64 by NumPy's BLAS need not be as accurate as PyTorch's
     ((300, 300, 300), ("float32", "float16", "bfloat16"), AUTO),
     ((9000, 32, 32), ("float32", "bfloat16"), AUTO),
     ((8, 64, 64), ("float32", "float16", "bfloat16"), AUTO),
@@ -54,7 +54,7 @@ MARKS = "<!-- trust -->", "<!-- /trust -->"
 
 
 def table(rows):
-    """Of each family, path and dtype the result that is nearest to what it may be: its error, and PyTorch's."""
+    """For each family, path and dtype the result that is nearest to its limit: its error, and PyTorch's."""
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
     paths = [
         p for p in ("skinny", "sm90", "cublas", "tiled", "numpy", "torch-cpu") if any(r["path"] == p for r in rows)
@@ -98,9 +98,9 @@ def main():
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--family", action="append", choices=FAMILIES)
     parser.add_argument("--gemm", action="append", choices=ALL)
-    parser.add_argument("--json", type=Path, help="where every result goes")
-    parser.add_argument("--write", action="store_true", help="the table, into docs/trust.md")
-    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile ahead, at once")
+    parser.add_argument("--json", type=Path, help="a file for all results")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/trust.md")
+    parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile first")
     args = parser.parse_args()
     devices = args.device or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
     start = time.time()

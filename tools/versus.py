@@ -1,11 +1,11 @@
-"""Another checkout of gsbn beside this one, in one process: device time and host cost of the same calls, in turn.
+"""Compare another checkout of gsbn with this one, in one process: device time and host cost of the same calls.
 
 python tools/versus.py OTHER [--rounds N] [--only WORD]    OTHER: a folder with gsbn/ and kernels/, of another commit
 
-A row is a shape and a dtype: medians in us of the forward, the forward that saves, and the backward, the other's first,
-and by how much this one's differs. Calls alternate, L2 is flushed before each, and the GPU is kept busy while the host
-enqueues, so that its cost stays out of the device's time. Host cost is that of 50 calls in a row, the median of 9.
-Needs PyTorch and a GPU.
+A row is a shape and a dtype: medians in us of the forward, the forward that saves, and the backward, first of the other
+checkout, and the difference of this one. Calls alternate, L2 is flushed before each, and the GPU is kept busy while the
+host enqueues, so that device times do not include the host's. The host cost is that of 50 calls in a row, the median of
+9. Needs PyTorch and a GPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ DTYPES = {
 
 
 def load(folder, name):
-    """The package in a folder, under a name of its own: its modules import each other relatively."""
+    """Import the package in a folder under another name, which works because its imports are relative."""
     package = Path(folder).resolve() / "gsbn"
     spec = importlib.util.spec_from_file_location(
         name, package / "__init__.py", submodule_search_locations=[str(package)]
@@ -47,7 +47,7 @@ def load(folder, name):
 
 
 def on_the_device(calls, rounds, scratch):
-    """Median us of each call, in turn and in turned order."""
+    """The median us of each call; the calls alternate, and every other round reverses their order."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = [[] for _ in calls]
     for turn in range(rounds + 3):
@@ -93,7 +93,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", default="", help="shapes or dtypes whose names hold this")
+    parser.add_argument("--only", default="", help="only shapes and dtypes with this in their names")
     args = parser.parse_args()
     this = load(HERE, "gsbn")
     packages = load(args.other, "gsbn_other"), this

@@ -1,4 +1,4 @@
-"""Which torch tensors gsbn can take: those that are memory with shape and strides. Of all others, what is wrong."""
+"""Accept torch tensors that are plain memory with a shape and strides; raise an error that helps for all others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TRANSFORMS = {
 
 
 def is_memory(torch: Any, array: Any) -> bool:
-    """Whether a tensor of torch's own class is memory with strides, and says what lies there: no sparse layout, no
-    negation that is still to be made. What else there is, `tensor` says."""
+    """Whether a tensor of torch's own class is plain memory: not sparse, and not lazily negated. `tensor` checks the
+    rest."""
     return array.layout is torch.strided and not array.is_neg()
 
 
 def tensor(torch: Any, name: str, array: Any) -> None:
-    """Raise RuntimeError for a tensor that autograd follows, TypeError or ValueError for one without plain memory."""
+    """Raise RuntimeError for a tensor that autograd tracks, TypeError or ValueError for one without plain memory."""
     type_ = type(array)
     if torch.nn.parameter.is_lazy(array):
         raise ValueError(f"{name}: expected a tensor with a shape, got {type_name(array)}: run the lazy module once")
@@ -62,6 +62,6 @@ def tensor(torch: Any, name: str, array: Any) -> None:
 
 
 def _transform(torch: Any, array: Any) -> str | None:
-    """The transform that put this tensor in the place of the caller's, if one did; there is no public way to ask."""
+    """The transform that wrapped the caller's tensor in this one, if any; torch has no public API for it."""
     ask = torch._C._functorch
     return next((transform for question, transform in _TRANSFORMS.items() if getattr(ask, question)(array)), None)

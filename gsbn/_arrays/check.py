@@ -1,4 +1,4 @@
-"""Errors that name the argument, raised before anything is launched or written. Pure: no array library but NumPy."""
+"""Checks of arguments, before anything is launched or written. Errors name the argument. Uses only NumPy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 
 class View(NamedTuple):
-    """What a check may know of an array, whatever library made it."""
+    """The properties of an array that the checks use, the same for every library."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -46,9 +46,9 @@ def forward_arguments(
     group: Any,
     number: Any,
 ) -> None:
-    """Raise what `gsbn.forward` promises to raise; `views` maps every array argument to its view or None.
+    """Raise the errors of `gsbn.forward`; `views` maps every array argument to its view or None.
 
-    `number` is the scale, where it is no array. A group has been found to be one.
+    `number` is the scale if it is not an array. The type of `group` is checked already.
     """
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
@@ -105,7 +105,7 @@ def forward_arguments(
 
 
 def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -> None:
-    """Raise what `gsbn.fold` promises to raise."""
+    """Raise the errors of `gsbn.fold`."""
     weight = views["weight"]
     assert weight is not None
     _floating("weight", weight)
@@ -116,14 +116,14 @@ def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -
 
 
 def prepare_arguments(weight: View, *, precision: Any) -> None:
-    """Raise what `gsbn.prepare` promises to raise."""
+    """Raise the errors of `gsbn.prepare`."""
     _floating("weight", weight)
     _matrix("weight", weight)
     choice("precision", precision, PRECISIONS)
 
 
 def backward_arguments(dy: View, x: View, features: int) -> None:
-    """Raise what `gsbn.backward` promises to raise of dy."""
+    """Raise the errors of `gsbn.backward` for dy."""
     if dy.dtype != x.dtype:
         raise TypeError(f"dy: expected x's dtype {x.dtype}, got {dy.dtype}")
     if dy.shape != (x.shape[0], features):
@@ -132,7 +132,7 @@ def backward_arguments(dy: View, x: View, features: int) -> None:
 
 
 def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """The names among `allowed` that are asked for, in that order; raises for what is no collection of them."""
+    """The names of `allowed` that are in `names`, in the order of `allowed`; raise if `names` has anything else."""
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"needs: expected a collection of names among {allowed}, got {shown(names)}")
     for name in names:
@@ -150,7 +150,7 @@ def written(views: Mapping[str, View | None], *, training: bool) -> tuple[str, .
 
 
 def overlaps(views: Mapping[str, View | None], *, training: bool) -> None:
-    """Raise if an array that is written shares an element's memory with any other argument."""
+    """Raise if an array that the call writes shares memory with an element of another argument."""
     for name in written(views, training=training):
         target = views[name]
         assert target is not None
@@ -162,7 +162,7 @@ def overlaps(views: Mapping[str, View | None], *, training: bool) -> None:
 
 
 def span(view: View) -> tuple[int, int]:
-    """First byte of the array and the byte past its last, both relative to its pointer; (0, 0) if it is empty."""
+    """The first byte of the array and the byte after its last, relative to its pointer; (0, 0) if it is empty."""
     if 0 in view.shape:
         return 0, 0
     reach = [(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)]
@@ -175,7 +175,8 @@ def _share(a: View, b: View) -> bool:
         return False
     if a.pointer + a_high <= b.pointer + b_low or b.pointer + b_high <= a.pointer + a_low:
         return False
-    # Interleaved views (buf[0::2], buf[1::2]) share a span and no element; NumPy solves that exactly, reading nothing.
+    # Interleaved views (buf[0::2], buf[1::2]) have overlapping spans but no common element. NumPy solves this exactly,
+    # without reading the memory.
     return np.shares_memory(_phantom(a), _phantom(b))
 
 
@@ -251,7 +252,7 @@ def _writable(name: str, view: View) -> None:
         raise ValueError(f"{name}: expected writable memory, got a read-only array; it is written")
     if 0 in view.shape:
         return
-    reach = view.itemsize  # the bytes that the inner dimensions cover
+    reach = view.itemsize  # bytes that the inner dimensions cover
     for stride, size in sorted((abs(n), size) for size, n in zip(view.shape, view.strides, strict=True) if size > 1):
         if stride < reach:
             raise ValueError(

@@ -51,7 +51,7 @@ class CupyArrays(Kind):
         return self.maker(shape, like, dtype)()
 
     def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
-        # bfloat16 is never another's: ml_dtypes' name means nothing to CuPy
+        # CuPy does not know the name bfloat16; only like.dtype can be bfloat16.
         return partial(self._ndarray, shape, like.dtype if dtype is None or dtype == like.dtype.name else dtype)
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""Arrays of libraries that gsbn does not know, through DLPack."""
+"""Arrays of other libraries, imported by DLPack."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
 class Producer:
-    """A DLPack producer that remembers whether what it handed over may be written, which CuPy forgets.
+    """Wraps a DLPack producer and records whether its memory may be written; CuPy does not record it.
 
-    As in NumPy, only a versioned capsule can say so; JAX arrays are immutable whatever their capsules say.
+    As in NumPy, memory is writable only if a versioned capsule says so. JAX arrays are always read-only.
     """
 
     def __init__(self, name: str, array: Any) -> None:
@@ -48,7 +48,7 @@ class Producer:
             )
         try:
             kind = int(self.__dlpack_device__()[0])
-        except Exception as error:  # whatever a library that is not known may raise
+        except Exception as error:  # an unknown library may raise anything
             raise self._refused(error) from error
         if kind not in (_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             raise ValueError(
@@ -67,7 +67,7 @@ class Producer:
         except (BufferError, RuntimeError, TypeError):
             if not hasattr(self.array, "__array__"):
                 raise
-            return np.asarray(self.array)  # NumPy's DLPack has no bfloat16; __array__ gives ml_dtypes' one
+            return np.asarray(self.array)  # NumPy's DLPack has no bfloat16; __array__ returns that of ml_dtypes
 
     def _refused(self, error: Exception) -> TypeError:
         why = f"{type(error).__name__}: {error}".splitlines()[0]

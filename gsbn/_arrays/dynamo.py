@@ -1,4 +1,4 @@
-"""torch.compile goes around gsbn's functions: their work is launches and NumPy, of which no graph can be made."""
+"""Make torch.compile skip gsbn's functions: they launch kernels and use NumPy, which it cannot trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _codes: list[CodeType] = []
 
 
 def outside_graphs(function: _Function) -> _Function:
-    """A decorator that adds no call: a traced graph breaks here, once; where it may not break, torch prints why."""
+    """A decorator without a wrapper: torch.compile breaks its graph here or, with fullgraph=True, prints why."""
     plain = cast(FunctionType, function)
     vars(plain).update(
         _torchdynamo_disable=True,
@@ -26,11 +26,11 @@ def outside_graphs(function: _Function) -> _Function:
 
 
 def skip_frames(torch: Any) -> None:
-    """Else torch.compile would try its hand at whatever the functions call, frame by frame."""
+    """Make torch.compile skip the frames of the functions, too; else it would trace the functions that they call."""
     try:
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    except (AttributeError, TypeError):  # another version's names; it then compiles what it can
+    except (AttributeError, TypeError):  # other names in this version: torch then compiles what it can
         return
     for code in _codes:
         frames.set_code_exec_strategy(code, skip)

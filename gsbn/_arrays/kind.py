@@ -1,4 +1,4 @@
-"""What gsbn asks of an array library; a module for each library answers."""
+"""The interface of gsbn to an array library; each library has a module that implements it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from .check import View
 
-NUMBERS = (float, int, np.floating, np.integer)  # which are no arrays, whatever attributes they have
+NUMBERS = (float, int, np.floating, np.integer)  # NumPy scalars have the attributes of arrays
 
 
 class Kind:
-    """How one array library is read and allocated; one instance a library and side (CPU or CUDA)."""
+    """Reads and allocates the arrays of one library; one instance for its CPU arrays, one for its CUDA arrays."""
 
-    name: str  # as error messages say it
+    name: str  # in error messages
     on_gpu = False
-    counts_writes = False  # `written` has something to tell
+    counts_writes = False  # whether `written` does anything
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
-        """What a plan depends on (hashable: types, shapes, strides, dtypes, devices) and the addresses; None gives 0.
+        """The key of a plan (hashable: types, shapes, strides, dtypes, devices), and the addresses, 0 for None.
 
-        No addresses at all where it is plain that no two arrays share memory.
-        The fast path of every call, so it checks nothing: an array of another kind raises or gives a key never seen.
+        The list of addresses is empty if the arrays evidently share no memory. Every call runs this, so it checks
+        nothing: an array of another kind raises, or gives a key that no valid call has.
         """
         raise NotImplementedError
 
@@ -38,7 +38,7 @@ class Kind:
         return array.dtype.name  # type: ignore[no-any-return]
 
     def admit(self, name: str, array: Any) -> None:
-        """Raise if the library forbids handing this array over."""
+        """Raise if gsbn cannot use this array."""
 
     def numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """A NumPy view of the same memory (CPU kinds)."""
@@ -56,31 +56,31 @@ class Kind:
         raise NotImplementedError
 
     def empty(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Any:
-        """An uninitialised C-contiguous array on like's device, of like's dtype or of another, by name."""
+        """An uninitialised C-contiguous array on like's device, of like's dtype or the named one."""
         raise NotImplementedError
 
     def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
-        """`empty` of these arguments, for many times (CUDA kinds)."""
+        """A function that returns `empty` of these arguments, for many calls (CUDA kinds)."""
         raise NotImplementedError
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
-        """Uninitialised device memory in the library's own allocator: its owner and its address, on 256 bytes."""
+        """Uninitialised device memory from the library's allocator: its owner and its address, on 256 bytes."""
         raise NotImplementedError
 
     def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
-        """Whether the library keeps these new arrays' memory for the graph of a capture, whatever becomes of them."""
+        """Whether the library keeps the memory of these new arrays as long as the graph of a capture."""
         return False
 
     def version(self, array: Any) -> int | None:
-        """How often the array was changed in place, where the library counts that."""
+        """How often the array was changed in place, if the library counts it, else None."""
         return None
 
     def copy(self, array: Any) -> Any:
-        """A C-contiguous array of its own memory (CPU kinds)."""
+        """A C-contiguous copy (CPU kinds)."""
         raise NotImplementedError
 
     def written(self, arrays: list[Any]) -> None:
-        """Tell the library that its arrays were changed in place."""
+        """Tell the library that these arrays were changed in place."""
 
     def side(self, array: Any) -> Kind | None:
         """The kind for the device that this array is on; None for a device that gsbn cannot use."""

@@ -1,6 +1,6 @@
-"""Arrays in and out: NumPy, CuPy, torch and any other DLPack producer, without a copy, on the caller's stream.
+"""Find the library of arrays: NumPy, CuPy, torch or any other DLPack producer, without a copy.
 
-A library is only ever looked up in `sys.modules`: whoever hands over a torch tensor has imported torch.
+Libraries are looked up in `sys.modules`, not imported: a caller with a torch tensor has imported torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _learning = threading.Lock()
 
 
 def kind_of(array: Any) -> Kind | None:
-    """The kind of an array; None for a DLPack producer of no known library and for what is no array at all."""
+    """The kind of an array; None for a DLPack producer of another library, and for an object that is not an array."""
     kind = _kinds.get(type(array)) or _learn(type(array))
     return kind.side(array) if kind is not None else None
 
 
 def _learn(type_: type) -> Kind | None:
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
-    with _learning:  # one kind of a library, whichever thread comes first
+    with _learning:  # so that threads share one kind per library
         if issubclass(type_, np.ndarray):
             _kinds[type_] = _kinds[np.ndarray]
         elif cupy is not None and issubclass(type_, cupy.ndarray):
@@ -52,11 +52,12 @@ def _learn(type_: type) -> Kind | None:
 def kinds_of(
     arrays: dict[str, Any], required: tuple[str, ...], own: tuple[str, ...] = ("out",)
 ) -> tuple[Kind, dict[str, Any], frozenset[str]]:
-    """The one kind of all arrays, the arrays themselves, and the names of those that DLPack marks as read-only.
+    """The common kind of all arrays, the arrays, and the names of those that DLPack marks as read-only.
 
-    `own` names those that may be of a known kind where the others are foreign: they came from gsbn. Foreign DLPack
-    producers come back as CuPy or NumPy arrays. Raises TypeError that names the first argument that is no array or of
-    another kind than the first of `required`, ValueError for one on another device, and what `Kind.admit` raises.
+    Arrays of other libraries are returned as CuPy or NumPy arrays that share their memory. `own` names the arrays that
+    may be CuPy or NumPy arrays even then, because gsbn made them. Raises TypeError for an argument that is not an array
+    or of another library than the first of `required`, ValueError for one on another device, and the errors of
+    `Kind.admit`.
     """
     like = required[0]
     owner = arrays[like]
@@ -75,7 +76,7 @@ def kinds_of(
         if other is None or other.name != kind.name:
             raise TypeError(f"{name}: expected a {kind.name} array like {like}, got {type_name(array)}")
         other.admit(name, array)
-    for name, array in arrays.items():  # one library, two devices
+    for name, array in arrays.items():  # the same library, but another device
         if array is not None and kind_of(array) is not kind:
             raise ValueError(f"{name}: expected {like}'s device {owner.device}, got {array.device}")
     return kind, arrays, frozenset()
@@ -109,5 +110,5 @@ def _import_dlpack(
 
 def _reject_device(name: str, array: Any) -> None:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):  # of no kind: neither on the CPU nor on CUDA
+    if torch is not None and isinstance(array, torch.Tensor):  # without a kind: neither on the CPU nor on CUDA
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got one on {array.device}")

@@ -17,7 +17,7 @@ class NumpyArrays(Kind):
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
         given = [a for a in arrays if a is not None]
         key = tuple([None if a is None else (type(a), a.shape, a.strides, a.dtype, a.flags.writeable) for a in arrays])
-        # An address takes a microsecond to ask for. Different arrays that own their memory need none: they cannot meet.
+        # Reading an address takes 1 us. Different arrays that own their memory cannot overlap: they need no addresses.
         if len({id(a) for a in given if a.flags.owndata}) == len(given):
             return key, []
         return key, [0 if a is None else self.pointer(a) for a in arrays]

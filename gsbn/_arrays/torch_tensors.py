@@ -29,7 +29,7 @@ class CpuTensors(Kind):
             torch.int64: "int64",
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        dual = torch.autograd.forward_ad  # whose _current_level is -1 where nothing is differentiated forward
+        dual = torch.autograd.forward_ad  # _current_level is -1 outside forward-mode differentiation
         self._forward_ad = dual if hasattr(dual, "_current_level") else SimpleNamespace(_current_level=-1)
 
     def read(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
@@ -86,14 +86,14 @@ class CpuTensors(Kind):
     def version(self, array: Any) -> int | None:
         try:
             return array._version  # type: ignore[no-any-return]
-        except RuntimeError:  # a tensor that inference mode made counts nothing
+        except RuntimeError:  # tensors from inference mode have no count
             return None
 
     def written(self, arrays: list[Any]) -> None:
         increment = self._torch.autograd.graph.increment_version
         try:
             increment(arrays)
-        except (RuntimeError, TypeError):  # older versions take one, and none that inference mode made
+        except (RuntimeError, TypeError):  # older versions take one tensor, and none from inference mode
             for array in arrays:
                 if not array.is_inference():
                     increment(array)
@@ -108,7 +108,7 @@ class CudaTensors(CpuTensors):
     def __init__(self, torch: Any) -> None:
         super().__init__(torch)
         self._bytes: dict[Any, Any] = {}  # an empty tensor of bytes for every device
-        self._asked = (0, False)  # the last capture that graph_keeps was asked of, and the answer
+        self._asked = (0, False)  # the last capture that graph_keeps was called for, and its result
         # 0.3 against 3.7 us for the public current_stream(), which builds a Stream object around the same pointer.
         self._raw_stream: Callable[[int], int] = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -121,7 +121,7 @@ class CudaTensors(CpuTensors):
         return self._raw_stream(device)
 
     def maker(self, shape: tuple[int, ...], like: Any, dtype: str | None = None) -> Callable[[], Any]:
-        # The quickest way that torch has: no dtype or device to parse, no tuple to unpack.
+        # The fastest allocation in torch: no dtype or device to parse, no tuple to unpack.
         return partial(self.empty((0,), like, dtype).new_empty, *(shape or ((),)))
 
     def scratch(self, nbytes: int, like: Any) -> tuple[Any, int]:
@@ -132,7 +132,7 @@ class CudaTensors(CpuTensors):
         return memory, memory.data_ptr()
 
     def graph_keeps(self, arrays: tuple[Any, ...], capture: int) -> bool:
-        # Within torch's own capture memory comes from a pool of the graph's; within another's, from the common one.
+        # During torch's own capture memory comes from the graph's pool; during another library's, from the common pool.
         pointer = next(filter(None, (array.data_ptr() for array in arrays)), 0)
         if pointer == 0:
             return True  # no memory at all
@@ -155,14 +155,14 @@ class CudaTensors(CpuTensors):
 
 
 def _nowhere(array: Any) -> int:
-    """The address of a tensor that has none: 0 if it has no elements either."""
+    """The address 0 of a tensor without elements; raise for a tensor with elements but without memory."""
     if array.numel():
         raise RuntimeError("a tensor without memory")
     return 0
 
 
 def _bfloat16(name: str) -> Any:
-    """NumPy's bfloat16, in which the CPU computes."""
+    """The bfloat16 of ml_dtypes for NumPy."""
     try:
         import ml_dtypes
     except ImportError as error:

@@ -7,7 +7,8 @@ and dtypes is checked and planned; later ones find it by a key, and only their a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from .._arrays import check
 from .._arrays.check import View
@@ -27,7 +28,8 @@ _NONE: frozenset[str] = frozenset()
 Views = dict[str, View | None]
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
     """What an operation contributes. Its `options` are hashable; `context` is what a call takes in addition to arrays:
     a prepared weight, or what a forward saved."""
 
@@ -94,9 +96,7 @@ def call(
     own: tuple[str, ...] = (),
 ) -> Any:
     """Run an operation on its arrays; those named in `own` do not come from a DLPack producer."""
-    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
-    if kind is None:
-        kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
+    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
         result = operation.result(kind, arrays, options, found, made)
@@ -139,7 +139,7 @@ def _admit(
     is not of a known kind."""
     kind = kind_of(arrays[0])
     if kind is not None:
-        return kind, arrays, frozenset(), False
+        return kind, arrays, _NONE, False
     named = dict(zip(operation.arguments[: operation.foreign], arrays, strict=False))
     kind, imported, read_only = kinds_of(named, operation.required, own)
     return kind, (*imported.values(), *arrays[operation.foreign :]), read_only, True

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .problem import Device, Matrix, ceil_div, round_up
+from .sources import Constants
 from .variants import split_rows_at_once
 
-SPAN = 64  # elements of a row whose limbs lie together
+SPAN = Constants("split_limbs.cu", {})["SPAN"]  # elements of a row whose limbs lie together
 AT_ONCE = 3  # matrices in a launch of take_maxima or split_tiles
 Place = int | str  # bytes into the workspace, or the name of other memory
 SCRATCH = "scratch"  # anywhere in the workspace

@@ -8,10 +8,11 @@ from .cost import tall_us
 from .gemm import takes_limbs
 from .kernel import Kernel
 from .problem import INT32_MAX, Matmul, ceil_div, round_up
+from .sources import Constants
 from .split_k import SplitKReduction, split_k_reduction
 from .variants import TALL_SIDE, tall_product
 
-CHUNK = 32  # rows that a CTA takes at a time: CHUNK of kernels/tall_product.cu
+CHUNK = Constants("tall_product.cu", {})["CHUNK"]  # rows that a CTA takes at a time
 LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
 

@@ -1,4 +1,4 @@
-"""How numbers of a group's ranks reach each other's GPUs: through peer memory, else through NCCL."""
+"""Exchange numbers between the GPUs of a group's ranks: through peer memory if possible, else through NCCL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .._plan.problem import VECTORS
 from .._plan.ranks import letters
 from .group import Group
 
-_MAILBOX = 64 << 20  # bytes, of all slots and ranks: at 8 ranks 131,000 features
-_FEATURES = 1 << 16, 1 << 20  # that it has room for: of more than 16 ranks it is larger, 4 MiB a rank
+_MAILBOX = 64 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
+_FEATURES = 1 << 16, 1 << 20  # least and most features; above 16 ranks a mailbox grows by 4 MiB per rank
 _LETTER = 16
-_LONGEST = 1e9  # seconds, whose nanoseconds fit into 64 bits
-_INFO = struct.Struct("16s 16s q q ? 64s")  # of a rank: host, process, mailbox, device, what others open
+_LONGEST = 1e9  # seconds; in nanoseconds it fits into 64 bits
+_INFO = struct.Struct("16s 16s q q ? 64s")  # host, process, mailbox, device, has an IPC handle, IPC handle
 _NCCL_FLOAT64 = 8
 _STATUS = {  # STATUS_ of kernels/common/ranks.cuh
     1: "a rank did not come within {timeout:g} s",
@@ -44,7 +44,7 @@ def forward_words(
     activation: Any,
     number: Any,
 ) -> str:
-    """What must be alike in the forwards of all ranks, for an error to show; `number` is a scale that is no array."""
+    """What must be equal in the forwards of all ranks, for error messages; `number` is the scale if not an array."""
     given = ", ".join(name for name in VECTORS if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
@@ -53,20 +53,20 @@ def forward_words(
 
 
 def signature(what: str) -> int:
-    """A number for a call, exact in float64."""
-    import hashlib  # which `import gsbn` need not load
+    """A hash of a call that is exact in float64."""
+    import hashlib  # not needed at `import gsbn`
 
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:6], "little")
 
 
 def features_of(ranks: int) -> int:
-    """How many features a mailbox has room for."""
+    """The number of features that fit into a mailbox."""
     least, most = _FEATURES
     return min(max((_MAILBOX // (2 * ranks * _LETTER) - 2) // 2, least), most)
 
 
 def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
-    """The group's, made by its first call on a GPU: that is collective, and waits."""
+    """The exchange of a group. The first call on a GPU makes it: this is collective, and waits for all ranks."""
     found = group.on_device
     if found is None:
         if capturing:
@@ -79,9 +79,9 @@ def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
 
 
 class Exchange:
-    """What a group has on its GPU; `address` is that of struct Ranks (kernels/common/ranks.cuh).
+    """The state of a group on its GPU; `address` is that of struct Ranks (kernels/common/ranks.cuh).
 
-    `waits`: kernels of ours wait for letters in peer memory; else `gather` is to be called between two.
+    `waits` is True if gsbn's kernels wait for letters in peer memory; else `gather` runs between two kernels.
     """
 
     def __init__(self, group: Group, device: int) -> None:
@@ -93,7 +93,7 @@ class Exchange:
         runtime = cuda().runtime
         self.features = features_of(group.size)
         nbytes = 2 * group.size * letters(self.features) * _LETTER
-        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # of no pool: others open it as it is
+        self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # not pooled, since others open all of it
         boxes = self._open(nbytes) if group.peer_memory else None
         ready = all(flag == b"\1" for flag in group.gather_bytes(b"\1" if boxes is not None else b"\0"))
         self.waits = ready and boxes is not None
@@ -112,14 +112,14 @@ class Exchange:
         self._event = cuda().cupy.cuda.Event(disable_timing=True)  # after the last call
         self._stream: int | None = None
         self._watch = None if self.waits else _Watch(group.timeout, self._comm)
-        cuda().cupy.cuda.get_current_stream().synchronize()  # before a call on another stream reads what was copied
+        cuda().cupy.cuda.get_current_stream().synchronize()  # so that calls on other streams see these copies
         group.at_close(self._close)
 
     def _open(self, nbytes: int) -> list[int] | None:
-        """The addresses of all mailboxes; None where one is out of reach. Collective."""
+        """The addresses of all ranks' mailboxes; None if this GPU cannot access one of them. Collective."""
         group, runtime = self._group, cuda().runtime
         stream = cuda().cupy.cuda.Stream(non_blocking=True)
-        runtime.memsetAsync(self._mailbox, 0, nbytes, stream.ptr)  # no call has the number 0
+        runtime.memsetAsync(self._mailbox, 0, nbytes, stream.ptr)  # calls count from 1
         stream.synchronize()
         try:
             handle, offered = runtime.ipcGetMemHandle(self._mailbox), True
@@ -134,7 +134,7 @@ class Exchange:
                     boxes.append(self._mailbox)
                 elif host != _host():
                     return None
-                elif process == _process():  # its threads share addresses
+                elif process == _process():  # threads of one process share addresses
                     if device != self.device:
                         _reach(device)
                     boxes.append(mailbox)
@@ -149,8 +149,8 @@ class Exchange:
         return boxes
 
     def _join(self) -> None:
-        """A communicator of NCCL's: the user's if the group was made of one. Collective."""
-        from cupy.cuda import nccl  # which CuPy itself does not import
+        """Set the NCCL communicator: the user's if the group was made from one, else a new one. Collective."""
+        from cupy.cuda import nccl  # `import cupy` does not import it
 
         group = self._group
         self._comm = group.nccl
@@ -170,7 +170,7 @@ class Exchange:
     # ---- a call
 
     def begin(self, stream: int, capturing: bool) -> None:
-        """Before a call's launches: after those of the last call, if that was on another stream."""
+        """Before a call's launches: make the stream wait for the previous call, if that was on another stream."""
         if self._stream not in (None, stream) and not capturing:
             cuda().runtime.streamWaitEvent(stream, self._event.ptr)
 
@@ -183,15 +183,15 @@ class Exchange:
                 self._watch.add(stream)
 
     def gather(self, count: int, operands: tuple[int, int], stream: int) -> None:
-        """Launch: `count` doubles of every rank, in rank order, from the first address to the second."""
+        """Launch an all-gather of `count` doubles per rank; `operands` are the addresses to read and to write."""
         posted, gathered = operands
         self._comm.allGather(posted, gathered, count, _NCCL_FLOAT64, stream)
 
     def obstacle(self) -> str:
-        """What has gone wrong in a call so far; empty if nothing has."""
+        """The error of a call so far; empty if there is none."""
         status = ctypes.c_longlong.from_address(self._status.ptr).value
         if self._watch is not None and self._watch.late:
-            status = 1  # of what NCCL has left undone, anything may follow
+            status = 1  # after an aborted NCCL call any other status may follow from it
         return _STATUS[status].format(timeout=self._group.timeout) if status else ""
 
     # ---- the end
@@ -202,13 +202,13 @@ class Exchange:
         self._mapped = []
 
     def _free(self) -> None:
-        """Once no other process has it mapped."""
+        """Free the mailbox; no other process may have it mapped any more."""
         if self._mailbox:
             cuda().runtime.free(self._mailbox)
         self._mailbox = 0
 
     def _close(self, together: bool) -> None:
-        """`together`: all ranks close now. Else others may still write to the mailbox, and it stays."""
+        """`together`: all ranks close now. Else others may still write to the mailbox, so it is not freed."""
         if self._watch is not None:
             self._watch.end()
         with on_device(self.device):
@@ -219,19 +219,19 @@ class Exchange:
                     self._unmap()
                     self._group.gather_bytes(b"unmap")
                     self._free()
-                except RuntimeError:  # a rank does not come: it may still write
+                except RuntimeError:  # a rank is missing: it may still write
                     together = False
             if self._own_comm and not (self._watch is not None and self._watch.late):
-                (self._comm.destroy if together else self._comm.abort)()  # what destroys waits for the others
+                (self._comm.destroy if together else self._comm.abort)()  # destroy waits for the others
 
 
 class _Watch:
-    """A thread that aborts NCCL where a call does not end: NCCL itself would wait for ever."""
+    """A thread that aborts NCCL if a call does not end: NCCL itself would wait for ever."""
 
     def __init__(self, timeout: float, comm: Any) -> None:
         self._timeout, self._comm, self.late = timeout, comm, False
         self._calls: deque[tuple[float, Any]] = deque()
-        # Events to record again: destroying one waits while another thread waits for the GPU.
+        # Events to use again: destroying an event blocks while another thread waits for the GPU.
         self._events: deque[Any] = deque()
         self._ended = threading.Event()
         self._device = cuda().runtime.getDevice()
@@ -247,7 +247,7 @@ class _Watch:
 
     def _run(self) -> None:
         cuda().runtime.setDevice(self._device)
-        with beside_captures():  # it asks for events
+        with beside_captures():  # it queries events
             while not self._ended.wait(min(1.0, self._timeout / 4)):
                 while self._calls and self._calls[0][1].done:
                     self._events.append(self._calls.popleft()[1])
@@ -258,7 +258,7 @@ class _Watch:
 
 
 def _host() -> bytes:
-    """What two processes have in common that may open each other's memory."""
+    """A hash of the host: processes of the same host may open each other's memory."""
     import hashlib  # as above
 
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -270,7 +270,7 @@ _TOKEN = os.urandom(8)
 
 
 def _process() -> bytes:
-    """What no other process has: a number alone may be another's, too, in another container; a fork has this token."""
+    """Unique to this process. The process id is not unique across containers; the token is not across a fork."""
     return _TOKEN + os.getpid().to_bytes(8, "little")
 
 

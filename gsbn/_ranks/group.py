@@ -1,4 +1,4 @@
-"""Groups: ranks that share a batch. Who they are, and how their numbers reach each other on the host."""
+"""Groups of ranks that share a batch, and the exchange of their numbers on the host."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import numpy as np
 from .._values import flag, shown, timeout_seconds
 
 _NCCL_UINT8 = 1
-_HEADER = 256  # bytes: what a rank calls, in words that an error can show
+_HEADER = 256  # bytes: the call of a rank, as text for error messages
 
 
 class Engine(Protocol):
-    """The user's own communication, as far as gsbn uses it on the host; every method is collective."""
+    """The part of the user's communication library that gsbn uses on the host; every method is collective."""
 
     rank: int
     size: int
-    on_host: bool  # bytes need no GPU
+    on_host: bool  # whether it can send host memory without a GPU
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
-        """Every rank's bytes, of one length, in rank order; RuntimeError or TimeoutError if that takes longer."""
+        """The bytes of every rank, of equal length, in rank order; RuntimeError or TimeoutError after the timeout."""
         ...
 
     def close(self) -> None: ...
 
 
 class Group:
-    """Ranks that share a batch, one process or thread each; `gsbn.group` makes one, and its docstring tells more.
+    """Ranks that share a batch, each a process or a thread. `gsbn.group` makes one; see there.
 
     Attributes
     ----------
     rank, size : int
-        Which of how many.
+        The number of this rank, and the number of ranks.
     timeout : float
-        Seconds that a call waits for the others at most.
+        The longest time that a call waits for the other ranks, in seconds.
     """
 
     rank: int
@@ -51,20 +51,20 @@ class Group:
     def __init__(self, engine: Engine, timeout: float, peer_memory: bool) -> None:
         self._engine, self.timeout, self.peer_memory = engine, timeout, peer_memory
         self.rank, self.size = engine.rank, engine.size
-        self._name, self._calls = "", 0  # the name is the same on all ranks, and another in every group
-        self._obstacle = ""  # why it cannot be used any more
-        self.on_device: Any = None  # the Exchange, once a call on a GPU has needed one
+        self._name, self._calls = "", 0  # the same on all ranks, unique for each group
+        self._obstacle = ""  # why the group cannot be used any more
+        self.on_device: Any = None  # the Exchange, made by the first call on a GPU
         self._closers: list[Callable[[bool], None]] = []
 
     @property
     def nccl(self) -> Any:
-        """The communicator of NCCL's that it was made of, if it was."""
+        """The NCCL communicator that the group was made from, or None."""
         return getattr(self._engine, "comm", None)
 
     def check(self) -> None:
-        """Raise RuntimeError if the group is closed, or has lost a rank or the order of its calls.
+        """Raise RuntimeError if the group is closed, a rank is missing, or the ranks make different calls.
 
-        Every call with the group begins with it. A replayed CUDA graph does not: ask after a replay that has ended.
+        Every call with the group starts with this check. The replay of a CUDA graph does not: check after it has ended.
         """
         if not self._obstacle and self.on_device is not None:
             self._obstacle = self.on_device.obstacle()
@@ -72,7 +72,7 @@ class Group:
             raise RuntimeError(f"group: {self._obstacle}; it cannot be used any more")
 
     def check_host(self) -> None:
-        """Raise ValueError if the group does not reach the host's memory."""
+        """Raise ValueError if the group cannot send host memory."""
         if not self._engine.on_host:
             raise ValueError(
                 "group: expected one of a communicator that reaches the host's memory (gloo, MPI) for arrays on the "
@@ -80,16 +80,16 @@ class Group:
             )
 
     def meet(self) -> None:
-        """Wait until all ranks have made the group, and give it a name: another group's calls cannot pass for its."""
+        """Wait until all ranks have made the group, and name it, so that it never matches calls of another group."""
         self.agree("gsbn.group")
         self._name = self.gather_bytes(os.urandom(4))[0].hex()
 
     def gather_bytes(self, data: bytes, timeout: float | None = None) -> list[bytes]:
-        """Every rank's bytes, of one length."""
+        """The bytes of every rank, of equal length."""
         self.check()
         try:
             return self._engine.gather(data, self.timeout if timeout is None else timeout)
-        except BaseException as error:  # of an interrupt, too, nobody knows what the others have seen
+        except BaseException as error:  # after an interrupt, too: the others may have these bytes or not
             reason = str(error) or type(error).__name__
             self._obstacle = f"rank {self.rank} of {self.size}, waiting for the others ({self.timeout:g} s): {reason}"
             if not isinstance(error, Exception):
@@ -97,9 +97,9 @@ class Group:
             raise RuntimeError(f"group: {self._obstacle}") from error
 
     def gather(self, call: str, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Every rank's numbers, float64 (size, numbers) in rank order, on the host.
+        """The numbers of every rank, float64 (size, numbers) in rank order, on the host.
 
-        All ranks must make the same `call`; RuntimeError where one makes another.
+        Raises RuntimeError unless all ranks make the same `call`.
         """
         start = time.monotonic()
         self._calls += 1
@@ -109,7 +109,7 @@ class Group:
         return np.stack([np.frombuffer(row) for row in rows])
 
     def agree(self, call: str) -> None:
-        """Raise RuntimeError unless all ranks make the same call; of one length, as not every engine tells lengths."""
+        """Raise RuntimeError unless all ranks make the same call. Pads it: engines need bytes of equal length."""
         header = call.encode()[:_HEADER].ljust(_HEADER)
         for rank, other in enumerate(self.gather_bytes(header)):
             if other != header:
@@ -118,27 +118,27 @@ class Group:
                 raise RuntimeError(f"group: {self._obstacle}")
 
     def at_close(self, closer: Callable[[bool], None]) -> None:
-        """Call it once, when the group is closed, with whether all ranks close it now."""
+        """Register a function for `close`; its argument tells whether all ranks close the group now."""
         self._closers.append(closer)
 
     def close(self) -> None:
-        """Free what the group holds: collective, after its last call. The communicator stays the user's.
+        """Free the memory of the group. Collective, after its last call. Does not close the communicator.
 
         Raises
         ------
         RuntimeError
-            If calls of the group have failed since the last one that began: their results are worthless.
+            The last calls of the group have failed: their results are wrong.
         """
         failed = self._close(together=not self._obstacle)
         if failed:
             raise RuntimeError(f"group: {failed}; what its last calls gave is worthless")
 
     def leave(self) -> None:
-        """`close` on this rank alone; what others may still write to stays."""
+        """`close` on this rank alone; memory that other ranks may still write to is not freed."""
         self._close(together=False)
 
     def _close(self, together: bool) -> str:
-        """What calls have failed by that nobody was told."""
+        """Close, and return the error of the last calls if it was not raised yet, else an empty string."""
         while self._closers:
             self._closers.pop()(together)
         known = self._obstacle or self.on_device is None
@@ -165,22 +165,22 @@ class Group:
 
 
 def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Group:
-    """Ranks that share a batch: ``gsbn.forward(..., training=True, group=...)`` takes the statistics of all their rows.
+    """Make a group of ranks: ``gsbn.forward(..., training=True, group=...)`` uses the statistics of all their rows.
 
-    Collective: every rank of the communicator makes one, once. A context manager; `close` frees what it holds.
+    Collective: every rank of the communicator calls it once. The result is a context manager; `close` frees its memory.
 
     Parameters
     ----------
     comm
-        The communication that is there already: a ``torch.distributed`` ProcessGroup (of any backend), an mpi4py
-        communicator, a ``cupy.cuda.nccl.NcclCommunicator`` or a backend of ``cupyx.distributed``. The last two serve
-        arrays on a GPU alone, gloo and MPI both sides.
+        An existing communicator: a ``torch.distributed`` ProcessGroup (of any backend), an mpi4py communicator, a
+        ``cupy.cuda.nccl.NcclCommunicator`` or a backend of ``cupyx.distributed``. The last two support only arrays on a
+        GPU; gloo and MPI also support arrays on the CPU.
     timeout : float
-        Seconds that a call waits for the other ranks at most. A rank that died, or calls something else, is an error
-        on all others within this time: on the CPU of the call itself, on a GPU, where the host never waits, of the
-        next call. Compiling kernels on one rank counts, so seconds are too few.
+        The longest time that a call waits for the other ranks, in seconds. If a rank has died or makes another call,
+        the others raise within this time: on the CPU the call itself raises; on a GPU, where the host never waits, the
+        next call does. The time includes the compilation of kernels on another rank, so a few seconds are too short.
     peer_memory : bool
-        Whether GPUs may write into each other's memory (see Notes).
+        Whether GPUs may write to each other's memory (see Notes).
 
     Returns
     -------
@@ -189,17 +189,24 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     Raises
     ------
     TypeError
-        A `comm` that is none of these, a `peer_memory` that is no bool.
+        `comm` is none of these, or `peer_memory` is not a bool.
     ValueError
-        A `timeout` that is not above 0, a communicator that this process is not a member of.
+        `timeout` is not above 0, or this process is not a member of the communicator.
     RuntimeError
-        A rank that does not come.
+        A rank does not call it before the timeout.
 
     Notes
     -----
-    On a GPU the first call with the group sets up, once, how statistics travel: through memory of the other GPUs where
-    every rank can map every other's, which CUDA allows processes of one host, over NVLink or PCIe; else through NCCL.
-    All ranks' calls must come in one order, as with any collective, on one stream at a time.
+    On a GPU the first call with the group chooses how statistics are exchanged: by writing to the memory of the other
+    GPUs if every rank can map that of every other (CUDA supports it for processes of one host, over NVLink or PCIe),
+    else through NCCL. As with any collective, all ranks must make their calls in the same order, and a rank must use
+    one stream at a time.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI  # doctest: +SKIP
+    >>> with gsbn.group(MPI.COMM_WORLD) as ranks:  # doctest: +SKIP
+    ...     y = gsbn.forward(x, weight, training=True, group=ranks)
     """
     seconds = timeout_seconds(timeout)
     flag("peer_memory", peer_memory)
@@ -219,13 +226,13 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
 
 
 class _Torch:
-    """A ProcessGroup of torch's."""
+    """The engine of a torch ProcessGroup."""
 
     def __init__(self, torch: Any, comm: Any) -> None:
-        self._torch, self._of = torch, weakref.ref(comm)  # torch keeps it until it is destroyed, which joins threads
+        self._torch, self._of = torch, weakref.ref(comm)  # weak: torch owns it, and destroying it joins threads
         self.rank, self.size = torch.distributed.get_rank(comm), torch.distributed.get_world_size(comm)
         self.on_host = "cpu:" in torch.distributed.get_backend_config(comm)
-        # of NCCL's messages: a ProcessGroup does with a device that is never made the current one
+        # NCCL's device: a ProcessGroup may use one that is never made the current device
         bound = getattr(comm, "bound_device_id", None)
         self._device = "cpu" if self.on_host else bound or f"cuda:{torch.cuda.current_device()}"
         if self.rank < 0:
@@ -239,7 +246,7 @@ class _Torch:
         all_ = [torch.empty_like(mine) for _ in range(self.size)]
         work = torch.distributed.all_gather(all_, mine, group=comm, async_op=True)
         if self.on_host:
-            # 0 ms are no limit to it, and the nanoseconds of 292 years overflow
+            # For torch 0 ms means no limit, and 292 years overflow in nanoseconds.
             work.wait(timedelta(seconds=min(max(timeout, 0.001), 1e9)))
         else:
             _until(work.is_completed, timeout)
@@ -259,7 +266,7 @@ def _torch(comm: Any) -> Engine | None:
 
 
 class _Mpi:
-    """A communicator of mpi4py's: a copy of it, so that no message of ours meets one of the user's."""
+    """The engine of an mpi4py communicator; it uses a copy, so that gsbn's messages never match the user's."""
 
     on_host = True
 
@@ -269,7 +276,7 @@ class _Mpi:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
 
     def gather(self, data: bytes, timeout: float) -> list[bytes]:
-        if self._copy is None:  # here and not before: Dup would wait without a limit
+        if self._copy is None:  # not in __init__, and not by Dup, which would wait without a limit
             copy, request = self._comm.Idup()
             self._wait(request, timeout)
             self._copy = copy
@@ -282,7 +289,7 @@ class _Mpi:
             _until(request.Test, timeout)
         except BaseException:
             _UNFINISHED.append(request)
-            self._copy = None  # with a message under way it cannot be freed
+            self._copy = None  # it cannot be freed while a message is under way
             raise
 
     def close(self) -> None:
@@ -291,7 +298,7 @@ class _Mpi:
             self._copy = None
 
 
-_UNFINISHED: list[Any] = []  # requests that nobody waits for any more, and the memory to which MPI may still write
+_UNFINISHED: list[Any] = []  # abandoned requests, with the memory that MPI may still write to
 
 
 def _mpi(comm: Any) -> Engine | None:
@@ -304,7 +311,7 @@ def _mpi(comm: Any) -> Engine | None:
 
 
 class _Nccl:
-    """A communicator of CuPy's NCCL, which knows memory of GPUs alone."""
+    """The engine of a CuPy NCCL communicator, which sends only GPU memory."""
 
     on_host = False
 
@@ -332,17 +339,17 @@ def _nccl(comm: Any) -> Engine | None:
         return None
     backends = sys.modules.get("cupyx.distributed")
     if backends is not None and isinstance(comm, backends.NCCLBackend):
-        comm = comm._comm  # there is no other way to its communicator
+        comm = comm._comm  # there is no public access to its communicator
     if not isinstance(comm, nccl.NcclCommunicator):
         return None
     return _Nccl(comm, comm.rank_id(), comm.size())
 
 
 def _until(done: Callable[[], bool], timeout: float) -> None:
-    """Wait: at first without sleeping, for what is near is there in microseconds."""
+    """Wait until done; without sleeping in the first millisecond, since most answers take microseconds."""
     start = time.monotonic()
     while not done():
         waited = time.monotonic() - start
         if waited > timeout:
             raise TimeoutError("they did not come")
-        time.sleep(0.0001 if waited > 0.001 else 0)  # 0 lets another rank run that shares the core
+        time.sleep(0.0001 if waited > 0.001 else 0)  # sleep(0) lets a rank on the same core run

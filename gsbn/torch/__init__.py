@@ -1,11 +1,11 @@
-"""gsbn as a part of PyTorch: a layer, a function and a conversion that autograd, autocast and torch.compile know.
+"""gsbn for PyTorch: a layer, a function and a conversion that support autograd, autocast and torch.compile.
 
 >>> import gsbn.torch
 >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
 >>> list(layer.state_dict())[:3]
 ['linear.weight', 'norm.weight', 'norm.bias']
 
-Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` know tensors, but no autograd.
+Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` take tensors, but not autograd.
 """
 
 from ._convert import Conversion, Left, Sequential, convert, revert

@@ -1,4 +1,4 @@
-"""Gradients that are differentiated themselves, or come in batches: of the call anew, by PyTorch's own operators."""
+"""Second derivatives and batched gradients: compute the call again, by PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .._arrays.kinds import NUMBERS
 from .._backward import How
 from ..reference import Gradients
 
-# Rows of what the forward saved with frozen statistics, as kernels/common/common.cuh numbers them
+# Rows of the saved vectors in inference, as kernels/common/common.cuh numbers them
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
 
 
 class Given(NamedTuple):
-    """What the forward was given beside x, which autograd keeps."""
+    """The arguments of the forward except x, which autograd keeps."""
 
     weight: Any
     bias: Any
@@ -24,18 +24,18 @@ class Given(NamedTuple):
     gamma: Any
     beta: Any
     eps: float
-    connected: bool  # the x that autograd keeps is the one that was given, not a cast of it
+    connected: bool  # autograd keeps the x that was given, not a cast of it
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
-    """The gradients in `how.needs`, in the order of `Gradients`, as functions of x, dy and what was given.
+    """The gradients in `how.needs`, in the order of `Gradients`, as functions of x, dy and the arguments in `given`.
 
-    Of half a backward that of x is the gradient of g. RuntimeError where there is nothing to compute them from.
+    For the first half of a backward the gradient of x is that of g. Raises RuntimeError if x was not kept.
     """
     create = _checked(how, given, x)
     weight, bias, scale, gamma, beta, eps, _ = given
     with torch.enable_grad():
-        if not create:  # a graph of its own, which ends here
+        if not create:  # detach: a separate graph for this call
             x = x.detach().requires_grad_(x.is_floating_point())
         g = functional.linear(x, weight.to(x.dtype))
         z = g if scale is None else g * scale
@@ -44,7 +44,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             ones, zeros = torch.ones(features, device=z.device), torch.zeros(features, device=z.device)
             z = z.to(torch.promote_types(x.dtype, torch.float32))
             if bias is not None:
-                z = z + (bias - bias).to(z.dtype)  # which the mean takes out: a gradient of 0 that has derivatives
+                z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias: a gradient of 0 that has derivatives
             y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
         else:
             if bias is not None:
@@ -62,14 +62,14 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
 
 
 def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:
-    """dx and dweight of dg, where `how.needs` has them."""
+    """dx and dweight from dg, each None if not in `how.needs`."""
     _checked(how, given, x if "weight" in how.needs else dg)
     dx = dg @ given.weight.to(dg.dtype) if "x" in how.needs else None
     return dx, dg.transpose(0, 1) @ x if "weight" in how.needs else None
 
 
 def _checked(how: How, given: Given, x: Any) -> bool:
-    """Whether the gradients are to be differentiated; RuntimeError where they cannot."""
+    """Whether the gradients will be differentiated; raise RuntimeError if they cannot."""
     create = torch.is_grad_enabled()
     if how.group is not None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""`convert`: a model's own modules, run by gsbn where they stand in a row in an ``nn.Sequential``."""
+"""convert: let gsbn run consecutive modules of an ``nn.Sequential`` as one call."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from ._layer import LinearBatchNorm1d
 from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run
 
 _NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
-_OURS = ("_scales", "_precision", "_plan")  # what conversion adds to an nn.Sequential
+_OURS = ("_scales", "_precision", "_plan")  # attributes that `convert` adds to an nn.Sequential
 
 
 class Left(NamedTuple):
-    """A normalisation that `convert` left as it was.
+    """A normalisation that `convert` did not change.
 
     Attributes
     ----------
     name : str
         The module's name in the model.
     why : str
+        The reason.
     """
 
     name: str
@@ -35,15 +36,14 @@ class Left(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """What `convert` did; as a string, a line for each entry.
+    """The result of `convert`; as a string, one line for each entry.
 
     Attributes
     ----------
     replaced : tuple of tuple of str
-        The names of the modules that run as one call, for each such call.
+        For each call of gsbn the names of the modules that it runs.
     left : tuple of Left
-        Every BatchNorm1d and SyncBatchNorm of the model that is in none of these and in no `LinearBatchNorm1d`, and
-        why.
+        Every other BatchNorm1d and SyncBatchNorm of the model, except in a `LinearBatchNorm1d`, and why it is left.
     """
 
     replaced: tuple[tuple[str, ...], ...]
@@ -56,9 +56,9 @@ class Conversion(NamedTuple):
 
 
 class Sequential(nn.Sequential):
-    """The ``nn.Sequential`` that `convert` makes of one: the same children, of which some run as one call of gsbn.
+    """An ``nn.Sequential`` that `convert` changed: it has the same children, and gsbn runs some of them as one call.
 
-    It looks at its children again whenever they are others, so that it can be sliced, extended and changed.
+    It can be sliced, extended and changed: it detects when its children have changed.
     """
 
     _scales: tuple[type, ...] = ()
@@ -80,7 +80,7 @@ class Sequential(nn.Sequential):
         children = tuple(self._modules.values())
         if is_compiling():
             return _steps(children, self._scales)
-        key = children, tuple([child.__class__ for child in children])  # lazy and parametrized modules change theirs
+        key = children, tuple([child.__class__ for child in children])  # lazy and parametrized modules change class
         plan = self.__dict__.get("_plan")
         if plan is None or plan[0] != key:
             plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
@@ -97,20 +97,20 @@ class Sequential(nn.Sequential):
 
 
 def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest") -> Conversion:
-    """Let gsbn run Linear, scale, BatchNorm1d and ReLU wherever they stand in a row in an ``nn.Sequential``.
+    """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
 
-    The modules stay where they are, with their parameters, hooks and dtypes, and so do the names in the state_dict; an
-    optimiser that was made before goes on. What changes is the class of the ``nn.Sequential`` around them, to
-    `gsbn.torch.Sequential`, which is one, and that of each ``nn.SyncBatchNorm`` that runs in a row, to
-    `gsbn.torch.SyncBatchNorm`. ``print`` what this returns to see what was found.
+    The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
+    optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
+    `gsbn.torch.Sequential`, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`.
+    ``print`` the result to see what was converted.
 
     Parameters
     ----------
     model : nn.Module
-        Is changed in place; it may be a Sequential itself.
+        Changed in place; it may itself be an ``nn.Sequential``.
     scales : tuple of type
-        Classes of modules that compute ``x * self.scale``, with one parameter `scale` of (O,) or of one element and
-        nothing else. Nothing is taken for a scale by its looks.
+        Classes of modules that compute ``x * self.scale``, whose only parameter `scale` has shape (O,) or one element.
+        Modules of other classes are never taken for a scale.
     precision : {"highest", "high"}
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
 
@@ -122,19 +122,27 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
     Raises
     ------
     TypeError, ValueError
-        A `model` that is no module, `scales` that are no classes, an unknown `precision`.
+        `model` is not a module, `scales` is not a tuple of classes, or `precision` is unknown.
 
     Notes
     -----
-    Whether a row runs as one call is decided again in every call. Its modules run one by one, as before, while one of
-    them has hooks or a parametrization, and for an input that is not a plain tensor of (B, I): of three dimensions
-    Linear and BatchNorm1d do not agree which one is the features. So they do under ``torch.jit.trace`` and
-    ``torch.func``. A ReLU with hooks runs on its own.
+    Every call decides again whether consecutive modules run as one call. They run one by one, as before, if one of them
+    has hooks or a parametrization, under ``torch.jit.trace`` and ``torch.func``, and if the input is not a plain (B, I)
+    tensor: with three dimensions Linear and BatchNorm1d disagree about which dimension has the features. A ReLU with
+    hooks runs by itself.
 
     A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with its running statistics, as always.
-    Under autocast y has autocast's dtype also behind a scale, where PyTorch goes on in float32; without it the modules
-    run one by one where the scale has another dtype than the Linear. ``torch.jit.script`` of a converted model gives
-    PyTorch's own modules.
+    Under autocast y has autocast's dtype also after a scale, where PyTorch would continue in float32. Without autocast
+    the modules run one by one if the dtypes of the scale and the Linear differ. ``torch.jit.script`` of a converted
+    model compiles PyTorch's own modules.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> import gsbn.torch
+    >>> model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU())
+    >>> print(gsbn.torch.convert(model))
+    replaced 0 + 1 + 2
     """
     _module(model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -167,20 +175,29 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`: every `gsbn.torch.Sequential` in the model, and the model itself, is an ``nn.Sequential`` again.
+    """Undo `convert`: every `gsbn.torch.Sequential` in the model, or the model itself, is an ``nn.Sequential`` again.
 
-    And every `gsbn.torch.SyncBatchNorm`, wherever it stands by now, is an ``nn.SyncBatchNorm`` again, but in a
-    `LinearBatchNorm1d`.
+    Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a `LinearBatchNorm1d`.
 
     Parameters
     ----------
     model : nn.Module
-        Is changed in place; its modules, parameters and state are untouched.
+        Changed in place; its modules, parameters and state stay as they are.
 
     Raises
     ------
     TypeError
-        A `model` that is no module.
+        `model` is not a module.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> import gsbn.torch
+    >>> model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32))
+    >>> conversion = gsbn.torch.convert(model)
+    >>> gsbn.torch.revert(model)
+    >>> type(model) is nn.Sequential
+    True
     """
     _module(model)
     for module in model.modules():
@@ -202,7 +219,7 @@ _NO_ROW = "it is not in an nn.Sequential"
 
 
 def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ...]:
-    """What runs one after the other: rows, and children that are in none."""
+    """The steps of the Sequential in order: rows of modules, and children that are in no row."""
     steps = list(children)
     for i in range(len(children) - 1, -1, -1):
         if isinstance(children[i], _NORMS):
@@ -214,12 +231,12 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
 
 
 def _places(i: int, row: Row) -> range:
-    """Where the modules of a row stand whose norm is child i."""
+    """The indices of the children in a row whose norm is child i."""
     return range(i - (1 if row.scale is None else 2), i + (1 if row.activation is None else 2))
 
 
 def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
-    """The row whose norm is child i, or why there is none, by what the modules are."""
+    """The row whose norm is child i, or why there is none; depends only on the modules' classes and sizes."""
     norm = children[i]
     if norm.__class__ not in NORMS:
         return f"it is a {_title(norm)}, not an nn.BatchNorm1d or nn.SyncBatchNorm"
@@ -247,7 +264,7 @@ def _is_scale(module: Any, features: int) -> bool:
 
 
 def _hindrance(parent: Any, row: Row) -> str | None:
-    """What keeps a row from running as one call now."""
+    """The reason why a row cannot run as one call now, or None."""
     if type(parent) not in (nn.Sequential, Sequential):
         return f"its row is a {_title(parent)}, which may have a forward of its own"
     modules = [module for module in row[:3] if module is not None]

@@ -1,4 +1,4 @@
-"""`linear_batch_norm`, and the one call that it, the layer and converted models share."""
+"""linear_batch_norm, and the call of gsbn that it, the layer and converted models share."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ._again import Given, gradients_again, products_again
 from ._groups import group_of, name_of
 from ._operators import recorded
 
-# The names of the gradients that are needed, by what autograd says of the arguments
+# The names of the needed gradients, by autograd's needs_input_grad
 _WANTED = {
     needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
     for needed in product((False, True), repeat=len(Gradients._fields))
 }
-# Whoever watches operators (fake tensors, make_fx, counters of operations) must see one; there is no public question.
+# TorchDispatch modes (fake tensors, make_fx, operation counters) must see one operator; torch has no public API to ask.
 _watchers = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-# torch.jit.trace would record one result as a constant, and torch.func's tensors have no memory.
+# torch.jit.trace would record a result as a constant; the tensors of torch.func have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_ad: Any = torch.autograd.forward_ad
@@ -41,13 +41,13 @@ _level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEV
 
 
 def is_transformed() -> bool:
-    """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func looks on, for which PyTorch's
-    own modules are to run."""
+    """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is active: PyTorch's own
+    modules must run then."""
     return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
 
 
 def _exporting() -> bool:
-    # Not torch.compiler.is_exporting(), of which torch.compile makes True in some versions.
+    # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
@@ -70,53 +70,63 @@ def linear_batch_norm(
     gemm: Gemm = "auto",
     process_group: Any = None,
 ) -> Tensor:
-    """`gsbn.forward` as a part of PyTorch: autograd, autocast and torch.compile know it.
+    """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
 
-    Under ``torch.autocast`` x and weight are cast as ``nn.Linear`` casts them, and y has autocast's dtype; the vectors
-    stay as they are. The gradients have the dtypes of the arguments. Second derivatives (``create_graph=True``) and
-    batched gradients go through PyTorch's own operators, which compute the call anew.
+    Under ``torch.autocast`` x and weight are cast as in ``nn.Linear``, and y has autocast's dtype; the vectors are not
+    cast. Each gradient has the dtype of its argument. Second derivatives (``create_graph=True``) and batched gradients
+    compute the call again, by PyTorch's own operators.
 
     Parameters
     ----------
     x : (B, I) or (N, I, L) tensor
-        Of three dimensions every (n, l) is a row, as ``BatchNorm1d`` takes its input. Nothing is copied where the
-        features lie next to each other in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
+        float32, float16, bfloat16 or float64. With three dimensions every (n, l) is a row, as in ``BatchNorm1d``. x is
+        not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
     weight : (O, I) tensor
-        x's dtype, but under autocast.
+        x's dtype, except under autocast.
     scale : (O,) tensor, tensor of one element, or float, optional
-        1 if absent.
+        x's dtype or float32, as all vectors. Default: 1.
     bias, gamma, beta : (O,) tensor, optional
-        Taken as 0, 1 and 0 if absent; in x's dtype or float32, as all vectors.
+        Default: 0, 1 and 0.
     running_mean, running_var : (O,) tensor, optional
-        Both or neither; needed without `training`, updated in place with it.
+        Both or neither; required in inference. Training updates them in place.
     num_batches_tracked : int64 tensor of one element, optional
         Training adds 1 to it.
     training : bool
-        Statistics of this batch (True) or the running ones (False).
+        Use the statistics of this batch (True) or the running statistics (False).
     momentum : float or None
         Weight of the new batch in the running statistics; None is the cumulative average.
     eps : float
-        Added to the variance.
+        Added to the variance; > 0 in training, >= 0 in inference.
     activation : {"relu"}, optional
-        What y is put through.
+        Applied to y.
     precision, gemm : str
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
-        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``; None is this
-        rank's rows alone. Forward and backward are then calls of all ranks, with any number of rows each, none
-        included. It has no effect in inference, and where there is but one rank.
+        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
+        then call the forward and the backward; the number of rows of a rank may differ and may be 0. None uses this
+        rank's rows alone. It has no effect in inference, or with one rank.
 
     Returns
     -------
     y : (B, O) or (N, O, L) tensor
-        x's dtype; under autocast autocast's. Of three dimensions its features lie next to each other in memory.
+        x's dtype; under autocast, autocast's dtype. With three dimensions the features are adjacent in memory.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.forward`, with `process_group` as `gsbn.group` and with a `group`. RuntimeError for second derivatives
-        under autocast or with a process group, and within ``torch.jit.trace``, forward-mode differentiation and the
+        As `gsbn.forward` and, with `process_group`, as `gsbn.group`. RuntimeError also for second derivatives under
+        autocast or with a process group, and inside ``torch.jit.trace``, forward-mode differentiation and the
         transforms of ``torch.func``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import gsbn.torch
+    >>> x, weight = torch.randn(256, 64), torch.randn(32, 64, requires_grad=True)
+    >>> y = gsbn.torch.linear_batch_norm(x, weight, training=True, activation="relu")
+    >>> y.sum().backward()
+    >>> weight.grad.shape
+    torch.Size([32, 64])
     """
     state = running_mean, running_var, num_batches_tracked
     if is_transformed():
@@ -142,7 +152,7 @@ def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
     process_group: Any = None,
 ) -> Any:  # fmt: skip
-    """`linear_batch_norm` of the statistics and of (training, momentum, eps, precision, gemm) as tuples."""
+    """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     if x.dim() == 3:
         n, features, length = x.shape
         rows = x.transpose(1, 2).reshape(n * length, features)
@@ -160,7 +170,7 @@ def call(
     )
     if is_compiling() or _watchers():
         training, *more = options
-        if _exporting() and not training:  # for inference: nothing is kept for a backward
+        if _exporting() and not training:  # an exported inference keeps nothing for a backward
             differentiate = False
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
@@ -175,12 +185,12 @@ def call(
 
 
 def _cast(array: Any, dtype: Any) -> Any:
-    """As autocast casts the operands of a product."""
+    """Cast as autocast casts the operands of a product."""
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
 class _Whole(Function):
-    """gsbn's forward and backward, which autograd calls with grad mode off."""
+    """The whole forward and backward as one autograd node; autograd calls them with grad mode off."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, more: Any) -> Any:
@@ -192,7 +202,7 @@ class _Whole(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        # Where x and weight were cast, autograd casts their gradients back to what it knows of the arguments.
+        # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
         how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
         x, weight, deviations, vectors = ctx.saved_tensors
         if _goes_again(dy):
@@ -202,7 +212,7 @@ class _Whole(Function):
 
 
 class _Linear(Function):
-    """All of the forward of a large call; of the backward what is left when the gradient has come through `_Norm`."""
+    """The forward of a large call, and the second half of its backward: from dg, made by `_Norm`, to dx and dweight."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
@@ -210,7 +220,7 @@ class _Linear(Function):
         given = Given._make((weight, *vectors, more[1][2], saved.x is x))
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
-        ctx.cast = weight if how.wide else None  # gsbn's own
+        ctx.cast = weight if how.wide else None  # a cast that only gsbn holds
         ctx.how, ctx.given = how, given
         between += (saved.deviations, saved.vectors, how, given)
         return y
@@ -218,13 +228,13 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # `_Norm`'s matter
+        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
         if _goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         dg = dg.resolve_neg()
         if not how.wide:
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
-        # The cast weight is free before dweight is made, which has twice its bytes.
+        # Free the cast weight before making dweight, which has twice its bytes.
         dx = dweight = None
         if of_x:
             dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
@@ -236,7 +246,7 @@ class _Linear(Function):
 
 
 class _Norm(Function):
-    """Nothing of the forward, in which y passes through; of the backward the way from dy to dg."""
+    """The first half of the backward of a large call: from dy to dg. Its forward returns y unchanged."""
 
     @staticmethod
     def forward(ctx: Any, y: Any, bias: Any, scale: Any, gamma: Any, beta: Any, between: Any) -> Any:
@@ -252,7 +262,7 @@ class _Norm(Function):
         how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
         deviations, of_features = ctx.saved_tensors
         if _goes_again(dy):
-            linear, _ = ctx.next_functions[0]  # which has x, where anybody has
+            linear, _ = ctx.next_functions[0]  # this node has x if any has
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
@@ -264,8 +274,9 @@ def _apply(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
 ) -> Any:
     more = state, options, dtype
-    # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second costs the host 40 us,
-    # in which a GPU deals with some millions of elements. Where one launch makes dg and both products, no dg passes.
+    # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
+    # the host; a GPU processes some millions of elements in that time. One node if one launch makes dg and both
+    # products, because dg is then never written.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
     whole = options[0] and makes_both_products(name, rows, *weight.shape)
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
@@ -276,12 +287,12 @@ def _apply(
 
 
 def _apply_of(node: Any) -> Any:
-    """Function's own apply takes 3 us to look for torch.func's transforms, whose tensors gsbn refuses anyway."""
+    """The base class's apply: Function.apply takes 3 us to check for torch.func, whose tensors gsbn refuses anyway."""
     return super(Function, node).apply
 
 
 _FOUR = (False,) * 4
-# Whether the graph is kept for another backward; where torch cannot tell, it may be.
+# Whether the graph is kept for another backward; True if torch cannot tell.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
@@ -295,16 +306,16 @@ def _forward(
 
 
 def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
-    """x and weight, each where the gradient of the other is wanted: else it is free, if it was cast, or may change."""
+    """x and weight, each None unless the backward reads it: then a cast is freed, and the original may change."""
     x, weight = saved.x, saved.weight
-    if not x.is_cuda:  # NumPy's backward takes both
+    if not x.is_cuda:  # the backward on the CPU takes both
         return x, weight
     reads_weight = makes_both_products(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
     return x if of_weight else None, weight if of_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
-    """All six."""
+    """All six gradients."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
     found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), how)
@@ -325,24 +336,24 @@ def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
     rows, size = dg.stride(0), dg.element_size()
-    if dg.stride(1) != 1 or rows * size % 16 or dg.data_ptr() % 16:  # not as `_before_norm` left it
+    if dg.stride(1) != 1 or rows * size % 16 or dg.data_ptr() % 16:  # not the layout that `_before_norm` made
         pitch = -(-dg.shape[1] * size // 16) * 16 // size
         dg = dg.new_empty(len(dg), pitch)[:, : dg.shape[1]].copy_(dg)
     found, made = backward_run(_kind(dg), (dg, x, weight, None, None), how)
     return [None if place is None else made[place] for place in found.returns[:2]]
 
 
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 
 def _goes_again(dy: Any) -> bool:
-    """Whether PyTorch's own operators make the gradients: they are differentiated themselves, or come in batches."""
+    """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
     return bool(is_grad_enabled() or _transforms() or _is_batched(dy))
 
 
 def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
-    """dg takes the deviations' place, where nobody will read them again, and they are still what the forward made `at`
-    this address: hooks on saved tensors may give back memory of their own."""
+    """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
+    the forward made them: hooks on saved tensors may return other memory."""
     if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not _keeps_graph():
         return how._replace(in_place=True)
     return how

@@ -1,4 +1,4 @@
-"""Whether a call is one of several ranks, and the one `gsbn.Group` of a ProcessGroup for all layers."""
+"""group, and the one `gsbn.Group` per ProcessGroup that all layers share."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
 def world() -> Any:
-    """The ProcessGroup of all ranks; None where there are no others."""
+    """The ProcessGroup of all ranks; None without torch.distributed."""
     return distributed.group.WORLD if distributed.is_available() else None
 
 
 def name_of(process_group: Any) -> str | None:
-    """What torch knows the ProcessGroup by, for whoever records a program; None if it has no other rank."""
+    """torch's name of the ProcessGroup, for recorded programs; None if it has no other rank."""
     return process_group.group_name if _has_others(process_group) else None
 
 
 def group_named(device: Any, name: str | None = None) -> Group | None:
-    """`group_of` the ProcessGroup of this name."""
+    """`group_of` the ProcessGroup with this name."""
     return None if name is None else group_of(distributed.distributed_c10d._resolve_process_group(name), device)
 
 
 def group_of(process_group: Any, device: torch.device | None = None) -> Group | None:
-    """The group of a ProcessGroup, for tensors on a device; None if it has no other rank. The first call of all ranks
-    makes it."""
+    """The group of a ProcessGroup, for tensors on a device; None if it has no other rank. The first call makes the
+    group, so all ranks must make it."""
     if not _has_others(process_group):
         return None
     found = _groups.get(process_group)
@@ -47,20 +47,21 @@ def group(
     peer_memory: bool = True,
     device: torch.device | str | int | None = None,
 ) -> Group | None:
-    """Set up how layers over a ProcessGroup exchange their statistics, before the first call that would do so itself.
+    """Set up the exchange of statistics over a ProcessGroup, with these options, before the first call of its layers.
 
-    Collective: every rank of the ProcessGroup calls it, once. All layers over the ProcessGroup share what it makes.
+    Collective: every rank of the ProcessGroup calls it once. All layers over the ProcessGroup share the result. Without
+    this call the first call of a layer sets up the exchange.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        The layers' `process_group`; None is the group of all ranks.
+        The `process_group` of the layers; None is the group of all ranks.
     timeout : float, optional
-        Seconds that a call waits for the other ranks at most; None is the ProcessGroup's own timeout.
+        The longest time that a call waits for the other ranks, in seconds; None is the timeout of the ProcessGroup.
     peer_memory : bool
-        As in `gsbn.group`: whether GPUs may write into each other's memory.
+        As in `gsbn.group`: whether GPUs may write to each other's memory.
     device : torch.device, optional
-        Where the layers' inputs lie; None is the device that the ProcessGroup is bound to, or the current one.
+        The device of the layers' inputs; None is the device that the ProcessGroup is bound to, or the current one.
 
     Returns
     -------
@@ -70,14 +71,14 @@ def group(
     Raises
     ------
     TypeError, ValueError
-        As `gsbn.group`; a `process_group` that is none.
+        As `gsbn.group`; also if `process_group` is not a ProcessGroup.
     RuntimeError
-        If the ProcessGroup has a group already, or a rank does not come.
+        The ProcessGroup has a group already, or a rank does not make the call before the timeout.
 
     Examples
     --------
     >>> import gsbn.torch
-    >>> gsbn.torch.group(timeout=60.0) is None  # a process alone has nobody to wait for
+    >>> gsbn.torch.group(timeout=60.0) is None  # a single process
     True
     """
     process_group = world() if process_group is None else process_group
@@ -95,14 +96,14 @@ def group(
 def _make(process_group: Any, device: torch.device, timeout: float | None, peer_memory: bool) -> Group:
     if timeout is None:
         timeout = _timeout_of(process_group, device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where NCCL's messages travel
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # the device for NCCL's messages
         found = _groups[process_group] = make_group(process_group, timeout=timeout, peer_memory=peer_memory)
-    finalize(process_group, found.leave).atexit = False  # when the program ends, all memory goes anyway
+    finalize(process_group, found.leave).atexit = False  # not at exit, when all memory is freed anyway
     return found
 
 
 def _timeout_of(process_group: Any, device: torch.device) -> float:
-    """Seconds that the ProcessGroup itself waits; torch's default where it does not tell."""
+    """The timeout of the ProcessGroup in seconds; torch's default if it has none."""
     for kind in (device, torch.device("cpu"), torch.device("cuda")):
         try:
             return float(process_group._get_backend(kind).options._timeout.total_seconds())
@@ -112,7 +113,7 @@ def _timeout_of(process_group: Any, device: torch.device) -> float:
 
 
 def _has_others(process_group: Any) -> bool:
-    """As nn.SyncBatchNorm asks: a rank that is not a member has its own rows alone."""
+    """Whether it has other ranks. As in nn.SyncBatchNorm, a rank that is not a member uses its own rows alone."""
     check_group(process_group)
     if process_group is None or _is_no_member(process_group) or not distributed.is_initialized():
         return False
@@ -120,7 +121,7 @@ def _has_others(process_group: Any) -> bool:
 
 
 def check_group(process_group: Any) -> None:
-    """Raise TypeError for what is no ProcessGroup."""
+    """Raise TypeError if it is not a ProcessGroup or None."""
     if process_group is None or _is_no_member(process_group):
         return
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
@@ -128,5 +129,5 @@ def check_group(process_group: Any) -> None:
 
 
 def _is_no_member(process_group: Any) -> bool:
-    """Whether it is what torch gives a rank that is not in the group which it makes."""
+    """Whether it is the object that torch returns to ranks that are not in a new group."""
     return distributed.is_available() and process_group is distributed.GroupMember.NON_GROUP_MEMBER

@@ -1,4 +1,4 @@
-"""The layer."""
+"""LinearBatchNorm1d: the layer."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
 
 class LinearBatchNorm1d(nn.Module):
-    """Linear, perhaps a scale, BatchNorm1d, perhaps ReLU: three or four modules in one call of gsbn.
+    """Linear, optional scale, BatchNorm1d and optional ReLU in one call of gsbn.
 
-    `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, initialised as such; they hold the parameters and the
-    running statistics. Neither is called: the layer reads them. Only where one of them is not plain (it has hooks or a
-    parametrization, or something else was put in its place), and under ``torch.jit.trace`` and ``torch.func``, both are
-    called, and gsbn is not.
+    `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They hold the
+    parameters and the running statistics; the layer reads these and does not call the modules. It calls both modules,
+    and not gsbn, if one of them is not plain (it has hooks or a parametrization, or was replaced by something else),
+    and under ``torch.jit.trace`` and ``torch.func``.
 
     Parameters
     ----------
     in_features, out_features : int
-        Sizes of one row of the input and of the output.
+        The number of features of the input and of the output.
     bias : bool
-        Whether the Linear has one. In training BatchNorm1d subtracts it again with the mean, so it is of no use there.
+        Whether the Linear has a bias. In training it has no effect on y, because BatchNorm1d subtracts the mean.
     scale : bool
-        Whether there is a parameter `scale` (out_features) between the Linear and the BatchNorm1d, at first 1.
+        Whether the layer has a parameter `scale` (out_features,) after the Linear, initialised to 1.
     affine, eps, momentum, track_running_stats
-        BatchNorm1d's.
+        As in ``nn.BatchNorm1d``.
     activation : {"relu"}, optional
-        What follows.
+        Applied to the output.
     device, dtype
-        Where the parameters are made, and of what dtype.
+        The device and the dtype of the parameters.
     precision, gemm : str
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
-        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``; None is this
-        rank's rows alone. `norm` is a `gsbn.torch.SyncBatchNorm` then.
+        In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``, and `norm` is a
+        `gsbn.torch.SyncBatchNorm`. None uses this rank's rows alone.
 
     Raises
     ------
     TypeError, ValueError
-        An `activation`, `precision` or `gemm` that is none of the words, a `process_group` that is none.
+        `activation`, `precision` or `gemm` is not an allowed word, or `process_group` is not a ProcessGroup.
 
     Attributes
     ----------
@@ -54,13 +54,13 @@ class LinearBatchNorm1d(nn.Module):
     norm : nn.BatchNorm1d
     scale : Parameter or None
     activation, precision, gemm : str
-        May be set at any time.
+        They may be changed at any time.
 
     Notes
     -----
-    The input is (N, in_features) or, as ``BatchNorm1d`` takes it, (N, in_features, L); the output has out_features
-    instead. An ``nn.Linear`` takes (N, L, in_features), which is another layout: transpose it, then nothing is copied.
-    ``train()`` and ``eval()`` act as on BatchNorm1d; it is `norm.training` that counts. Names in the ``state_dict``:
+    The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L); the output is (N, out_features) or
+    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass its transpose, which is not copied.
+    ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. Names in the ``state_dict``:
     ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
     ``norm.running_var`` and ``norm.num_batches_tracked``.
 
@@ -114,7 +114,7 @@ class LinearBatchNorm1d(nn.Module):
         self.gemm = gemm
 
     def forward(self, x: Tensor) -> Tensor:
-        """y of x."""
+        """Compute y from x."""
         modules, parameters = self._modules, self._parameters
         linear: Any = modules["linear"]
         norm: Any = modules["norm"]
@@ -127,12 +127,12 @@ class LinearBatchNorm1d(nn.Module):
         return y if self.activation is None else self._module()(y)
 
     def _module(self) -> nn.Module:
-        """PyTorch's of the activation."""
+        """PyTorch's module of the activation."""
         choice("activation", self.activation, ACTIVATIONS)
         return next(module for module, name in NAMES.items() if name == self.activation)()
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """For torch.jit.script, which runs PyTorch's own modules."""
+        """For torch.jit.script, which compiles PyTorch's own modules."""
         after = nn.Identity() if self.activation is None else self._module()
         made = _Scriptable(self.linear, self.scale, self.norm, after)
         made.training = self.training
@@ -146,18 +146,24 @@ class LinearBatchNorm1d(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
     def fold(self) -> nn.Linear | nn.Sequential:
-        """What the layer computes in ``eval()``, as PyTorch's own modules.
+        """Fold the layer in ``eval()`` into one ``nn.Linear``.
 
         Returns
         -------
         nn.Linear or nn.Sequential
-            A new Linear with bias, of the weight's dtype and device, computed in float64 by `gsbn.fold`; with an
-            activation, ``nn.Sequential(Linear, ReLU)``. It holds the running statistics of now.
+            A new Linear with bias, of the weight's dtype and device, computed in float64 by `gsbn.fold` from the
+            current running statistics; with an activation, ``nn.Sequential(Linear, ReLU)``.
 
         Raises
         ------
         ValueError
-            A layer without running statistics.
+            The layer has no running statistics.
+
+        Examples
+        --------
+        >>> import gsbn.torch
+        >>> gsbn.torch.LinearBatchNorm1d(64, 32).eval().fold()
+        Linear(in_features=64, out_features=32, bias=True)
         """
         linear, norm = self.linear, self.norm
         if norm.running_mean is None or norm.running_var is None:
@@ -173,13 +179,13 @@ class LinearBatchNorm1d(nn.Module):
                 beta=norm.bias,
                 eps=norm.eps,
             )
-        made = nn.Linear(linear.in_features, linear.out_features, device="meta")  # which draws no random numbers
+        made = nn.Linear(linear.in_features, linear.out_features, device="meta")  # meta draws no random numbers
         made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
         return made if self.activation is None else nn.Sequential(made, self._module())
 
 
 class _Scriptable(nn.Module):
-    """The layer's modules one after the other, under its names in the state_dict."""
+    """The layer's modules in sequence, with the same names in the state_dict."""
 
     def __init__(self, linear: nn.Linear, scale: nn.Parameter | None, norm: nn.BatchNorm1d, after: nn.Module) -> None:
         super().__init__()

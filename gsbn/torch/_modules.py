@@ -1,4 +1,4 @@
-"""Modules in a row, Linear, perhaps a scale, BatchNorm1d, perhaps ReLU, as one call with their own parameters."""
+"""Run Linear, optional scale, BatchNorm1d and optional ReLU as one call, with the parameters of these modules."""
 
 from __future__ import annotations
 
@@ -16,29 +16,37 @@ from .._typing import Activation, Gemm, Precision
 from ._function import call, is_transformed
 from ._groups import world
 
-_TENSORS = (Tensor, nn.Parameter, FakeTensor)  # a fake one where a program is recorded
+_TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
 _NO_STATISTICS = (None, None, None)
 _hooks_of_all: Any = getattr(_module, "_has_any_global_hook", lambda: False)
 
 
 class SyncBatchNorm(nn.BatchNorm1d):
-    """``nn.SyncBatchNorm`` where gsbn runs it: what `convert` makes of one, and a layer's `norm` with a process group.
+    """``nn.SyncBatchNorm`` for gsbn: `convert` replaces these by it, and it is a layer's `norm` with a process group.
 
-    It has the same parameters, statistics and names in the state_dict, and called by itself gives the same output. It
-    is no ``nn.SyncBatchNorm``, since DistributedDataParallel refuses these on the CPU, where gsbn runs them. A copy by
-    ``copy.deepcopy`` is of the same ranks. Only one of the world's process group can be pickled, as with theirs.
+    It has the same parameters, statistics and names in the state_dict, and gives the same output if called by itself.
+    It is not a subclass of ``nn.SyncBatchNorm``, because DistributedDataParallel rejects these on the CPU, which gsbn
+    supports. A copy by ``copy.deepcopy`` has the same process group. As with ``nn.SyncBatchNorm``, it can be pickled
+    only with the process group of all ranks.
 
     Parameters
     ----------
     *arguments, **options
-        ``nn.BatchNorm1d``'s.
+        As for ``nn.BatchNorm1d``.
     process_group : torch.distributed.ProcessGroup, optional
-        Whose ranks share their rows; None is the world, of which there is one when training begins.
+        Its ranks share their rows; None is the group of all ranks when training starts.
+
+    Examples
+    --------
+    >>> import gsbn.torch
+    >>> norm = gsbn.torch.SyncBatchNorm(32)
+    >>> norm.num_features, norm.process_group
+    (32, None)
     """
 
     def __init__(self, *arguments: Any, process_group: Any = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.process_group = None if process_group is world() else process_group  # which can be pickled
+        self.process_group = None if process_group is world() else process_group  # None can be pickled
 
     forward = nn.SyncBatchNorm.forward
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
@@ -52,22 +60,22 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 
 NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
-NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # of the modules that are an `activation`
-# What a call of such a module runs: adapters, quantisers and tracers put something else there, for all of a class
+NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
+# The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
 _FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *NAMES)}
 
 
 class Row(NamedTuple):
-    """The modules, in the order in which they run; None for one that is not there."""
+    """Consecutive modules, in order; None for an absent one."""
 
     linear: Any
-    scale: Any  # whose parameter `scale` multiplies
+    scale: Any  # multiplies by its parameter `scale`
     norm: Any
     activation: Any
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
-    """What the modules give one after the other; they do it themselves where gsbn cannot."""
+    """The output of the modules in sequence: by one call of gsbn if possible, else by the modules themselves."""
     linear, scale, norm, after = row
     factor = None if scale is None else scale._parameters["scale"]
     if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
@@ -82,17 +90,17 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
 
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
-    """Whether what follows the Linear does with its output what one call does."""
-    if x.dim() != 2:  # of three dimensions Linear and BatchNorm1d do not agree which one is the features
+    """Whether the modules after the Linear compute the same as one call of gsbn."""
+    if x.dim() != 2:  # with three, Linear and BatchNorm1d disagree about the dimension of the features
         return False
     if scale is None:
         return True
-    # of two dtypes PyTorch goes on in the wider one; under autocast one call is documented to give autocast's
+    # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
     return is_plain(scale, scale.__class__) and (factor.dtype is linear._parameters["weight"].dtype or _casts(x))
 
 
 def is_plain(module: Any, type_: Any) -> bool:
-    """Whether a call of the module does what its type does and nothing else."""
+    """Whether a call of the module does exactly what its class does: no hooks, no replaced forward."""
     own = module.__dict__
     if module.__class__ is not type_ or type_.forward is not _FORWARDS.get(type_, type_.forward):
         return False
@@ -106,27 +114,27 @@ def is_plain(module: Any, type_: Any) -> bool:
 
 
 def are_plain(x: Any, linear: Any, norm: Any) -> bool:
-    """Whether one call may take the place of the two modules' for this input."""
+    """Whether one call of gsbn may replace the calls of both modules for this input."""
     if norm.__class__ not in NORMS or not is_plain(norm, norm.__class__):
         return False
     if not is_plain(linear, nn.Linear) or _hooks_of_all() or is_transformed():
         return False
     of_linear, of_norm, buffers = linear._parameters, norm._parameters, norm._buffers
     if not ("bias" in of_linear and "weight" in of_norm and "bias" in of_norm and "running_mean" in buffers):
-        return False  # somebody put something else in a parameter's place
+        return False  # a parameter was replaced by something else
     if not ("running_var" in buffers and "num_batches_tracked" in buffers):
         return False
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
-    if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's tensors are
+    if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's are
         return False
     return wins(x, norm)
 
 
 def wins(x: Tensor, norm: Any) -> bool:
-    """The one place that leaves a call to the modules for being slower: on a CPU PyTorch's own operators are the faster
-    ones, and NumPy's threads would fight with theirs. Ranks that share a batch there have no other way."""
+    """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
+    compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
     return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
 
 
@@ -138,7 +146,7 @@ def _casts(x: Tensor) -> bool:
 def fused(
     x: Any, linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm
 ) -> Any:
-    """The call that the modules stand for. It reads their own dictionaries: their attributes cost 1 us each."""
+    """The call of gsbn that replaces the modules. Reads their dictionaries, because each attribute costs 1 us."""
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
     # As BatchNorm1d and SyncBatchNorm choose their statistics

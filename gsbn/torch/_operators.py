@@ -1,7 +1,7 @@
-"""The calls as operators of torch's own, for whoever records a program in place of running it: torch.compile, export.
+"""gsbn's calls as torch operators, for torch.compile and torch.export, which record a program.
 
-The recorder keeps each in its graph as one piece. Calls that run at once do not come here: a dispatcher in between
-would cost the host time, and add nothing.
+Each operator is one node of the recorded graph. Eager calls do not use the operators: the dispatcher would only cost
+time on the host.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 
 
 def _fake_saved(training: bool) -> Callable[..., Any]:
-    """The shapes and dtypes that `gsbn.Saved` documents."""
+    """Make results with the shapes and dtypes that `gsbn.Saved` documents."""
 
     def fake(x: Any, weight: Any, *_: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
@@ -97,7 +97,7 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
     return [made[name] for name in needs.split()]
 
 
-# An operator cannot return None, so the gradients are a list of those in `needs`, names with spaces between them.
+# An operator cannot return None, so it returns a list of the gradients in `needs`, which has names between spaces.
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
@@ -108,7 +108,7 @@ BACKWARD = _operator(
 
 
 class _Recorded(torch.autograd.Function):
-    """What connects the operators; autograd formulas of operators that write to an argument are not allowed."""
+    """Connects the operators to autograd; torch allows no autograd formula for an operator that writes an argument."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -132,7 +132,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, *options: Any) -> Any:
-    """The call of x, weight, bias, scale, gamma, beta and the statistics; options from number on."""
+    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: from number on."""
     if differentiate:
         return _Recorded.apply(*tensors, training, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)

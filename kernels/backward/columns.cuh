@@ -1,13 +1,13 @@
-// What a thread of a backward makes of its VEC columns: their sums, the gradients of size O, dg. No kernels.
+// What a thread of a backward computes from its VEC columns: their sums, the gradients of size O, dg. No kernels.
 #pragma once
 #include "backward/rows.cuh"
 #include "common/ranks.cuh"
 
 constexpr int GROUP = 16;
 
-enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // of coefficients, in G
+enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
-// A sum of G: of a few float32 as it comes, of float64 with what its roundings left over.
+// A sum of G: of a few float32 numbers; of float64 numbers with the rounding errors (Knuth's two-sum).
 struct Sum {
     G high = 0, low = 0;
     __device__ void add(G v) {
@@ -30,9 +30,9 @@ struct Sum {
     }
 };
 
-// The gradient with respect to u, y = f(u), of VEC columns from col on.
+// Turns dy into the gradient with respect to u, where y = f(u), for VEC columns from col on.
 struct BeforeY {
-    Vector<G, VEC> slope = {}, offset = {}, m = {}, m_low = {};
+    Vector<G, VEC> slope = {}, offset = {}, mean = {}, mean_low = {};
 
     __device__ BeforeY(const BackwardProblem& p, const double* saved, long long col, int inside) {
         if constexpr (ACTIVE) {
@@ -43,9 +43,9 @@ struct BeforeY {
                     slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * p.n]);
                     offset.at[j] = static_cast<G>(at[SAVED_OFFSET * p.n]);
                     if (!TRAINING) {
-                        const HighLow<G> parts(at[SAVED_M * p.n]);
-                        m.at[j] = parts.high;
-                        m_low.at[j] = parts.low;
+                        const HighLow<G> parts(at[SAVED_MEAN * p.n]);
+                        mean.at[j] = parts.high;
+                        mean_low.at[j] = parts.low;
                     }
                 }
         }
@@ -53,13 +53,13 @@ struct BeforeY {
 
     __device__ G gradient(int j, G dy, G d) const {
         if constexpr (!ACTIVE) return dy;
-        const G u = fma(slope.at[j], TRAINING ? d : (d - m.at[j]) - m_low.at[j], offset.at[j]);
-        // of few rows G is wider than what y was made of
+        const G u = fma(slope.at[j], TRAINING ? d : (d - mean.at[j]) - mean_low.at[j], offset.at[j]);
+        // for few rows G is wider than the type that y was computed in
         return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
     }
 };
 
-// All rows are added to sum[j] and dot[j], j < VEC. LONG: see Walk.
+// Adds all rows to sum[j] and dot[j], j < VEC. LONG: see Walk.
 template <bool LONG>
 __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
                                          const BeforeY& before, double (&sum)[VEC], double (&dot)[VEC]) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
     }
 }
 
-// What is subtracted from VEC columns of d: nothing in training.
+// Loads what is subtracted from VEC columns of d; nothing in training.
 __device__ inline void load_centre(const BackwardProblem& p, const double* saved, long long col, int inside,
                                    G (&centre)[VEC]) {
     if (!TRAINING) {
@@ -92,14 +92,14 @@ __device__ inline void load_centre(const BackwardProblem& p, const double* saved
     }
 }
 
-// S and E of the split rows, of the CTA's `columns` columns from col0 on: then(c, column, S, E), by a thread each. THREADS /
-// columns threads share a column, each with every so many splits, in float64; what they make of them, in `scratch` (2,
-// THREADS) in shared memory, is added in their order. Without any, which float64 leaves no room for, a thread has a column
-// alone.
+// Merges S and E of all splits for the CTA's `columns` columns from col0 on, in float64, and calls then(c, column, S,
+// E) in one thread for each column. THREADS / columns threads share a column and its splits; their sums are added in a
+// fixed order in `scratch` (2, THREADS), in shared memory. Without scratch, for which float64 leaves no room, one
+// thread has a column.
 template <typename Then>
 __device__ inline void merge_splits(const BackwardProblem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
-    constexpr int AT_ONCE = 8;  // splits whose sums are on their way
+    constexpr int AT_ONCE = 8;  // splits whose sums are in flight
     const auto [column, part, sharers] = Sharers<THREADS>(columns);
     const int parts = scratch == nullptr ? 1 : sharers;
     const long long c = col0 + column, step = parts * 2 * p.n;
@@ -137,14 +137,14 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
     if (part == 0 && c < p.n) then(c, column, S, E);
 }
 
-// What the forward left of feature c, a row (SAVED_) each.
+// What the forward saved of feature c, one number in each row (SAVED_).
 struct Factors {
     const double* saved;
     long long n, c;
-    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients want
+    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients need
 
     __device__ double operator()(int row) const { return saved[row * n + c]; }
-    // Brings every `step`-th of them into L1, so that who has sums does not wait for memory again.
+    // Loads every `step`-th of them into L1, so that they are there once the sums are known.
     __device__ void prefetch(int first = 0, int step = 1) const {
 #pragma unroll 1
         for (int row = first; row < ROWS; row += step)
@@ -152,9 +152,10 @@ struct Factors {
     }
 };
 
-constexpr int GRADIENTS = 4;  // of size O
+constexpr int GRADIENTS = 4;  // of size O: bias, scale, gamma, beta
 
-// Of these the one with this number, of feature c. One place for all: instructions that are executed once are to be few.
+// Stores the gradient with this number, of feature c. One function for all: each is executed once, so instructions
+// should be few.
 __device__ __forceinline__ void store_gradient(int number, const BackwardProblem& p, const Factors& of, double S,
                                                double E, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     double value = S;
@@ -183,7 +184,7 @@ __device__ inline void store_gradients(const BackwardProblem& p, const Factors& 
         store_gradient(number, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
 }
 
-// In training, the coefficients of dg of a feature, rows of `pitch`, at `at`.
+// In training, stores the coefficients of dg of a feature, in rows of `pitch`, at `at`.
 __device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, double S, double E,
                                           G* coefficients, long long pitch, long long at) {
     if (!TRAINING) return;
@@ -196,7 +197,7 @@ __device__ inline void store_coefficients(const BackwardProblem& p, const Factor
     coefficients[DG_RATE * pitch + at] = static_cast<G>(rate);
 }
 
-// Of feature c, everything of size O: its gradients, if `gradients`, and the coefficients.
+// Stores everything of size O of feature c: its gradients, if `gradients`, and the coefficients.
 __device__ inline void store_feature(const BackwardProblem& p, const Factors& of, double S, double E, bool gradients,
                                      void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
                                      long long pitch, long long at) {
@@ -204,15 +205,15 @@ __device__ inline void store_feature(const BackwardProblem& p, const Factors& of
     store_coefficients(p, of, S, E, coefficients, pitch, at);
 }
 
-// S and D of feature c of this rank; with the first one goes the header.
+// Posts S and D of feature c of this rank; and with the first feature the header.
 __device__ inline void post_sums(const Exchange& exchange, const BackwardProblem& p, long long c, double unit, double S,
                                  double E) {
     if (c == 0) exchange.post_header(static_cast<double>(p.m));
     exchange.post_feature(c, S, unit * E);
 }
 
-// S and E of feature c over all ranks, as sums that store_feature takes for those of this rank's p.m rows: scaled by p.m over
-// the rows of all.
+// S and E of feature c over all ranks, scaled by p.m over the rows of all ranks: so store_feature can take them for
+// sums of this rank's p.m rows.
 __device__ inline void merge_totals(const Exchange& exchange, const BackwardProblem& p, long long c, double unit,
                                     double& S, double& E) {
     double rows, D;
@@ -222,8 +223,8 @@ __device__ inline void merge_totals(const Exchange& exchange, const BackwardProb
     E = D / unit * own;
 }
 
-// dg of the VEC columns from col on: in training of what store_coefficients left at `coefficients`, in shared memory, of which
-// col is `at`.
+// Computes dg of the VEC columns from col on. In training its coefficients lie in shared memory, where
+// store_coefficients wrote them; column `at` of `coefficients` is col.
 struct Coefficients {
     Vector<G, VEC> a = {}, mean = {}, mean_low = {}, rate = {};
     BeforeY before;
@@ -261,7 +262,7 @@ struct Coefficients {
     }
 };
 
-// The first `inside` of them.
+// Stores the first `inside` columns of dg.
 __device__ __forceinline__ void store_dg(T* to, const Vector<T, VEC>& out, int inside) {
     if (inside == VEC) {
         store_whole(to, out);

@@ -1,5 +1,5 @@
-// What the kernels of a backward are compiled for and told, and how their threads come by rows of dy and d: through rings
-// in shared memory. No kernels.
+// What the kernels of a backward are compiled for and told, and how their threads read rows of dy and d: through
+// pipelines in shared memory. No kernels.
 #pragma once
 #include "common/activation.cuh"
 #include "common/walk.cuh"
@@ -27,22 +27,22 @@ struct BackwardProblem {
     long long ldd, lddg, ld_transposed;  // row pitches of d, of dg and of its transpose, in elements
     long long row_threads;               // threads along a row of dy
     long long sums_rows, dg_rows;        // rows of a CTA of backward_sums, in an item of backward_dg
-    long long splits;     // clusters of backward_sums that share a column block; 0 where there are no sums
-    long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; else dy_col is 0
+    long long splits;                    // clusters of backward_sums that share a column block; 0 if there are no sums
+    long long vector_dy;  // whether rows of dy start on 16 bytes and its columns are adjacent; otherwise dy_col is 0
     long long words;      // zeros that the first launch writes for a later one
     long long signature;  // what this call is, of a group
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 };
 
-constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // y was put through something
+constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an activation
 
 constexpr int VEC = 16 / sizeof(T);
 constexpr int LANES = 32, WARPS = 8;
 constexpr int THREADS = LANES * WARPS;
-constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);              // of 16 bytes: VEC columns of a row of dy and of d
-constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has on their way at once
+constexpr int CHUNKS = 1 + sizeof(D) / sizeof(T);  // 16 bytes each, that VEC columns of a row of dy and of d take
+constexpr int STAGES = CHUNKS == 2 ? 4 : CHUNKS == 3 ? 2 : 1;  // rows that a thread has in flight
 
-// One access of 16 bytes: where the elements were made one by one, the compiler would write them in four.
+// One access of 16 bytes: the compiler would use four if the elements were computed one by one.
 template <typename E>
 __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
     const unsigned* word = reinterpret_cast<const unsigned*>(&v);
@@ -51,18 +51,18 @@ __device__ inline void store_whole(E* to, const Vector<E, 16 / sizeof(E)>& v) {
                  : "memory");
 }
 
-// VEC columns of a row of dy and of d; zeros for columns that there are not, and for a d that there is not.
+// VEC columns of a row of dy and of d; zeros for absent columns, and for an absent d.
 struct Row {
     Vector<T, VEC> dy;
     Vector<D, VEC> d;
 };
 
-// A thread's rows of both: first, first + step, ... (Walk).
+// The rows of dy and d that a thread has: first, first + step, ... (Walk).
 struct BackwardRows {
     const T* dy;
     const D* d;  // may be null
     long long dy_step, d_step;
-    uint4* pipeline;  // [slot][chunk][THREADS]
+    uint4* pipeline;  // [stage][chunk][THREADS]
     int inside;       // columns
     bool vector_dy;
 
@@ -89,7 +89,7 @@ struct BackwardRows {
         const uint4* from = pipeline + stage * CHUNKS * THREADS;
         Row row;
         *reinterpret_cast<uint4*>(&row.dy) = from[0];
-        if (!vector_dy) {  // columns of stride 0: one value for all
+        if (!vector_dy) {  // columns of stride 0: one value for all columns
             const T value = dy[i * dy_step];
 #pragma unroll
             for (int j = 0; j < VEC; ++j) row.dy.at[j] = value;
@@ -102,7 +102,8 @@ struct BackwardRows {
     }
 };
 
-// Zeros in place of a memset: of the maxima that take_maxima will raise. By the first launch, every thread of it.
+// Writes the zeros from which take_maxima will raise maxima, in place of a memset. Called by all threads of the first
+// launch.
 __device__ inline void clear(unsigned* zeros, long long words) {
 #pragma unroll 1
     for (long long i = 1LL * blockIdx.x * THREADS + threadIdx.x; i < words; i += 1LL * gridDim.x * THREADS)

@@ -1,14 +1,14 @@
-// What y is put through before it is written, y = f(u) with u = a (g - mean) + beta, and its derivative in the backward.
+// Activations: y = f(u) with u = a (g - mean) + beta, and their derivatives in the backward.
 //
-// An activation is one struct here, and its name in gsbn/_typing.py; a kernel is compiled for one of them (ACTIVATION).
-//   of(u)            f, to be rounded to T once; NaN passes
+// An activation is a struct here and a name in gsbn/_typing.py; a kernel is compiled for one of them (ACTIVATION).
+//   of(u)            f(u), before it is rounded to T; NaN stays NaN
 //   gradient(dy, u)  the gradient with respect to u, dy being that with respect to y
-//   JUMPS            whether the derivative jumps, which it does where side(u) changes; f does not fall
+//   JUMPS            whether the derivative jumps, where side(u) changes; f must not decrease
 //
-// The backward has no u. It computes one, u = slope d + offset, from what the forward kept: a d that is mostly a rounding
-// of g - mean to 16 bits, and so might fall on the other side of a jump than the y that was written. The forward looks,
-// and keeps the neighbour that does not (settle). The gradient then belongs to y in every element, and no bits beside d
-// are kept or read.
+// The backward has no u. It computes one, u = slope d + offset, from the deviation d that the forward saved. This d is
+// g - mean rounded, mostly to 16 bits, and may lie on the other side of a jump than the y that was written. The forward
+// checks this, and then saves the neighbour of d on y's side (settle). So the gradient belongs to y in every element,
+// and nothing but d is saved or read.
 #pragma once
 #include "common/common.cuh"
 
@@ -16,7 +16,7 @@
 #define ACTIVATION Identity
 #endif
 
-// The largest u that T's y makes zero of: half of its least number, which rounds to even.
+// The largest u that becomes zero in T: half of T's least number, which rounds to even.
 template <typename T>
 constexpr float VANISHES = 0.0f;
 template <>
@@ -56,7 +56,7 @@ struct Relu {
     static __device__ __forceinline__ W gradient(W dy, W u) {
         return side(u) ? dy : W(0);
     }
-    // whether y is above zero, or NaN
+    // Whether y is above zero, or NaN.
     template <typename W>
     static __device__ __forceinline__ bool side(W u) {
         return !(u <= W(VANISHES<T>));
@@ -71,7 +71,7 @@ constexpr bool is_same = false;
 template <typename A>
 constexpr bool is_same<A, A> = true;
 
-// v rounded to D; to its neighbour on v's other side where rounding would else carry slope v + offset over the jump.
+// Rounds v to D; to the neighbour on v's other side if rounding would carry slope v + offset over the jump.
 template <typename T, typename D, typename G>
 __device__ __forceinline__ D settle(G v, G slope, G offset) {
     D d;
@@ -79,7 +79,7 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     if constexpr (Activation<T>::JUMPS && sizeof(D) == 2) {
         const float back = to_float(d);
         if (Activation<T>::side(fmaf(slope, back, offset)) != Activation<T>::side(fmaf(slope, v, offset))) {
-            short bits = *reinterpret_cast<short*>(&d);  // a sign and a magnitude, in which neighbours are 1 apart
+            short bits = *reinterpret_cast<short*>(&d);  // sign and magnitude: neighbours differ by 1
             bits += fabsf(back) < fabsf(v) ? 1 : -1;
             d = *reinterpret_cast<D*>(&bits);
         }
@@ -87,18 +87,18 @@ __device__ __forceinline__ D settle(G v, G slope, G offset) {
     return d;
 }
 
-// Whether deviations of this type are kept in units of each feature's own (SAVED_UNIT).
+// Whether deviations of this type are saved in units of each feature's own (SAVED_UNIT).
 template <typename A>
 constexpr bool in_units = false;
 template <>
 constexpr bool in_units<__half> = true;
 
-// g - mean(g) as it is kept, d being its value in G and in units. In a wider type it is all but exact: the mean comes in
-// two parts. An activation then sees u as the backward will.
+// The deviation that is saved: d, g - mean in G and in units, rounded to K. If K is wider than G it is g - mean almost
+// exactly, since the mean comes in two parts; u then becomes what the backward will compute.
 template <typename T, typename K, typename G>
-__device__ __forceinline__ K deviation(G g, G m, G m_low, G d, G slope, G offset, G& u) {
+__device__ __forceinline__ K deviation(G g, G mean, G mean_low, G d, G slope, G offset, G& u) {
     if constexpr (sizeof(K) > sizeof(G)) {
-        const K exact = (static_cast<K>(g) - m) - m_low;
+        const K exact = (static_cast<K>(g) - mean) - mean_low;
         if (Activation<T>::JUMPS) u = fma(static_cast<K>(slope), exact, static_cast<K>(offset));
         return exact;
     } else {

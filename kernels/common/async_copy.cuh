@@ -1,7 +1,7 @@
-// Copies from global to shared memory that run beside the thread that asked for them, from Ampere on. No kernels.
+// Asynchronous copies from global to shared memory, from Ampere on; elsewhere ordinary ones. No kernels.
 #pragma once
 
-// 16 bytes, of which those beyond `inside` become zeros and are not read.
+// Copies 16 bytes; those beyond `inside` are not read, and become zeros.
 __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) {
 #if __CUDA_ARCH__ >= 800
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -15,7 +15,7 @@ __device__ inline void copy_async(uint4* to, const void* from, int inside = 16) 
 #endif
 }
 
-// 4 bytes, or zero where `inside` is 0.
+// Copies 4 bytes, or writes zero if `inside` is 0.
 __device__ inline void copy_async(float* to, const float* from, int inside = 4) {
 #if __CUDA_ARCH__ >= 800
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -25,7 +25,7 @@ __device__ inline void copy_async(float* to, const float* from, int inside = 4) 
 #endif
 }
 
-// The copies that were asked for since the last call are a group.
+// Makes a group of the copies that were issued since the last call.
 __device__ inline void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -1,4 +1,4 @@
-// A kernel whose CTAs may work in clusters: how many, and which of them this is. No kernels.
+// For kernels whose CTAs may form clusters: how many CTAs a cluster has, and which one this is. No kernels.
 #pragma once
 #include "common/warp_roles.cuh"
 

@@ -1,18 +1,18 @@
-// For kernels whose CTA has all rows of its columns, or with CLUSTER a cluster of CTAs has them: how they add up what each
-// thread has of a column. No kernels.
+// For kernels in which a CTA, or with CLUSTER a cluster, has all rows of its columns: the sums of a column over all
+// threads that have it. No kernels.
 #pragma once
 #include "common/common.cuh"
 #include "common/cluster.cuh"
 
 template <int THREADS, int VEC>
 struct Totals {
-    static constexpr int PAD = 16 / VEC;  // so that neither writers nor readers meet in a bank
+    static constexpr int PAD = 16 / VEC;  // keeps writers and readers free of bank conflicts
     double of_threads[2][VEC][THREADS / 2 + PAD];
     double of_parts[2][THREADS];
 };
 
-// The sums over the CTA of what its threads have of their VEC columns (Places, `along` up to 16), in an order that depends on
-// `along` alone. Afterwards a thread has one column (Sharers), of which it gets the two sums.
+// The two sums of each column over the CTA. A thread brings those of its VEC columns (Places, `row_threads` up to 16),
+// and gets those of one column (Sharers). The order of the sums depends on `row_threads` alone.
 template <int THREADS, int VEC>
 __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_threads, double (&first)[VEC],
                                       double (&second)[VEC], double& first_of_column, double& second_of_column) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_thre
     shared.of_parts[0][thread] = of_part[0];
     shared.of_parts[1][thread] = of_part[1];
     __syncthreads();
-    double high[2] = {}, low[2] = {};  // with what the roundings of high leave over (Knuth): parts may be 32
+    double high[2] = {}, low[2] = {};  // low: the rounding errors of high (Knuth's two-sum); there are up to 32 parts
 #pragma unroll 2
     for (int at = of.column; at < THREADS; at += columns) {
 #pragma unroll
@@ -53,14 +53,14 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_thre
     second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
 }
 
-// The sums of all CTAs of a cluster, of up to WIDEST columns each, once. Each CTA gets those of every column, or, unless
-// EVERYWHERE, a column's go to CTA column % CLUSTER alone.
+// The sums over all CTAs of a cluster, of up to WIDEST columns; for one use. With EVERYWHERE each CTA gets those of
+// every column; otherwise CTA column % CLUSTER alone gets them.
 template <int WIDEST, bool EVERYWHERE = true>
 struct ClusterTotals {
     double2 of_rank[CLUSTER][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
-    unsigned long long here;  // a barrier: all of them
+    unsigned long long here;  // a barrier: all sums are here
 
-    // By all threads, before anything is sent.
+    // Called by all threads before anything is sent.
     __device__ __forceinline__ void begin(int rank, int columns) {
         if constexpr (CLUSTER > 1) {
             if (threadIdx.x == 0) {
@@ -73,8 +73,9 @@ struct ClusterTotals {
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
         }
     }
-    // By all threads: of one column each, the CTA's sums become the cluster's. One of those with the same column `sends` it. They
-    // are pushed, so that no CTA has to stay for others once it has all; and added in the order of the ranks.
+    // Called by all threads, each with one column: turns the CTA's sums into the cluster's. Of the threads with the
+    // same column one `sends`. Sums are pushed, so that a CTA that has received all of its own may end; they are added
+    // in the order of the ranks.
     __device__ __forceinline__ void add(int rank, int column, bool sends, double& first, double& second) {
         if constexpr (CLUSTER > 1) {
             asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

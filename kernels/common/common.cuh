@@ -1,22 +1,24 @@
-// What every kernel shares: element types, the per-feature vectors, how work is handed out. No kernels.
+// What every kernel shares: element types, per-feature vectors, the distribution of work, the wait for the kernel
+// ahead. No kernels.
 //
-// Compiled by NVRTC: there is no <stdint.h> and no <type_traits>. A kernel takes the constants of its launch in a struct
-// of its own by value, 8 bytes each, and then 64-bit words, mostly addresses: nothing needs a cast on the way from Python.
+// NVRTC compiles the kernels: there is no <stdint.h> and no <type_traits>. A kernel takes the constants of its launch
+// by value, in a struct of its own whose fields have 8 bytes each; and then 64-bit words, mostly addresses. So Python
+// has nothing to cast.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// Bits of the field `flags`. gsbn/_declared.py reads them, the KIND_ below and the kernels' structs from the sources.
+// Bits of the field `flags`. gsbn/_declared.py reads these, the KIND_ below, and the kernels' structs.
 enum : long long {
     FLAG_VECTOR_X = 1,    // rows of x start on 16 bytes
     FLAG_VECTOR_W = 2,    // rows of weight start on 16 bytes
-    FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes, its columns being adjacent; and end there, for forward_sm90
+    FLAG_VECTOR_Y = 4,    // rows of y start on 16 bytes, and columns are adjacent; for forward_sm90 rows end there, too
     FLAG_CUMULATIVE = 8,  // momentum=None: the factor is 1 / num_batches_tracked
-    FLAG_UNITS = 16,      // deviations are kept in units of a power of two near their spread: float16's range is short
+    FLAG_UNITS = 16,      // deviations are saved in units of a power of two near their spread: float16's range is short
     FLAG_ALONE = 32,      // a feature's rows lie in one tile: no CTA of forward_sm90 waits for another
-    FLAG_RUNNING = 64,    // inference: what y is made with comes from the running statistics
-    FLAG_LIMBS = 256,     // the tensor core made g of limbs: see M2_OF_LIMBS
-    FLAG_INDEPENDENT = 128,  // reads nothing that the launch ahead writes, which has waited before it lets others begin
+    FLAG_RUNNING = 64,    // inference: the constants of y come from the running statistics
+    FLAG_LIMBS = 256,     // the tensor core computed g from limbs: see M2_OF_LIMBS
+    FLAG_INDEPENDENT = 128,  // reads nothing that the launch ahead writes: await_kernel_ahead
 };
 
 __device__ inline float to_float(float v) { return v; }
@@ -29,7 +31,7 @@ __device__ inline void from_float(float v, __half& out) { out = __float2half_rn(
 __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
 __device__ inline void from_float(double v, double& out) { out = v; }
 
-// Without .ftz, which CuPy compiles with: subnormal numbers have digits, too.
+// A product without .ftz, which kernels are compiled with: it does not flush subnormal numbers to zero.
 __device__ __forceinline__ float multiply_no_ftz(float a, float b) {
     float c;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
@@ -44,7 +46,7 @@ struct alignas(sizeof(T) * N) Vector {
     T at[N];
 };
 
-// The first `inside` of N adjacent elements that start on an access of N, zeros for the rest.
+// The first `inside` of N adjacent elements, zeros for the rest; the address is aligned for an access of N.
 template <typename T, int N>
 __device__ inline Vector<T, N> load(const T* from, int inside) {
     if (inside == N) return *reinterpret_cast<const Vector<T, N>*>(from);
@@ -54,12 +56,13 @@ __device__ inline Vector<T, N> load(const T* from, int inside) {
     return out;
 }
 
-// How the THREADS of a CTA lie over a matrix of which each takes VEC columns: `along` threads a row, a power of two and a warp
-// at most, and as many rows at once as they are enough for: narrow rows, too, fill a warp.
+// How the THREADS of a CTA are placed over a matrix: a thread has VEC columns, `row_threads` threads share a row (a
+// power of two, at most a warp), and the CTA has as many rows at once as its threads suffice for. So short rows fill a
+// warp, too.
 template <int THREADS, int VEC>
 struct Places {
-    int columns, rows;  // of a CTA at once
-    int column, row;    // of this thread among them
+    int columns, rows;  // that the CTA has at once
+    int column, row;    // this thread's first column and row among these
 
     __device__ explicit Places(long long row_threads_) {  // without divisions, which are some twenty instructions each
         const int row_threads = static_cast<int>(row_threads_), thread = static_cast<int>(threadIdx.x),
@@ -69,13 +72,14 @@ struct Places {
         column = (thread & (row_threads - 1)) * VEC;
         row = thread >> shift;
     }
-    // How many blocks of columns a row of n has, without a division of 64 bits, which is some hundred instructions.
+    // How many blocks of columns n columns have; without a 64-bit division, which is some hundred instructions.
     __device__ unsigned blocks(long long n) const {
         return static_cast<unsigned>((n + columns - 1) >> (31 - __clz(columns)));
     }
 };
 
-// How the THREADS of a CTA share `columns` columns, a power of two: each has one of them, as one of `parts` threads.
+// How the THREADS of a CTA share `columns` columns, a power of two: each thread has one column and is number `part` of
+// its `parts` threads.
 template <int THREADS>
 struct Sharers {
     int column, part, parts;
@@ -88,17 +92,17 @@ struct Sharers {
     }
 };
 
-// A per-feature vector is a pointer and a code, stride * 8 + kind, so that each may be absent, strided and of its own
-// dtype without a kernel for every combination; they are O(O) beside O(B O) work.
+// A per-feature vector is a pointer and a code, stride * 8 + kind. So each may be absent, strided, and of its own
+// dtype, without a kernel for every combination. They are O work beside B O.
 enum : int { KIND_ABSENT = 0, KIND_FLOAT32 = 1, KIND_FLOAT64 = 2, KIND_FLOAT16 = 3, KIND_BFLOAT16 = 4 };
 
 #ifndef CONCURRENT_WITH_MMA
 #define CONCURRENT_WITH_MMA 0
 #endif
 
-// Fetching and reading are apart so that several fetches are in flight at once: a switch that converts would wait in turn.
-// Both take the fewest instructions in a kernel that defines CONCURRENT_WITH_MMA: these wait for every instruction beside them.
-// Elsewhere they do without branches, with which a CTA of normalize took 1 us longer for six arguments.
+// `fetch` loads, and `or_else` converts: so several loads are in flight at once. With CONCURRENT_WITH_MMA both have the
+// fewest instructions, because every instruction delays the tensor core beside it. Otherwise they have no branches,
+// with which a CTA of normalize took 1 us longer for six arguments.
 struct Fetched {
     int kind;
     unsigned long long bits;
@@ -162,29 +166,30 @@ __device__ inline void store_vector(void* p, long long code, long long i, R v) {
     }
 }
 
-// What normalize applies to a feature: y = f(a ((g - m) - m_low) + beta), four arrays of n in G's type, pitch ldg.
-// The mean is subtracted before anything is multiplied, and m_low carries what float32 drops of it: with |m| >> sigma
-// the rounding of m alone would be the largest error in y.
-enum : int { AFFINE_M = 0, AFFINE_M_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3, AFFINE_ROWS = 4 };
+// What normalize applies to a feature: y = f(a ((g - mean) - mean_low) + beta); four arrays of n in G's type, pitch
+// ldg. The mean is subtracted before anything is multiplied, and mean_low is what float32 drops of it: if |mean| >>
+// sigma, the rounding of the mean alone would be the largest error in y.
+enum : int { AFFINE_MEAN = 0, AFFINE_MEAN_LOW = 1, AFFINE_A = 2, AFFINE_BETA = 3, AFFINE_ROWS = 4 };
 
-// What a forward keeps for its backward, O-vectors in float64; SAVED_RATE on are of one mode. See backward.cu.
+// What a forward saves for its backward: vectors of n in float64 (backward.cu has the formulas). From SAVED_RATE on,
+// training and inference give a row different meanings.
 enum : int {
     SAVED_A = 0,       // gamma s r
     SAVED_SCALE = 1,   // training: gamma eps r^3 unit; inference: gamma r
     SAVED_GAMMA = 2,   // training: s r unit; inference: r
     SAVED_RATE = 3,    // training: s^2 r^2 unit^2
-    SAVED_UNIT = 4,    // training: what the deviations are in units of
+    SAVED_UNIT = 4,    // training: the unit of the deviations
     SAVED_CENTRE = 3,  // inference: what is subtracted from g
     SAVED_BIASED = 4,  // inference: centre + b
     SAVED_Z = 5,       // inference: s (centre + b) - running_mean
     SAVED_S = 6,       // inference: s
-    SAVED_SLOPE = 7,   // training: a unit, as y was made with it: y = f(slope d + offset)
-    SAVED_M = 7,       // inference: m of y = f(a (g - m) + offset)
+    SAVED_SLOPE = 7,   // training: a unit, as y was computed with it: y = f(slope d + offset)
+    SAVED_MEAN = 7,    // inference: mean of y = f(a (g - mean) + offset)
     SAVED_OFFSET = 8,  // of either
 };
 
-// The SAVED_ rows of feature i in training, from its scale, gamma and variance, its deviations being in units of `unit`;
-// y = a d + offset with this `a`, which may be a rounding.
+// Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and y was computed with `a`,
+// which may be rounded, and `offset`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
                                    double eps, double unit, double a, double offset) {
     const double r = 1.0 / sqrt(s * s * var + eps), in_units = s * r * unit;
@@ -197,7 +202,7 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_OFFSET * n + i] = offset;
 }
 
-// v in two parts of G; what is not finite has no second one.
+// v as a sum of two G; a v that is not finite has no second one.
 template <typename G>
 struct HighLow {
     G high, low;
@@ -206,22 +211,22 @@ struct HighLow {
 };
 
 template <typename G>
-__device__ inline void store_affine(G* affine, long long pitch, long long i, double m, double a, double beta) {
-    const HighLow<G> parts(m);
-    affine[AFFINE_M * pitch + i] = parts.high;
-    affine[AFFINE_M_LOW * pitch + i] = parts.low;
+__device__ inline void store_affine(G* affine, long long pitch, long long i, double mean, double a, double beta) {
+    const HighLow<G> parts(mean);
+    affine[AFFINE_MEAN * pitch + i] = parts.high;
+    affine[AFFINE_MEAN_LOW * pitch + i] = parts.low;
     affine[AFFINE_A * pitch + i] = static_cast<G>(a);
     affine[AFFINE_BETA * pitch + i] = static_cast<G>(beta);
 }
 
-// What M2 of a g that the tensor core made of limbs is to be multiplied by for an unbiased variance. The tensor core cuts off
-// what float32 cannot hold of a sum, where an FMA rounds: g ends short of the truth by 2^-24 of itself on average (measured and
-// simulated: 0.9 to 1.1 of it for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients do not see it,
-// being made of the g and the M2 that there are.
+// By how much to multiply M2 of a g that was computed from limbs, for an unbiased variance. The tensor core truncates
+// sums where an FMA rounds: g is too small by 2^-24 of itself on average (measured and simulated: 0.9 to 1.1 of that
+// for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients are not affected: they use g and M2 as
+// computed.
 constexpr double M2_OF_LIMBS = 1.0 + 0x1p-23, M2_AS_MADE = 1.0 - 0x1p-23;
 
-// A launch may have fewer CTAs than there is work (`sms`): CTA b takes the items b, b + gridDim.x, ... of `count`. All of
-// its threads come back from one item before any begins the next, so that shared memory is free again.
+// Distributes `count` items of work; a launch may have fewer CTAs than that (`sms`). CTA b takes the items b, b +
+// gridDim.x, ... All of its threads end one item before any begins the next, so that shared memory is free again.
 template <typename Work>
 __device__ __forceinline__ void for_each_item(long long count, const Work& work) {
     for (unsigned item = blockIdx.x; item < count; item += gridDim.x) {  // a grid, and so count, is below 2^31
@@ -230,14 +235,20 @@ __device__ __forceinline__ void for_each_item(long long count, const Work& work)
     }
 }
 
-// What every kernel does first; or, where the kernel ahead is of the same call and has itself waited for whatever
-// made a kernel's operands, as soon as the first of these are asked for. A launch may begin while the kernel ahead of
-// it in the stream is still running (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py):
-// this waits until all of that one is done and seen, and only then lets the next launch begin in its turn, so that no
-// more than two overlap. Launched otherwise, as all that a call with `sms` launches, it does not wait. Behind a kernel that `waits` for another GPU the next
-// one begins when that has ended: its CTAs would hold the SMs that others need (common/ranks.cuh). A launch with FLAG_INDEPENDENT
-// waits at its end in place of its beginning, so that it runs beside the kernel ahead, and has never ended before
-// that one has: whoever waits for it, waits for both.
+// Every kernel calls it first, or before it reads what the kernel ahead writes. A launch may begin while the kernel
+// ahead of it in the stream still runs (programmatic dependent launch, from Hopper on; Launcher in gsbn/_kernels.py).
+// This function waits until all of that kernel is done and its writes are seen. Only then it lets the next launch
+// begin, so that at most two overlap. A launch without overlap, as all launches of a call with `sms` are, does not
+// wait.
+//
+// A kernel ahead of the same call has itself waited for whatever wrote the call's operands: a kernel may then read
+// these, and call this function later.
+//
+// With `waits` (a kernel that waits for another GPU) the next launch begins only when this one has ended: otherwise its
+// CTAs would hold the SMs that others need (common/ranks.cuh).
+//
+// A launch with FLAG_INDEPENDENT calls it at its end instead: it runs beside the kernel ahead, but never ends before
+// that one has. So whoever waits for it waits for both.
 __device__ inline void await_kernel_ahead(bool waits = false) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,19 +2,20 @@
 #pragma once
 #include <cuda_fp16.h>
 
-// What numbers are multiplied by, a power of two, so that the largest magnitude lies in [2^14, 2^15); and by what their
-// products come back, times 2^-14: a sum then does not overflow on its way unless it does.
+// `there` is a power of two that brings the largest magnitude into [2^14, 2^15). `back` undoes it, times 2^-14: with
+// that factor a sum overflows on its way only if its result does.
 struct LimbScale {
     float there, back;
     __device__ explicit LimbScale(float top) {
-        const int e = max(__float_as_int(top) >> 23, 29);  // biased; whoever is smaller still keeps float16's quantum
+        const int e = max(__float_as_int(top) >> 23,
+                          29);  // biased exponent; smaller numbers are multiples of float16's least number anyway
         there = __uint_as_float(static_cast<unsigned>(268 - e) << 23);
         back = __uint_as_float(static_cast<unsigned>(e - 28) << 23);
     }
 };
 
-// Limbs of two neighbours of k that are scaled into float16's range: high, float16, and low, of what that leaves. Of Inf low is
-// NaN, and so is what a row with Inf makes, which IEEE arithmetic has as Inf or NaN.
+// The limbs of two adjacent k that have been scaled into float16's range: `high` is float16 of them, `low` float16 of
+// the rest. Of Inf `low` is NaN; so a row with Inf gives NaN, where IEEE arithmetic gives Inf or NaN.
 __device__ __forceinline__ void split(float first, float second, unsigned& high, unsigned& low) {
     const __half2 both = __floats2half2_rn(first, second);
     const float2 left = __half22float2(both);

@@ -1,18 +1,20 @@
-// How GPUs that share a batch bring their numbers together: a rank posts doubles, and collects those of all ranks in the
+// How ranks (GPUs that share a batch) exchange numbers: a rank posts doubles, and collects those of all ranks in the
 // order of the ranks. No kernels.
 //
-// Peer memory. Every rank has a mailbox in its own memory, which all others can write to: two slots that alternate from
-// call to call, in each a row of letters for every rank. A letter is 16 bytes that are written and read at once, a double
-// and the number of the call that it belongs to: no flag is ever reset, and no fence is needed. A slot is free again
-// when it is written: a rank posts call c + 2 after it has collected c + 1 from all, who posted that after they had
-// collected c. The number is counted on the device, so that a replayed graph counts on.
+// Peer memory. Every rank has a mailbox in its own memory, which all others can write to. It has two slots that
+// alternate from call to call, and in each a row of letters for every rank. A letter is 16 bytes that are written and
+// read in one access: a double, and the number of its call. So no flag is ever reset, and no fence is needed. A slot is
+// free when it is written again: a rank posts call c + 2 after it has collected call c + 1 from all ranks, and these
+// posted c + 1 after they had collected call c. The number is counted on the device, so that a replayed graph continues
+// it.
 //
-// Gathered. Where another library has brought the numbers, they lie in rows of doubles, one for every rank.
+// Gathered. If another library exchanges the numbers, they lie in rows of doubles, one row for every rank.
 //
-// What a rank posts: its rows, what it calls (a rank that calls something else is found by it), then two doubles for
-// every feature.
+// A rank posts the number of its rows, its call's signature (which reveals a rank that calls something else), and two
+// doubles for every feature.
 //
-// Waiting ends: after `timeout` a call fails, leaves a status in the host's memory, and so does every later one.
+// Waiting is limited: after `timeout` a call fails and writes a status to the host's memory, and every later call
+// fails, too.
 #pragma once
 #include "common/common.cuh"
 
@@ -25,7 +27,7 @@ struct Ranks {  // in device memory; gsbn/_ranks.py writes it, 8 bytes each
     unsigned long long timeout;  // ns
     volatile long long* status;  // in the host's memory
     unsigned long long call;     // calls of this rank that have ended
-    unsigned long long leaving;  // CTAs of the present call that need it no more
+    unsigned long long leaving;  // CTAs of the present call that no longer need it
     unsigned long long broken;   // a call has failed
     char* mailbox[1];            // of each rank, its own too
 };
@@ -38,7 +40,7 @@ struct GroupStatistics {  // a feature's statistics over all ranks
 
 // One call, as a thread sees it.
 struct Exchange {
-    static constexpr int BATCH = 4;  // ranks whose letters are on their way at once
+    static constexpr int BATCH = 4;  // ranks whose letters are in flight at once
 
     Ranks* ranks;
     const double* gathered;  // rows of `pitch` numbers, or null
@@ -68,7 +70,7 @@ struct Exchange {
         if (gathered == nullptr) own = ranks->mailbox[rank] + row(0);
     }
 
-    // Where the letters of a rank begin in anybody's mailbox, in bytes.
+    // Where the letters of a rank begin in every mailbox, in bytes.
     __device__ long long row(int from) const { return ((call & 1) * size + from) * letters * 16; }
 
     __device__ void post(long long i, double value) const {
@@ -112,8 +114,8 @@ struct Exchange {
 
     enum Found { NOT_YET, HERE, NEVER };
 
-    // What BATCH ranks from `from` on have posted of feature c, without rows for ranks that there are not. It is never here
-    // where one calls something else, or has not come in time.
+    // What BATCH ranks from `from` on have posted of feature c; absent ranks have no rows. NEVER if one of them calls
+    // something else, or has not posted in time.
     __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
                           double (&second)[BATCH]) const {
         bool here = true, wrong = false;
@@ -125,7 +127,7 @@ struct Exchange {
             const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
             here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
                     peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
-            // A rank without rows has nothing else to say where another library gathers.
+            // Where another library gathers, a rank without rows posts nothing else.
             const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
             wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
         }
@@ -136,7 +138,7 @@ struct Exchange {
         return NOT_YET;
     }
 
-    // The same after a wait; false where it will never be here.
+    // The same, but waits for it; false if it is NEVER.
     __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
                             double (&second)[BATCH]) const {
         Found found;
@@ -153,9 +155,9 @@ struct Exchange {
         return true;
     }
 
-    // Mean and M2 of feature c over all rows, of what each rank posted: in the order of the ranks, about the mean of the
-    // first one that has rows, so that equal means stay exact. Every rank computes the same bits. In float64, or in float32
-    // beside a main loop, whose tensor core waits tens of cycles for every instruction of float64.
+    // Mean and M2 of feature c over the rows of all ranks: in the order of the ranks, about the mean of the first one
+    // that has rows, so that equal means stay exact. Every rank computes the same bits. In float64; beside a mainloop
+    // in float32, because the tensor core waits tens of cycles for every float64 instruction.
     template <typename R>
     __device__ GroupStatistics<R> statistics(long long c) const {
         GroupStatistics<R> all = {R(0), R(0), R(0), true};
@@ -182,7 +184,7 @@ struct Exchange {
         all.mean = pivot + shift;
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // else they are still there
+            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // otherwise they are still there
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const R r = from + i < size ? R(rows[i]) : R(0);
@@ -198,7 +200,7 @@ struct Exchange {
         return all;
     }
 
-    // The sums of what all ranks posted of feature c, and of their rows; NaN where a rank is missing.
+    // The sums over all ranks of what they posted of feature c, and of their rows; NaN if a rank is missing.
     __device__ void sums(long long c, double& rows, double& first, double& second) const {
         double of_rows[BATCH], of_first[BATCH], of_second[BATCH];
         rows = first = second = 0.0;
@@ -214,7 +216,7 @@ struct Exchange {
         }
     }
 
-    // By one thread of each of `ctas` CTAs when its CTA needs the call no more. True for the last one of all.
+    // Called by one thread of each of `ctas` CTAs when its CTA no longer needs the call. True for the last one.
     __device__ bool leave(unsigned ctas) const {
         __threadfence();
         if (atomicAdd(&ranks->leaving, 1ULL) != ctas - 1) return false;

@@ -1,12 +1,13 @@
-// How a thread walks over rows of matrices through a ring of its own in shared memory. No kernels.
+// How a thread goes over rows of matrices, through a pipeline of its own in shared memory. No kernels.
 //
-// Loops are not unrolled unless a walk is LONG: where rows are few, most of a kernel's time is that of fetching its instructions,
-// once.
+// Loops are not unrolled unless a walk is LONG: if there are few rows, most of a kernel's time goes into fetching its
+// instructions once.
 #pragma once
 #include "common/async_copy.cuh"
 
-// A thread's `count` rows, SLOTS of them on their way or in shared memory at once. rows.ask(i, slot) starts the copies of row i,
-// which nobody else reads, and rows.read(i, slot) is what came; take(i, that) is called for one row after the other.
+// A thread's `count` rows, STAGES of them in flight or in shared memory at once. rows.copy(i, stage) starts the copies
+// of row i, which no other thread reads; rows.read(i, stage) returns it; take(i, row) is called for one row after the
+// other.
 template <int STAGES, typename Rows>
 struct Walk {
     int count;
@@ -19,8 +20,7 @@ struct Walk {
             commit_copies();
         }
     }
-    // From row `begin`, a multiple of SLOTS, to `end`. LONG: many rows, of which several at once hide what each waits for, and
-    // are worth their instructions.
+    // From row `begin`, a multiple of STAGES, to `end`. LONG: there are many rows, and an unrolled loop hides latency.
     template <bool LONG = false, typename Take>
     __device__ __forceinline__ void down(int begin, int end, const Take& take) const {
         int i = begin;
@@ -33,7 +33,7 @@ struct Walk {
 #pragma unroll 1
         for (; i < end; ++i) step(i, i % STAGES, i + STAGES, take);
     }
-    // And back: the last SLOTS rows are where the way down left them.
+    // From the last row to the first: the last STAGES rows are where `down` left them.
     template <typename Take>
     __device__ __forceinline__ void up(const Take& take) const {
 #pragma unroll 1
@@ -49,7 +49,7 @@ struct Walk {
     }
 };
 
-// How many of `rows` are those of offset `first` and every `step` on; step is a power of two.
+// How many of `rows` rows are first, first + step, ...; step is a power of two.
 __device__ inline int count_every(int rows, int first, int step) {
     return max((rows - first + step - 1) >> (31 - __clz(step)), 0);
 }

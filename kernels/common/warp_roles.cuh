@@ -1,10 +1,10 @@
-// What a kernel needs whose warps have different roles: registers to each, and barriers in shared memory, also those of other
-// CTAs of a cluster. No kernels.
+// For kernels whose warps have different roles (Hopper): how many registers each role has; barriers in shared memory,
+// also in that of other CTAs of the cluster; and stores to these. No kernels.
 #pragma once
 
 __device__ __forceinline__ unsigned smem(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
-// of all warps of a warpgroup
+// Changes the registers of each thread of a warpgroup; all of its warps call it.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -35,7 +35,7 @@ __device__ __forceinline__ void mbar_wait(unsigned long long* bar, int phase) {
         : "memory");
 }
 
-// where other CTAs of the cluster have written what the barrier counts
+// The same where other CTAs of the cluster wrote the data that the barrier counts.
 __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phase) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\n"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void mbar_wait_sent(unsigned long long* bar, int phas
         : "memory");
 }
 
-// relaxed: it says that what was read is free, and orders no ordinary access; a release would cost a fence
+// Arrives at another CTA's barrier. Relaxed: it tells that memory that was read is free; a release would cost a fence.
 __device__ __forceinline__ void mbar_arrive_at(unsigned long long* bar, int cta) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -54,7 +54,7 @@ __device__ __forceinline__ void mbar_arrive_at(unsigned long long* bar, int cta)
         : "memory");
 }
 
-// 16 bytes to the same place in another CTA of the cluster, and their number to its barrier
+// Stores 16 bytes to the same address in another CTA of the cluster, and counts them at its barrier.
 __device__ __forceinline__ void send(void* to, float a, float b, float c, float d, unsigned long long* bar, int cta) {
     asm volatile(
         "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %6;\nmapa.shared::cluster.u32 there, %5, %6;\n"
@@ -71,7 +71,7 @@ __device__ __forceinline__ void send(void* to, double a, double b, unsigned long
         : "memory");
 }
 
-// likewise 8 bytes
+// The same for 8 bytes.
 __device__ __forceinline__ void send(void* to, float a, float b, unsigned long long* bar, int cta) {
     asm volatile(
         "{\n.reg .b32 place, there;\nmapa.shared::cluster.u32 place, %0, %4;\nmapa.shared::cluster.u32 there, %3, %4;\n"

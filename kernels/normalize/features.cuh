@@ -1,20 +1,20 @@
-// What the portable passes share: the statistics of a feature, and the constants that y is made with. No kernels.
+// What the portable kernels share: the statistics of a feature, and the constants of y. No kernels.
 //
-//   m_j = mean_i g_ij     v_j = mean_i (g_ij - m_j)^2     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
-//   running_mean <- (1 - mu) running_mean + mu s (m + b)
+//   mean_j = sum_i g_ij / B     v_j = sum_i (g_ij - mean_j)^2 / B     r = 1 / sqrt(s^2 v + eps)     a = gamma s r
+//   running_mean <- (1 - mu) running_mean + mu s (mean + b)
 //   running_var  <- (1 - mu) running_var + mu s^2 v B / (B - 1)
 //
-// The scale enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
+// The scale s enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
 //
-// A thread has VEC columns of a group of rows in registers. It takes their mean, then the squared deviations about that
-// mean (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first PIVOT
-// rows:
+// A thread has VEC columns of a group of rows in registers. It computes their mean, then the squared deviations about
+// it (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first
+// PIVOT rows:
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
 //   mean = p + first / n,  M2 = second - first^2 / n
-// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since
-// PIVOT (p - mean)^2 <= M2 by convexity. Where g is float64 itself, and that is more than a few bits (`Moments::far`), because
-// the first rows are unlike the others, the CTA does it again about the mean that it found. In an order that depends on the
-// shape and the data alone; equal rows give exactly M2 = 0.
+// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since PIVOT (p -
+// mean)^2 <= M2 by convexity. If g itself is float64, and the first rows are so unlike the others that more than a few
+// bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of all sums depends on
+// the shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
 #include "common/common.cuh"
 
@@ -44,16 +44,17 @@ constexpr int VEC = 16 / sizeof(G);
 constexpr int THREADS = 256;
 constexpr int PIVOT = sizeof(G) == 8 ? 16 : 1;
 
-// A power of two of float32 within a factor of 2 above the spread: a deviation is at most sqrt(B) of them. 1 for none.
+// A power of two within a factor of 2 above the spread, in float32's range; 1 if there is no spread. A deviation is at
+// most sqrt(B) of these units.
 __device__ inline double unit_near(double spread) {
     return spread > 0.0 && isfinite(spread) ? ldexp(1.0, max(-126, min(ilogb(spread) + 1, 126))) : 1.0;
 }
 
-// The arguments of a feature: what there is in place of those that are absent.
+// The arguments of a feature, with defaults for absent ones.
 struct Arguments {
     static constexpr int COUNT = 6;
     double s, gamma, beta, b, mean, var;
-    // The COUNT that `argument` gave, `pitch` apart.
+    // From COUNT numbers that `argument` returned, `pitch` apart.
     __device__ Arguments(const double* from, int pitch)
         : s(from[0]),
           gamma(from[pitch]),
@@ -63,7 +64,8 @@ struct Arguments {
           var(from[5 * pitch]) {}
 };
 
-// The argument with this number of feature c. One place for all: a thread fetches one, beside others, in few instructions.
+// The argument with this number of feature c. One function for all: each of several threads fetches one, in few
+// instructions.
 __device__ __forceinline__ double argument(int number, const ForwardProblem& p, long long c, const void* bias,
                                            const void* scale, const void* gamma, const void* beta,
                                            const void* running_mean, const void* running_var) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ double argument(int number, const ForwardProblem& p, 
     return fetch(from, code, c).or_else(absent);
 }
 
-// All that follows from mean and M2 of feature c over `rows` rows, M2 being unbiased (M2_OF_LIMBS).
+// All that follows from mean and M2 of feature c over `rows` rows; M2 has been corrected by M2_OF_LIMBS.
 struct Feature {
     Arguments of;
     double rows, mean, m2, v, a;
@@ -91,13 +93,13 @@ struct Feature {
           v(m2 / rows * (p.flags & FLAG_LIMBS ? M2_AS_MADE : 1.0)),
           a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
 
-    // What the backward wants, if anybody does.
+    // Stores what the backward needs, if there is one.
     __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
         store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(of.beta));
     }
-    // The running statistics, if there are any; `batches`: the count before this one.
+    // Updates the running statistics, if there are any; `batches`: the count before this batch.
     __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
                                           void* running_var) const {
         if (p.running_mean == 0) return;
@@ -121,12 +123,13 @@ __device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long
     return pivot;
 }
 
-// One over the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one before
+// 1 / n for the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one
+// before.
 __constant__ double RECIPROCAL[] = {0.0,      1.0,      1.0 / 2,  1.0 / 3,  1.0 / 4,  1.0 / 5,
                                     1.0 / 6,  1.0 / 7,  1.0 / 8,  1.0 / 9,  1.0 / 10, 1.0 / 11,
                                     1.0 / 12, 1.0 / 13, 1.0 / 14, 1.0 / 15, 1.0 / 16};
 
-// Adds a group of rows, of which a thread has every so many, to `first` and `second`: `count` of them, at least one.
+// Adds a group of `count` rows, at least one, `step` elements apart, to `first` and `second`.
 template <int GROUP>
 __device__ __forceinline__ void add_group(const G* from, long long step, int count, int inside,
                                           const Vector<G, VEC>& pivot, double (&first)[VEC], double (&second)[VEC]) {
@@ -137,10 +140,10 @@ __device__ __forceinline__ void add_group(const G* from, long long step, int cou
     const double inverse = RECIPROCAL[count];
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
-        G centre = 0;  // summed already scaled: no overflow where the mean itself has none
+        G centre = 0;  // scaled before it is summed, so that it overflows only if the mean does
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) centre = fma(at[i].at[j], static_cast<G>(inverse), centre);
-        G left = 0, squares = 0;  // left: what the rounding of centre left over
+        G left = 0, squares = 0;  // left: the sum that the rounding of centre left
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
             const G d = i < count ? at[i].at[j] - centre : G(0);
@@ -170,33 +173,34 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
 struct Moments {
     double mean, m2;
     Moments() = default;
-    // Of `rows` rows about a pivot.
+    // From sums over `rows` rows about a pivot.
     __device__ Moments(double pivot, double first, double second, double rows) {
         const double shift = first / rows, spread = second - first * shift;
         mean = pivot + shift;
         m2 = spread < 0.0 ? 0.0 : spread;  // a rounding below zero is zero; NaN stays NaN
     }
-    // Whether the subtraction has cancelled bits that a G in float64 has: never for float32, of which float64 has 29 to spare.
+    // Whether the subtraction has cancelled bits that a G of float64 needs; never for float32: float64 has 29 bits to
+    // spare.
     __device__ bool far(double pivot, double rows) const {
         return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > 4.0 * m2;
     }
 };
 
-// What a backward subtracts from a feature of g so that its sums do not cancel: `middle`, where z is the running mean (for
-// s = 0: where g + b is zero), if that lies among a few rows of the whole batch; else the first of them, which is no further
-// from the others than they are.
+// What a backward subtracts from a feature of g so that its sums do not cancel. It is `middle`, where z equals the
+// running mean (for s = 0, where g + b is zero), if that is near a few rows sampled from the batch; otherwise it is the
+// first of these rows.
 __device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
-    const long long step = max(p.m / 8, 1LL);  // not the first eight: they may be padding
+    const long long step = max(p.m / 8, 1LL);  // not the first eight rows: they may be padding
     for (long long i = step; i < p.m; i += step) spread = fmax(spread, fabs(g[i * p.ldg] - first));
     return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
 }
 
-// The same constants of feature c from the running statistics, for inference.
-//   y = gamma r s (g - m) + beta,   m = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
-// Where s is 0, or so near that m is out of G's range or gamma r s below its normal numbers, which are flushed to zero
-// with all that they multiply, m is 0 and what it stands for moves into beta.
+// The constants of feature c from the running statistics, for inference.
+//   y = gamma r s (g - mean) + beta,   mean = running_mean / s - b,   r = 1 / sqrt(running_var + eps)
+// If s is 0, or so small that `mean` overflows G or gamma r s is subnormal and would be flushed to zero, the mean is
+// taken as 0 and beta takes over what it stood for.
 __device__ __forceinline__ void store_running(const ForwardProblem& p, long long c, const Arguments& of, const G* g,
                                               G* affine, long long pitch, long long at, double* saved) {
     const double s = of.s, b = of.b, r = 1.0 / sqrt(of.var + p.eps), gamma_r = of.gamma * r;
@@ -204,9 +208,9 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     constexpr double LEAST = sizeof(G) == 8 ? 2.2250738585072014e-308 : 1.1754943508222875e-38;  // normal number
     const double a = gamma_r * s;
     const bool within = s != 0.0 && isfinite(static_cast<G>(middle)) && (fabs(a) >= LEAST || gamma_r == 0.0);
-    const double m = within ? middle : 0.0;
+    const double mean = within ? middle : 0.0;
     const double offset = (within ? 0.0 : gamma_r * fma(s, b, -of.mean)) + of.beta;
-    store_affine(affine, pitch, at, m, a, offset);
+    store_affine(affine, pitch, at, mean, a, offset);
     if (saved == nullptr) return;
     const double centre = centre_near(middle, g + c, p);
     saved[SAVED_A * p.n + c] = a;
@@ -216,6 +220,6 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     saved[SAVED_BIASED * p.n + c] = centre + b;
     saved[SAVED_Z * p.n + c] = fma(s, centre + b, -of.mean);
     saved[SAVED_S * p.n + c] = s;
-    saved[SAVED_M * p.n + c] = m;
+    saved[SAVED_MEAN * p.n + c] = mean;
     saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);
 }

@@ -1,4 +1,4 @@
-// What normalize and normalize_fused share: a y of Y_TYPE and, with D_TYPE, what is kept of g beside it. No kernels.
+// What normalize and normalize_fused share: y, of Y_TYPE, and with D_TYPE the deviations of g beside it. No kernels.
 #pragma once
 #include "common/activation.cuh"
 #include "normalize/features.cuh"
@@ -16,25 +16,25 @@ constexpr bool SAVE_DEVIATIONS = false;
 using D = D_TYPE;
 constexpr bool UNITS = SAVE_DEVIATIONS && in_units<D>;
 
-// How y, and what is kept beside it, is made of VEC columns.
+// Computes y, and the deviations, of VEC columns.
 struct Normalize {
-    Vector<G, VEC> m, m_low, a, offset;
-    Vector<G, VEC> slope, inverse_unit;  // with UNITS: slope d / unit + offset, as the backward will have it
+    Vector<G, VEC> mean, mean_low, a, offset;
+    Vector<G, VEC> slope, inverse_unit;  // with UNITS: the backward's u is slope d / unit + offset
     long long y_col;
-    int inside;  // columns that there are
-    bool whole;  // y takes all VEC at once
+    int inside;  // columns that exist
+    bool whole;  // y is written by whole words
 
-    // Of a row of g, to the first of these columns in a row of y, and of what is kept.
+    // Of a row of g; `y` and `deviations` point at the first of these columns.
     __device__ __forceinline__ void operator()(const Vector<G, VEC>& in, Y* y, D* deviations) const {
         Vector<Y, VEC> out;
         Vector<D, VEC> deviation_vec;
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-            const G d = (in.at[j] - m.at[j]) - m_low.at[j];
+            const G d = (in.at[j] - mean.at[j]) - mean_low.at[j];
             G u = fma(a.at[j], d, offset.at[j]);
             if (SAVE_DEVIATIONS)
                 deviation_vec.at[j] =
-                    deviation<Y, D>(in.at[j], m.at[j], m_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
+                    deviation<Y, D>(in.at[j], mean.at[j], mean_low.at[j], UNITS ? d * inverse_unit.at[j] : d,
                                     UNITS ? slope.at[j] : a.at[j], offset.at[j], u);
             from_float(Activation<Y>::of(u), out.at[j]);
         }

@@ -1,4 +1,5 @@
-// What the kernels of narrow.cu are compiled for: operands, and the shape of their tiles.
+// What the kernels of skinny.cu are compiled for: operands, tiles, shared memory. gsbn/_plan/variants.py reads the
+// sizes.
 #pragma once
 #include "common/activation.cuh"
 #include "common/async_copy.cuh"
@@ -27,8 +28,8 @@ struct TypeOf<ELEMENT_FLOAT16> {
 using T = TypeOf<ELEMENT>::type;
 constexpr bool BY_FMA = ELEMENT == ELEMENT_FLOAT32, BY_LIMBS = ELEMENT == ELEMENT_LIMBS;
 
-// Warps, and their tiles of g: a lane has LANE_ROWS rows by LANE_FEATURES features of one. Larger tiles take more registers of
-// fewer warps; with many rows a lane reuses what it reads of the weight.
+// Warps, and their tiles of g: a lane has LANE_ROWS rows by LANE_FEATURES features of one. Larger tiles take more
+// registers of fewer warps; with many rows a lane reuses what it reads of the weight.
 constexpr int LANES = 32;
 constexpr int WARPS = BY_FMA || FEATURES > (BY_LIMBS ? 64 : 32) ? 8 : 12;
 constexpr int CTA = WARPS * LANES;  // threads
@@ -50,18 +51,18 @@ constexpr int PIPELINE_WORDS = (BY_LIMBS ? 72 : 128) * 64;
 constexpr int SHARED_BYTES = WEIGHT_BYTES + 16 * PIPELINE_WORDS;
 constexpr int STAGES = PIPELINE_WORDS / WARPS / TILE_WORDS;
 
-// How many times CHUNKS chunks a row has: one but for limbs.
+// How many times CHUNKS chunks a row has: one, or more by limbs.
 template <typename P>
 __device__ inline int parts_of(const P& p) {
     return BY_LIMBS ? static_cast<int>((p.k + CHUNKS * CHUNK - 1) / (CHUNKS * CHUNK)) : 1;
 }
-// 16 bytes each, of FEATURES rows of the weight as load_weight leaves them.
+// Words of FEATURES rows of the weight in shared memory (load_weight).
 template <typename P>
 __device__ inline int weight_words(const P& p) {
     return parts_of(p) * CHUNKS * FEATURES * 4;
 }
 
-// Feature j of a lane's LANE_FEATURES, `quarter` being its place among the four of a row.
+// Feature j of a lane's LANE_FEATURES; `quarter` is the lane's number among the four that share a row.
 __device__ constexpr int feature_of(int quarter, int j) { return CHUNK * (j / WORD) + WORD * quarter + j % WORD; }
 
 __device__ inline unsigned rounded_to_tf32(unsigned v) {

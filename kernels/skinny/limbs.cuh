@@ -1,28 +1,28 @@
-// Limbs of float32 for the kernels of narrow.cu, and what wgmma makes of them. No kernels.
+// The skinny kernels' products by limbs of float32. No kernels.
 //
-// They are what split_limbs makes (docs/design/limbs.md), but of x in registers, scaled for each row and 32 of k: x is read as it
-// is, and nothing but x. Per part of 32 of k the tensor core takes the small products first, from zero, and the part is added
-// to g in float32. The smallest one, of both second limbs, is taken, too: where a mean is 1e4 deviations, x's first limb is
-// the mean, and its second one the deviation, so that this product has as much of the variance as the weight's second limb
-// has of the weight.
+// Limbs are as split_limbs makes them (docs/design/limbs.md), but in registers, of each row and 32 of k: x is read as it is,
+// and nothing else of it. For each 32 of k (a part) the tensor core takes the small products first, from zero, and the
+// sum is added to g in float32. The smallest product, of both second limbs, is taken, too: where a mean is 1e4
+// deviations, x's first limb is the mean and its second one the deviation, so that this product has as much of the
+// variance as the weight's second limb has of the weight.
 //
-// A warpgroup multiplies 64 rows by all FEATURES. Each of its lanes has what wgmma wants of x, of two rows 8 apart, from the
-// 16 bytes that it asked for itself: four neighbours of each 16 of k. The weight lies in shared memory as sm90/wgmma.cuh says, a
-// row having a feature's first limbs of 32 of k, then its second ones. wgmma gives a lane pairs of features that lie 8 apart:
-// which feature is called which, and which of the 16 of k, is for load_limbs to say.
+// A warpgroup multiplies 64 rows by all FEATURES. A lane has two rows of x, 8 apart, of which wgmma reads A: its own 16
+// bytes of each, four adjacent k in each 16. The weight lies in shared memory as sm90/wgmma.cuh says; a row has a
+// feature's first limbs of 32 of k, then its second limbs. load_limbs orders the features and the k so that a lane gets
+// adjacent features of g (wgmma gives it pairs that are 8 columns apart) and finds its own k.
 #pragma once
 #include "common/limbs.cuh"
 #include "skinny/config.cuh"
 #include "sm90/wgmma.cuh"
 
-constexpr int LIMB_WORDS = FEATURES * 8;  // of 16 bytes, for 32 of k of the weight
+constexpr int LIMB_WORDS = FEATURES * 8;  // of 32 of k of the weight
 
-// FEATURES rows of the weight as limbs in shared memory, from row `first` on, and for each feature what its sums come back
-// by. Zeros beyond n and k. WORDS: rows can be read by four elements.
+// Writes the limbs of FEATURES rows of the weight to shared memory, from row `first` on, and to `back` the factor that
+// undoes each feature's scaling. Zeros beyond n and k. With WORDS rows can be read by four elements.
 template <bool WORDS, typename P>
 __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weight, float* back) {
-    constexpr int SHARE = 8;  // threads, neighbours, that share a feature
-    constexpr int BATCH = 8;  // reads of a thread that are on their way
+    constexpr int SHARE = 8;  // neighbouring threads that share a feature
+    constexpr int BATCH = 8;  // reads of a thread in flight
     const int steps = parts_of(p) * 8, share = threadIdx.x % SHARE, n = static_cast<int>(p.n) - first;
     for (int feature = threadIdx.x / SHARE; feature < FEATURES; feature += CTA / SHARE) {
         const T* row = w + (first + feature) * p.ldw;
@@ -54,11 +54,11 @@ __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weig
         const LimbScale scale(top);
         if (share == 0) back[feature] = scale.back * 0x1p28f;
         const int place = feature % 16;
-        const int column = feature - place + place % 4 / 2 * 8 + place / 4 * 2 + place % 2;  // of wgmma's
+        const int column = feature - place + place % 4 / 2 * 8 + place / 4 * 2 + place % 2;  // the column of wgmma
         unsigned* column_words = reinterpret_cast<unsigned*>(weight + column * 8);
 #pragma unroll 1
         for (int batch = 0; batch < steps; batch += BATCH * SHARE) {
-            if (batch > 0) read(batch);  // the first was read last
+            if (batch > 0) read(batch);  // the first batch was read last
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const int step = batch + i * SHARE + share;
@@ -66,7 +66,7 @@ __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weig
                 unsigned* of_part = column_words + step / 8 * LIMB_WORDS * 4 + step % 4;
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int number = step % 8 / 4 * 2 + half;  // of 16 bytes in its row
+                    const int number = step % 8 / 4 * 2 + half;  // of the 16 bytes in its row
                     const auto scaled = [&](int j) { return to_float(v[i].at[2 * half + j]) * scale.there; };
                     unsigned high, low;
                     split(scaled(0), scaled(1), high, low);
@@ -79,8 +79,8 @@ __device__ inline void load_limbs(const P& p, const T* w, int first, uint4* weig
     fence_async();
 }
 
-// Whose turn it is to multiply: the warpgroups' in a circle, each making limbs while the others multiply. Left to themselves
-// they do the same at the same time.
+// Lets the warpgroups multiply in turn, so that each makes limbs while another multiplies. Without it all of them would
+// do the same at the same time.
 struct OrderedBarrier {
     static constexpr int TEAMS = CTA / 128;
     int team;
@@ -94,7 +94,7 @@ struct OrderedBarrier {
     }
 };
 
-// The limbs of a lane's two rows of x, of 32 of k.
+// The limbs of a lane's two rows of x in one part.
 struct LimbsOfX {
     unsigned high[CHUNKS][4], low[CHUNKS][4];
     float back[LANE_ROWS];
@@ -122,7 +122,7 @@ struct LimbsOfX {
         }
     }
 
-    // Has the tensor core make `sums` of this and a part of the weight.
+    // Issues the products with a part of the weight; `sums` is their sum once `end` has waited.
     __device__ __forceinline__ void begin(float (&sums)[2 * LANE_FEATURES], const uint4* weight) const {
         const unsigned long long w = operand_descriptor(static_cast<unsigned>(__cvta_generic_to_shared(weight)), 0);
         wgmma_fence();
@@ -135,7 +135,7 @@ struct LimbsOfX {
         wgmma_commit();
     }
 
-    // Adds what became of them to g.
+    // Waits, and adds `sums` to g.
     __device__ __forceinline__ void end(float (&sums)[2 * LANE_FEATURES], float (&g)[LANE_ROWS][LANE_FEATURES]) const {
         wgmma_wait<0>();
 #pragma unroll

@@ -1,8 +1,8 @@
-// What a team of skinny_backward makes of a tile of dg and of x: dx, or with CLUSTER what its CTA's features are of it, and its
+// What a team of skinny_backward computes from a tile of dg and of x: dx (with CLUSTER, its CTA's part of it), and its
 // part of dw, which stays in registers. No kernels.
 //
-// A tile of dg, as one of x, lies in blocks of 8 pieces, 16 bytes each, of all ROWS rows: place says where. That is how wgmma
-// wants its operands (sm90/wgmma.cuh), dg along what dx sums over, all else across; and 8 rows of a piece meet in no bank.
+// A tile of dg, or of x, lies in blocks of 8 pieces (16 bytes each) of all ROWS rows; `place` says where. So wgmma
+// reads dg K-major for dx, and all else MN-major (sm90/wgmma.cuh); and 8 rows of a piece lie in different banks.
 #pragma once
 #include "backward/columns.cuh"
 #include "common/cluster.cuh"
@@ -11,20 +11,20 @@
 #ifndef FEATURES
 #define FEATURES 32
 #define INPUTS 32
-#define TEAMS 16  // of a CTA, which have tiles of their own
+#define TEAMS 16  // of a CTA; each has tiles of its own
 #endif
 
 constexpr bool BY_FMA = sizeof(T) == 4;
-constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team, where it is no warp
+constexpr int GROUPS = FEATURES > 128 ? 2 : 1;       // warpgroups of a team; by FMAs a team is a warp
 constexpr int TEAM = BY_FMA ? LANES : GROUPS * 128;  // threads
 constexpr int ROWS = BY_FMA ? 16 : 64;               // of a tile
-constexpr int DW_ROW = INPUTS + 8;  // a row of dw in shared memory: lanes that store side by side meet in no bank
+constexpr int DW_ROW = INPUTS + 8;  // of a row of dw in shared memory; the padding keeps stores free of bank conflicts
 
 __device__ __forceinline__ int place(int row, int piece) {
     return piece / 8 * (8 * ROWS) + row * 8 + ((piece ^ row) & 7);
 }
 
-// A number that all lanes have, where the compiler knows that they have: descriptors of wgmma then stay in uniform registers.
+// Tells the compiler that all lanes have the same number: descriptors of wgmma then stay in uniform registers.
 __device__ __forceinline__ int uniform(int number) { return __shfl_sync(~0u, number, 0); }
 
 __device__ __forceinline__ void team_sync(int team) {
@@ -34,31 +34,31 @@ __device__ __forceinline__ void team_sync(int team) {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM) : "memory");
 }
 
-// With CLUSTER, how the teams of its CTAs that have the same tile meet: barriers in the shared memory of each.
+// With CLUSTER, barriers in the shared memory of each CTA for the teams that work on the same rows.
 struct ClusterBarriers {
-    unsigned long long ready;  // all have done with what lies where the others will send to
-    unsigned long long sent;   // all that the others send is here
+    unsigned long long ready;  // all teams are done with the memory that will receive parts of dx
+    unsigned long long sent;   // all parts have arrived
 };
 
-// Float32, by FMAs. Of dx a lane has rows lane / 4 and 8 more, of dw FEATURES / 8 features of lane / 4; of both INPUTS / 4
-// input features of lane % 4, in pieces of 4. The weight lies as it is.
+// Float32, by FMAs. A lane has rows lane / 4 and lane / 4 + 8 of dx, and FEATURES / 8 features of dw (by lane / 4). Of
+// both it has INPUTS / 4 input features (by lane % 4), in pieces of 4. The weight is stored as it is.
 struct ByFma {
     static constexpr int FS = FEATURES / 8, KS = INPUTS / 4;
     static constexpr int AT_ONCE =
-        8192 / (FEATURES * INPUTS);  // unrolled: all of the loop stays in the instruction cache
+        8192 / (FEATURES * INPUTS);  // unrolled; the whole loop stays in the instruction cache
     float dw[FS * KS] = {};
 
     static __device__ __forceinline__ int input_of(int quarter, int j) { return j / 4 * 16 + quarter * 4 + j % 4; }
 
     static __device__ void load_weight(const BackwardProblem& p, const float* w, int features, float* shared_weight) {
 #pragma unroll
-        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are on their way at once
+        for (int i = threadIdx.x; i < FEATURES * INPUTS; i += TEAM * TEAMS) {  // all loads are in flight at once
             const int f = i / INPUTS, k = i % INPUTS;
             shared_weight[i] = f < features && k < p.k ? w[f * p.ldw + k] : 0.0f;
         }
     }
 
-    // `to` is the first of `left` rows of dx, of k elements, or null
+    // `to` is the first of `left` rows of dx, of k elements each, or null
     __device__ __forceinline__ void take(const uint4* dg, uint4*, const uint4* x, const float* weight, float* to,
                                          int left, int k, ClusterBarriers&, int) {
         const int f0 = threadIdx.x % LANES / 4, k0 = threadIdx.x % 4;
@@ -119,10 +119,9 @@ struct ByFma {
     }
 };
 
-// 16 bits, by wgmma: m64, of rows of dx and of features of dw (of 32, half of what it makes is left), by all INPUTS. Of both a
-// lane has rows lane / 4 and 8 more of its warp's 16, and of every 8 columns those of 2 (lane % 4). dx's columns are input
-// features in an order, the weight's, that gives a lane 8 adjacent ones of 32, which it stores at once; with CLUSTER in their own.
-// Two warpgroups share the input features of dx, the features of dw.
+// 16 bits, by wgmma of 64 rows of dx, or 64 features of dw (of 32 features half of the result is dropped), by all
+// INPUTS. Without CLUSTER the weight's columns are permuted so that a lane gets 8 adjacent input features of dx in
+// every 32, which it stores at once. Two warpgroups share the input features of dx and the features of dw.
 struct ByWgmma {
     static constexpr int OF_DX = INPUTS / GROUPS, OF_DW = FEATURES / GROUPS;
     static constexpr int BLOCKS = (OF_DW + 63) / 64, SIZE = INPUTS / 2, DX_SIZE = OF_DX / 2;
@@ -134,7 +133,7 @@ struct ByWgmma {
         constexpr int OF_ROW = INPUTS / VEC;
         const bool whole = (reinterpret_cast<unsigned long long>(w) | p.ldw * sizeof(T)) % 16 == 0;
 #pragma unroll
-        for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are on their way at once
+        for (int i = threadIdx.x; i < FEATURES * OF_ROW; i += TEAM * TEAMS) {  // all loads are in flight at once
             const int f = i / OF_ROW, k = i % OF_ROW * VEC;
             const int inside = f < features ? static_cast<int>(max(min(p.k - k, 1LL * VEC), 0LL)) : 0;
             const T* from = w + f * p.ldw + k;
@@ -161,17 +160,18 @@ struct ByWgmma {
         wgmma<is_same<T, __half> ? ELEMENT_FLOAT16 : ELEMENT_BFLOAT16, A_MN_MAJOR, true>(d, a, b, accumulate);
     }
 
-    // With CLUSTER the others send to `room`, 4 bytes for each element of dx, once the team has taken dg and x; it may overlap x.
+    // With CLUSTER the other CTAs send to `room`, 4 bytes for each element of dx, once the team has read dg and x; it
+    // may overlap x.
     __device__ __forceinline__ void take(const uint4* dg, uint4* room, const uint4* x, const T* weight, T* to, int left,
                                          int k, ClusterBarriers& barriers, int phase) {
         const auto at = [](const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); };
-        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // from 16 of k to the next, a block in bytes
+        constexpr int NEXT_K = 16 * 128 / 16, BLOCK = ROWS * 128;  // what 16 of k add to a descriptor; bytes of a block
         const auto dg_k_major = operand_descriptor(at(dg), 16), dg_mn_major = operand_descriptor(at(dg), BLOCK);
         const int input0 = group() * OF_DX;
         const T* const own = weight + input0 / 64 * (64 * FEATURES) + input0 % 64;
         const auto of_x = operand_descriptor(at(x), BLOCK), of_w = operand_descriptor(at(own), FEATURES * 128);
         wgmma_fence();
-        // made even where nobody wants it: a branch here would make each wgmma wait for the one before
+        // computed even if dx is not wanted: with a branch here each wgmma would wait for the one before
         float dx[DX_SIZE];
 #pragma unroll
         for (int i = 0; i < FEATURES / 16; ++i)
@@ -215,15 +215,15 @@ struct ByWgmma {
         wgmma_wait<0>();
     }
 
-    // dx of a tile is a sum over the CTAs of a cluster: CTA i gets the numbers of every thread from i OWN on from all of them,
-    // and adds them in the order of the ranks.
+    // dx of a tile is a sum over the CTAs of a cluster. CTA i receives OWN elements of every thread, from element i OWN
+    // on, from all CTAs, and adds them in the order of the ranks.
     __device__ __forceinline__ void add_up(const float (&dx)[DX_SIZE], uint4* room, T* to, int left, int k,
                                            ClusterBarriers& barriers, int phase) {
-        constexpr int OWN = DX_SIZE / CLUSTER, PIECES = OWN / 4;  // of a thread, of 16 bytes
+        constexpr int OWN = DX_SIZE / CLUSTER, PIECES = OWN / 4;  // elements of a thread; pieces of 16 bytes
         static_assert(OWN % 4 == 0, "a CTA gets whole pieces");
         const int member = threadIdx.x % TEAM, rank = rank_in_cluster();
         const auto piece = [&](int cta, int i) { return room + (cta * PIECES + i) * TEAM + member; };
-        team_sync(threadIdx.x / TEAM);  // all of the team have taken dg and x
+        team_sync(threadIdx.x / TEAM);  // all of the team have read dg and x
         if (member == 0) {
             mbar_expect(&barriers.sent, TEAM * DX_SIZE * 4);
 #pragma unroll

@@ -1,14 +1,14 @@
-// How the kernels of narrow.cu make g = x wᵀ of rows that are short: tiles of rows by FEATURES features. No kernels.
+// How the skinny kernels compute g = x wᵀ of short rows: in tiles of ROWS rows by FEATURES features. No kernels.
 //
-// A warp makes a tile by mma (m16n8, sums in float32), or in IEEE float32 by FMAs, and waits for no other; through limbs four
-// warps make one together (skinny/limbs.cuh). In all of them a lane ends with the same elements of g: LANE_ROWS rows, 8 apart,
-// of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features that lie 8 apart; which feature is
-// called which is for load_weight to say.
+// A warp computes a tile by mma (m16n8, sums in float32) or by FMAs in IEEE float32, and waits for no other warp. By
+// limbs, four warps compute one together (skinny/limbs.cuh). In every case a lane ends with the same elements of g:
+// LANE_ROWS rows, 8 apart, of WORD adjacent features in every 4 WORD. The tensor core gives a lane pairs of features
+// that lie 8 apart; load_weight permutes the features so that they become adjacent.
 #pragma once
 #include "skinny/limbs.cuh"
 
-// FEATURES rows of the weight in shared memory, from row `first` on: for FMAs [k][feature]; for mma what a lane wants for 8
-// features and a chunk, 16 bytes, of which 4 come from each 16 of its feature's row. Zeros beyond n and k.
+// Writes FEATURES rows of the weight to shared memory, from row `first` on. For FMAs as [k][feature]. For mma a word is
+// what a lane needs for 8 features and one chunk: 4 bytes from each 16 of its feature's row. Zeros beyond n and k.
 template <typename P>
 __device__ inline void load_weight(const P& p, const T* w, int first, uint4* weight) {
     constexpr int PIECES = 4 * CHUNKS;  // of a row, 16 bytes each
@@ -26,7 +26,7 @@ __device__ inline void load_weight(const P& p, const T* w, int first, uint4* wei
         }
         if constexpr (!BY_FMA) {
             const int place = feature % CHUNK, eight = feature / CHUNK * (WORD / 2) + place % WORD / 2;
-            const int column = place / WORD * 2 + place % 2;  // of mma's eight
+            const int column = place / WORD * 2 + place % 2;  // of the eight of an mma
             unsigned* to =
                 reinterpret_cast<unsigned*>(weight + (piece / 4 * (FEATURES / 8) + eight) * LANES + column * 4);
 #pragma unroll
@@ -49,26 +49,26 @@ __device__ inline void mma(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
 #undef MMA
 }
 
-// What a lane has of a tile: element [i][j] is of row lane / 4 + 8 i and feature feature_of(lane % 4, j).
+// A lane's elements of a tile: [i][j] is row lane / 4 + 8 i and feature feature_of(lane % 4, j).
 using OfLane = float[LANE_ROWS][LANE_FEATURES];
 
-// A warp's tiles, one after the other: every WARPS of its CTA's rows, p.stats_rows of them from cta * p.stats_rows on; from the
-// last to the first if BACKWARDS. They come through a ring of the warp's own, the first ones as soon as this is made. All warps
-// have as many, some of the last with no rows.
+// The tiles of a warp, one after the other: every WARPS-th tile of its CTA's rows, which are p.stats_rows rows from cta
+// * p.stats_rows on; from the last to the first if BACKWARDS. They come through the warp's own pipeline; the
+// constructor starts the first copies. All warps have equally many tiles; the last ones of some have no rows.
 template <bool BACKWARDS>
 struct Tiles {
     const T* x;
     const uint4* weight;
     uint4* pipeline;
-    const T* from;         // of the next part of a tile to ask for, at this lane's first row and 16 bytes
-    long long row0;        // its first row
-    long long first;       // of the first of the warp's tiles
-    int part, parts;       // which of those of a tile
+    const T* from;         // the next part of a tile to copy, at this lane's first row and 16 bytes
+    long long row0;        // the first row of that tile
+    long long first;       // the first row of the warp's first tile
+    int part, parts;       // the number of that part, and how many a tile has
     long long begin, end;  // the CTA's rows
-    int tiles;             // of a warp
+    int tiles;             // that a warp has
     long long ldx, step;   // row pitch; rows from tile to tile
-    int bytes, lane;       // of a row from this lane's first 16 on
-    bool whole;            // no lane has less than 16
+    int bytes, lane;       // bytes: of a row, from this lane's first 16 on
+    bool whole;            // every lane has all of its 16 bytes
 
     template <typename P>
     __device__ Tiles(const P& p, const T* x_, unsigned cta, const uint4* weight_, uint4* pipelines)
@@ -93,7 +93,8 @@ struct Tiles {
         for (int stage = 0; stage < STAGES; ++stage) issue_copies(stage);
     }
 
-    // Where 16 bytes lie among those of 8 rows, so that the rows that are read at once meet in no bank.
+    // Where the 16 bytes of a row's quarter lie among those of 8 rows: rows that are read together lie in different
+    // banks.
     __device__ static int place(int row, int quarter) { return row * 4 + (quarter ^ (row >> 1 & 3)); }
 
     __device__ void issue_copies(int stage) {
@@ -126,7 +127,7 @@ struct Tiles {
         commit_copies();
     }
 
-    // Adds g in IEEE float32.
+    // g += x wᵀ by FMAs in IEEE float32.
     __device__ __forceinline__ void add_products(const uint4* rows, OfLane& g) const {
         const float* w = reinterpret_cast<const float*>(weight) + lane % 4 * WORD;
 #pragma unroll 1
@@ -150,7 +151,7 @@ struct Tiles {
             }
     }
 
-    // g by mma of numbers as they are.
+    // g = x wᵀ by mma.
     __device__ __forceinline__ void multiply(const uint4* rows, OfLane& g) const {
         const int at = place(lane % 8, lane / 16), next = place(lane % 8, lane / 16 + 2);
         float sums[LANE_ROWS / 2][FEATURES / 8][4] = {};
@@ -183,13 +184,13 @@ struct Tiles {
             for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
     }
 
-    // then(g, first row, whether all of its rows are there) of every tile. g of limbs is still to be multiplied by what
-    // load_limbs left for its feature.
+    // Calls then(g, first row, whether all of its rows are there) for every tile. By limbs, g is still to be multiplied
+    // by each feature's `back` (load_limbs).
     template <typename Then>
     __device__ void for_each(const Then& then) {
         long long row = first;
         int stage = 0;
-        const auto taken = [&] {  // of a part whose words this lane no longer reads
+        const auto taken = [&] {  // this lane has read its words of a part
             issue_copies(stage);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         };

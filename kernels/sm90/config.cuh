@@ -1,5 +1,5 @@
-// What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from them.
-// gsbn/_plan/sm90_variants.py reads THREADS, BLOCK_N, COLUMN and SHARED_BYTES from here.
+// What a variant of forward_sm90 is compiled for: the macros that the planner passes, and the sizes that follow from
+// them. gsbn/_plan/sm90_variants.py reads THREADS, BLOCK_N, COLUMN and SHARED_BYTES from here.
 #pragma once
 #include "common/activation.cuh"
 #include "common/elements.cuh"
@@ -26,7 +26,8 @@ struct ForwardSm90Problem {
     long long y_row;          // row pitch of y, in elements
     long long ld_deviations;  // and of the deviations
     long long panel;          // column blocks that are taken row by row, see TileScheduler
-    // MODE_TRAINING: how many parts the rows have for the first in_panels blocks of features, and for the others (RowParts)
+    // MODE_TRAINING: how many parts the rows have for the first in_panels blocks of features, and for the others
+    // (RowParts)
     long long in_panels, parts_in_panels, parts_alone;
     long long flags;      // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_ALONE; in MODE_GEMM FLAG_INDEPENDENT
     long long signature;  // what this call is, of a group
@@ -48,7 +49,8 @@ static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELE
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
               "a CTA has one tile");
 
-// What updates the running statistics. Limbs, and the batches of several ranks, are so exact that float32's roundings show.
+// What updates the running statistics. Limbs, and the batches of several ranks, are so exact that float32's roundings
+// show.
 #if ELEMENT == ELEMENT_LIMBS || ELEMENT == ELEMENT_LIMBS_RS || RANKS
 typedef double StatisticsType;
 #else
@@ -62,8 +64,8 @@ constexpr int THREADS = 128 + CONSUMERS;
 constexpr int MERGERS = MODE == MODE_CLUSTER_BATCH ? 4 : 1;  // warps that merge statistics
 constexpr int CONSTANT_WARPS = 3;                            // warps that load the constants of inference
 
-// Registers of a thread, so that neither side spills. 384 threads start with 168 each, or with 80 where two CTAs share an SM;
-// a kernel that asks for more than there are hangs.
+// Registers of a thread, so that neither side spills. 384 threads start with 168 each, or with 80 where two CTAs share
+// an SM; a kernel that asks for more than there are hangs.
 constexpr int HELPER_REGISTERS = OCCUPANCY == 2                                           ? 64
                                  : ELEMENT == ELEMENT_TF32 || ELEMENT == ELEMENT_LIMBS_RS ? 136
                                                                                           : 152;
@@ -105,13 +107,13 @@ constexpr int STAGINGS = MODE == MODE_CLUSTER_BATCH ? 1 : 2;  // buffers of so m
 constexpr int DEFERRED_ROWS = BLOCK_M < 64 ? BLOCK_M : 64;
 constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
-// Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes) or two constants (16); in
-// MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH mean and M2 from each CTA, too. 256 bytes are for
-// barriers and counters.
+// Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes) or two constants
+// (16); in MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH mean and M2 from each CTA, too.
+// 256 bytes are for barriers and counters.
 constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE ? 20 : MODE == MODE_CLUSTER_BATCH ? 16 + 8 * CLUSTER_CTAS : 16;
 constexpr int SHARED_BYTES =
     STAGES * STAGE_BYTES + WARPGROUPS * STAGINGS * STAGING_BYTES + BLOCK_N * FEATURE_BYTES + 256;
 
-// How long a warp that waits sleeps between two looks. One that waits beside a mainloop sleeps long: every instruction costs
-// the tensor core of its quarter of the SM a cycle or two.
+// How long a warp that waits sleeps between two looks. One that waits beside a mainloop sleeps long: every instruction
+// costs the tensor core of its quarter of the SM a cycle or two.
 constexpr int LONG_BACKOFF = 1500, SHORT_BACKOFF = 20;  // ns

@@ -1,7 +1,9 @@
-// The consumers: two warpgroups, each of which multiplies 64 features of a tile, takes their statistics and stores them.
+// The consumers: two warpgroups, each of which multiplies 64 features of a tile, computes their statistics and stores
+// them.
 //
-// A thread's accumulator d[4 j + 2 h + e] is feature 64 half + 16 warp + feature_of(lane) + 8 h of the tile, and its row
-// 8 j + 2 (lane % 4) + e: a thread has two features, h = 0, 1.
+// Element (j, h, e) of a thread's accumulator (accumulator.cuh) is feature 64 half + 16 warp + feature_of(lane) + 8 h
+// of the tile and row 8 j + 2 (lane % 4) + e: a thread has two features, h = 0 and 1. Four lanes have the same two
+// features. Where only one thread for each feature acts, lane % 4 = 0 acts for h = 0, and lane % 4 = 1 for h = 1.
 #pragma once
 #include "sm90/deferred_epilogue.cuh"
 #include "sm90/limbs_rs.cuh"
@@ -9,27 +11,28 @@
 #include "sm90/operand.cuh"
 
 struct Consumer : Cta {
-    const int half, warp, lane, rank;              // half: which of the two warpgroups
-    const bool storer = warp == 0 && lane == 0;    // one thread of the warpgroup issues its TMA stores
-    int phase = 0, s = 0, nth = 0;                 // of the stage to be read next; this stage; the tile
+    const int half, warp, lane, rank;              // half: which of the two consumer warpgroups
+    const bool storer = warp == 0 && lane == 0;    // the thread that issues the warpgroup's TMA stores
+    int phase = 0, s = 0, nth = 0;                 // of the next stage; the next stage; the tile
     int to_release = products() * steps - STAGES;  // stages
     int within = 0;                                // the first of the thread's two features, in the tile
     Run run_of_tile = {};                          // inference
 
-    // Which of 8 features a lane has. Where w is read as it is, those that are read at once lie two rows apart: neighbours
-    // would meet in a bank.
+    // Which of 8 features a lane has. With ELEMENT_LIMBS_RS the features that are read at once lie two rows apart:
+    // neighbouring rows would conflict in a bank.
     static __device__ __forceinline__ int feature_of(int lane) {
         return ELEMENT == ELEMENT_LIMBS_RS ? lane / 4 % 4 * 2 + lane / 16 : lane / 4;
     }
 
-    // The last STAGES are not released: nobody loads into them any more, and a CTA that has nothing left to receive may end.
+    // Releases a stage, but not the last STAGES: nothing more is loaded into them, and CTAs of the cluster may have
+    // ended.
     __device__ __forceinline__ void release(int stage) {
         if (--to_release >= 0 && lane < CLUSTER) mbar_arrive_at(&sh.empty[stage], lane * SPLIT_K + rank % SPLIT_K);
     }
 
     __device__ __forceinline__ void next_stage(int step) {
         if constexpr (DEFERS)
-            // the last tile's store has long arrived: a wait for it costs nothing here
+            // the store of the tile before has long arrived: waiting for it costs nothing here
             if (step == min(4, steps - 1) && storer && nth > 0) {
                 tma_store_wait();
                 count_up(&sh.stored[half]);
@@ -37,8 +40,8 @@ struct Consumer : Cta {
         if (++s == STAGES) s = 0, phase ^= 1;
     }
 
-    // The main loop: the product over the CTA's steps, to d. One stage's wgmmas stay in flight while the next one's are
-    // issued.
+    // The mainloop: d = the product over the CTA's steps. The wgmmas of one stage stay in flight while those of the
+    // next one are issued.
     __device__ __forceinline__ void multiply(float (&d)[PRODUCT_ACC]) {
         int before = 0;  // the stage before s
 #pragma unroll 1
@@ -60,11 +63,11 @@ struct Consumer : Cta {
         release(before);
     }
 
-    // The same of limbs, to `sum`; d is what the tensor core adds in. It truncates as it adds, and always towards zero: the
-    // sum of a part of a stage starts anew, takes the small products first, and is added to `sum`, which rounds. The other
-    // warpgroup's wgmmas run meanwhile.
+    // The mainloop of limbs: `sum` = the product. The tensor core adds in d, and truncates towards zero as it adds. So
+    // d starts from zero for each part of a stage, takes the small products first, and is added to `sum`, which rounds.
+    // The wgmmas of the other warpgroup run meanwhile.
     __device__ __forceinline__ void multiply_limbs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC]) {
-        constexpr int PARTS = 2;  // of a stage, each with a sum of its own
+        constexpr int PARTS = 2;  // of a stage
 #pragma unroll
         for (int i = 0; i < PRODUCT_ACC; i++) sum[i] = 0.f;
 #pragma unroll 1
@@ -93,7 +96,7 @@ struct Consumer : Cta {
         }
     }
 
-    // A part of a stage, the limbs of w being registers: d anew, small products first.
+    // Issues the wgmmas of one part of a stage, the limbs of w being in registers: d from zero, small products first.
     __device__ __forceinline__ void begin_part(float (&d)[PRODUCT_ACC], const LimbsOfW& w, int stage, int part) const {
         constexpr int STEPS = BLOCK_K / MMA_K / 2;
         constexpr u64 LOW = PRODUCT_M * 128 / 16;
@@ -108,11 +111,11 @@ struct Consumer : Cta {
         wgmma_commit();
     }
 
-    // The same where the limbs of w are made here, in registers: those of a part while the one before is multiplied, or
-    // the other warpgroup's. What `unscale` takes of w goes to `of_w`.
+    // The mainloop of ELEMENT_LIMBS_RS: this thread makes the limbs of w in registers, while the tensor core multiplies
+    // the part before, or works for the other warpgroup. `of_w` becomes w's exponents, for unscale.
     __device__ __forceinline__ void multiply_limbs_rs(float (&d)[PRODUCT_ACC], float (&sum)[PRODUCT_ACC],
                                                       int (&of_w)[2]) {
-        constexpr bool AHEAD = PRODUCT_M < 128;  // else there are no registers for the limbs of two parts
+        constexpr bool AHEAD = PRODUCT_M < 128;  // otherwise there are no registers for the limbs of two parts
         UnitsOfW units;
         const auto limbs_of = [&](int part) {
             return LimbsOfW(sh.stage[s] + part * ((W_MN_MAJOR ? 32 : BLOCK_N) * 128),
@@ -152,7 +155,7 @@ struct Consumer : Cta {
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) of_w[h] = units.exponent(h);
-        if constexpr (SPLIT_K > 1) {  // in one unit before those of several CTAs are added; x is below 2^15
+        if constexpr (SPLIT_K > 1) {  // one unit for all CTAs, whose sums will be added; x is below 2^15
             constexpr int COMMON = 10;
 #pragma unroll
             for (int i = 0; i < PRODUCT_ACC; i++) {
@@ -163,8 +166,8 @@ struct Consumer : Cta {
         }
     }
 
-    // g of the tile, to d; of limbs what `unscale` takes, to `sum` and `of_w`. A template, so that only its own branch is
-    // compiled.
+    // d = g of the tile; or, of limbs, `sum` and `of_w`, from which unscale makes g. A template, so that only one
+    // branch is compiled.
     template <int SIZE>
     __device__ __forceinline__ void make(float (&d)[SIZE], float (&sum)[SIZE], int (&of_w)[2]) {
         if constexpr (SIZE < PRODUCT_ACC) {
@@ -188,21 +191,22 @@ struct Consumer : Cta {
         }
     }
 
-    // The rows of y from row0 on, staged by a warpgroup, to rows that start anywhere. A warp takes every fourth row, so that
-    // all of its rows start alike, and a lane 4 bytes of it; where those lie across two words of y, it stores the word
-    // that begins in its neighbour's, and what is left at both ends are halves.
+    // Stores staged rows of y, from row0 on, where rows start anywhere. A warp stores every fourth row, all of which
+    // are aligned alike, and a lane 4 bytes of a row. If these straddle two words of y, the lane stores the word that
+    // begins in its neighbour's bytes; two bytes are left at either end of the row.
     __device__ __forceinline__ void store_pieces(const char* staging, int row0, int column, int lane) const {
         const int rows = min((int)m - row0, PASS_M);
 #pragma unroll 1
         for (int box = 0; box < BOXES; box++) {
             const int col0 = column + box * (64 / BOXES);
-            const int left = min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's on
+            const int left =
+                min((int)n - col0, 64) * Y_BYTES - 4 * lane;  // bytes of y's rows from the lane's first one on
             char* to = y + (row0 + warp) * y_pitch + (size_t)col0 * Y_BYTES + 4 * lane;
             const bool straddles = !FLOAT32 && (size_t)to & 2, begins_before = straddles && lane > 0;
             const bool word = begins_before ? left >= 2 : !straddles && left >= 4;
             const bool half_word = begins_before ? left == 0 : !FLOAT32 && (straddles ? left >= 2 : left == 2);
             const bool last_half = straddles && lane == 31 && left >= 4;
-            const u32 bytes = begins_before ? 0x5432 : 0x7654;  // of a lane's and its neighbour's
+            const u32 bytes = begins_before ? 0x5432 : 0x7654;  // which bytes of the lane's and its neighbour's words
             if (begins_before) to -= 2;
             int from = box * (PASS_M * 128) + warp * 128 + (((lane / 4) ^ warp) << 4) + (lane & 3) * 4;
 #pragma unroll 4
@@ -218,17 +222,17 @@ struct Consumer : Cta {
         }
     }
 
-    // d to y, through shared memory, where it is turned: rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7).
-    // pack_of(h, ...) makes one word of two rows of feature h.
+    // Stores d to y, or with TO_Y false to the deviations. Shared memory transposes it: it holds rows of 128 bytes,
+    // chunk c (16 bytes) of row r at c ^ (r & 7). pack_of(h, ...) packs two rows of feature h into one word.
     template <bool TO_Y = true, typename Pack>
     __device__ __forceinline__ void store(const TensorMap& map, const float (&d)[ACC], int row, int block,
                                           const Pack& pack_of) const {
-        const int lane = lane_id();  // anew, as in run
+        const int lane = lane_id();  // again, as in run
 #pragma unroll
         for (int pass = 0; pass < PASSES; pass++) {
             char* staging = sh.staging[half][pass % STAGINGS];
             const float* e = d + pass * (ACC / PASSES);
-            if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from here
+            if (storer) tma_store_wait_read<STAGINGS - 1>();  // the last store from this buffer
             warpgroup_sync(half);
             if constexpr (FLOAT32) {
 #pragma unroll
@@ -259,15 +263,15 @@ struct Consumer : Cta {
                     tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),
                               row * BLOCK_M + pass * PASS_M);
             }
-            if (storer) tma_store_commit();  // of nothing, too: the wait above counts passes
+            if (storer) tma_store_commit();  // even if empty: the wait above counts passes
         }
-        if (PASSES % STAGINGS) {  // an odd number would leave the slots out of step
+        if (PASSES % STAGINGS) {  // an odd number would change which buffer comes first
             if (storer) tma_store_wait_read<0>();
             warpgroup_sync(half);
         }
     }
 
-    // Inference: y = f(a g + c), of the thread's features `within` and `within` + 8 of the tile.
+    // MODE_INFERENCE: d = f(a g + c) for the thread's two features.
     __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
         run_of_tile.ends_before(block);
         const int slot = run_of_tile.number % 2;
@@ -285,14 +289,15 @@ struct Consumer : Cta {
         }
     }
 
-    // Training: g to the deviations from the tile's means. They are deferred in y, except the last tile's, which becomes y.
+    // MODE_TRAINING: turns g into deviations from the tile's means, which are stored to y until the epilogue; of the
+    // CTA's last tile into y at once.
     __device__ __forceinline__ void normalize(float (&d)[ACC], int row, int block, int lane) const {
         const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
         float mean[2], m2[2];
         centre(d, rows, lane, mean, m2);
         mbar_wait(&sh.agreed, 0);
         const u64 launch = sh.launch;
-        const int h = lane & 1;  // of four lanes with the same two features, two speak for one each
+        const int h = lane & 1;
         const float own = h ? mean[1] : mean[0];
         if ((lane & 2) == 0)
             publish(partial + ((size_t)block * scheduler.rows + row) * BLOCK_N + within + 8 * h, own, h ? m2[1] : m2[0],
@@ -307,7 +312,7 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_CLUSTER_BATCH: g of the CTA's one tile to y. The other tiles of its features are in the other CTAs of the cluster.
+    // MODE_CLUSTER_BATCH: turns g of the CTA's one tile into y. The other CTAs of the cluster have the other rows.
     __device__ __forceinline__ void normalize_in_cluster(float (&d)[ACC], int row, int block, int lane) const {
         float mean[2], m2[2];
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
@@ -316,15 +321,15 @@ struct Consumer : Cta {
         const float own = h ? mean[1] : mean[0];
         Merged all = {own, 0.f, 1.f};
         float m2_of_all = h ? m2[1] : m2[0];
-        // of four lanes with the same two features, two speak for one each
+
         if constexpr (CLUSTER_CTAS == 1) {
-            if ((lane & 2) == 0) {  // to the merger alone
+            if ((lane & 2) == 0) {  // for the mergers
                 sh.gathered[0][mine] = make_float2(own, m2_of_all);
                 mbar_arrive(here);
             }
         } else {
             if (storer) mbar_expect(here, CLUSTER_CTAS * 64 * sizeof(float2));
-            for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // one to every other CTA
+            for (int cta = (lane & 2) / 2; cta < CLUSTER_CTAS; cta += 2)  // the two lanes take turns
                 send(&sh.gathered[rank][mine], own, m2_of_all, here, cta);
             mbar_wait_sent(here, 0);
             merge_feature(Gathered{&sh.gathered[0][mine]}, parts(block), 0, 1, all.mean, m2_of_all);
@@ -336,8 +341,8 @@ struct Consumer : Cta {
         epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
     }
 
-    // The CTA's last tile waits for the others and is finished here. The thread has the arguments of its feature h, whose
-    // mean in the tile is `own`.
+    // The epilogue of the CTA's last tile, once all tiles are merged. `own` is the mean in this tile of the thread's
+    // feature h.
     __device__ __forceinline__ void epilogue_of_last_tile(float (&d)[ACC], int row, int block, int h, float own,
                                                           u64 launch) const {
         mbar_wait(&sh.arguments_ready, 0);
@@ -348,7 +353,7 @@ struct Consumer : Cta {
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};
-            if (!RANKS && parts(block).lanes() == 1) {  // few parts: merging them here saves a round trip
+            if (!RANKS && parts(block).lanes() == 1) {  // few parts: to merge them here saves a round trip
                 float m2;
                 const Word* words = words_of(block) + within + 8 * h;
                 merge_feature(Published{words, launch}, parts(block), 0, 1, all.mean, m2);
@@ -360,11 +365,11 @@ struct Consumer : Cta {
         }
     }
 
-    // A tile in registers, of whose feature h the thread has what becomes of it; a neighbouring lane has that of its other
-    // feature.
+    // The epilogue of a tile in registers. This thread knows the coefficients of its feature h; the neighbouring lane
+    // knows those of the other one.
     __device__ __forceinline__ void epilogue_in_registers(float (&d)[ACC], int row, int block, int h,
                                                           const Epilogue& own) const {
-        const auto of_both = [&](float2 xy, float2(&both)[2]) {  // what the thread's two features have of it
+        const auto of_both = [&](float2 xy, float2(&both)[2]) {  // for h = 0 and 1
             const float2 other =
                 make_float2(__shfl_xor_sync(0xFFFFFFFF, xy.x, 1), __shfl_xor_sync(0xFFFFFFFF, xy.y, 1));
             both[0] = h ? other : xy, both[1] = h ? xy : other;
@@ -392,7 +397,7 @@ struct Consumer : Cta {
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
-            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            const int lane = lane_id();  // again: what depends on it must not take registers in the mainloop
             within = 64 * half + 16 * warp + feature_of(lane);
             const int feature = block * BLOCK_N + within;
             if (is_there(row, block)) {
@@ -404,10 +409,10 @@ struct Consumer : Cta {
             }
             store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
             if (MODE == MODE_INFERENCE && storer)
-                count_up(&sh.stored[half]);    // and with it, the constants have been read
+                count_up(&sh.stored[half]);    // which also tells that the constants have been read
             if constexpr (SPLIT_K > 1) break;  // a CTA has one tile
         }
         if constexpr (DEFERS) epilogue_of_deferred_tiles(SHORT_BACKOFF);
-        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+        if (storer) tma_store_wait_read<0>();  // shared memory must outlive the stores that read it
     }
 };

@@ -1,56 +1,57 @@
-// A CTA of forward_sm90: its shared memory, the order of its tiles, and what its roles work with.
+// A CTA of forward_sm90: its shared memory, the order of its tiles, and the data that its warps work with.
 #pragma once
 #include "sm90/formats.cuh"
 #include "sm90/statistics.cuh"
 
-// All else that y takes of a feature comes from the merger.
+// Whether consumers need beta alone of a feature's arguments, because the merger publishes a.
 constexpr bool LOADS_BETA = MODE == MODE_RECOMPUTE || (MODE == MODE_TRAINING && SAVE_DEVIATIONS);
 
-struct Shared {                       // on 1024 bytes, as swizzled stages must be
+struct Shared {                       // starts on 1024 bytes, as swizzled stages must
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][STAGINGS]
-                [STAGING_BYTES];  // y on its way out, swizzled: one pass is written while the last is read
-    union {                       // of a variant one of the three: the others have no size
-        float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c of the features of a run, and of the next
+                [STAGING_BYTES];  // y on its way out, swizzled; one pass is written while the last one is stored
+    union {                       // a variant uses one of the three
+        float2 constants[2][MODE == MODE_INFERENCE ? BLOCK_N : 1];  // a and c, of this run and of the next one (Run)
         float beta[LOADS_BETA ? BLOCK_N : 1];                       // of the CTA's last tile
         Affine arguments[MODE == MODE_INFERENCE || LOADS_BETA ? 1 : BLOCK_N];  // of the CTA's last tile
     };
     u64 full[STAGES], empty[STAGES], agreed, arguments_ready;
-    u64 launch;                // training: the launch's number
-    StatisticsType momentum;   // the weight of the new running statistics
-    int ready;                 // training: warps that have published
-    int constants_ready[2];    // inference: warps that have laid out constants in either slot, one may be a run ahead
-    int stored[WARPGROUPS];    // tiles that each warpgroup has stored: with short k one may run two tiles ahead
-    int ticket, merged_tiles;  // units of rows handed out; deferred tiles of which all features are known to be merged
-    Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // of all tiles
+    u64 launch;                // training: the number of the launch
+    StatisticsType momentum;   // weight of the batch in the running statistics
+    int ready;                 // training: how many times a warp has published
+    int constants_ready[2];    // inference: how many times a warp has loaded constants, for either slot
+    int stored[WARPGROUPS];    // tiles that each consumer warpgroup has stored
+    int ticket, merged_tiles;  // deferred epilogue: pieces handed out; tiles known to be merged
+    Centred centred[MODE == MODE_RECOMPUTE ? BLOCK_N : 1];  // the epilogue's coefficients
     float2 gathered[MODE == MODE_CLUSTER_BATCH ? CLUSTER_CTAS : 1]
-                   [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 in each CTA of the cluster
-    u64 here[WARPGROUPS];                                       // all that a warpgroup waits for of these
-    u64 drained, summed;  // SPLIT_K: all parts have read their stages; what they send is there
+                   [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster
+    u64 here[WARPGROUPS];  // barriers: all of these that a warpgroup needs have arrived
+    u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the planner gives less than is used");
 
 struct Tile {
-    int row, block;  // of BLOCK_M rows of x, of BLOCK_N features
+    int row, block;  // in units of BLOCK_M rows of x and of BLOCK_N features
 };
 
-// The order in which clusters take blocks of BLOCK_M rows x CLUSTER * BLOCK_N features: in panels of `panel` column
-// blocks, row by row inside a panel, so that one reading of x serves a panel. The last columns come one at a time where
-// tiles are finished later: less is then left to finish at the end. To recompute, all columns are one panel and their number
-// divides that of the clusters, so that a cluster keeps to its column. In MODE_CLUSTER_BATCH cluster i has
-// all rows of block i.
+// The order in which clusters take tiles of BLOCK_M rows by CLUSTER * BLOCK_N features. Columns of tiles come in panels
+// of `panel`, and a panel row by row, so that one reading of x serves a panel. In MODE_TRAINING the last columns come
+// one at a time: less is then left for the deferred epilogue at the end. In MODE_RECOMPUTE all columns are one panel,
+// and their number divides the number of clusters, so that a cluster keeps to its column. In MODE_CLUSTER_BATCH cluster
+// i has all rows of block i.
 struct TileScheduler {
     int rows, cols, panel;
-    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // of SPLIT_K rows of tiles, a cluster's
+    __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // of SPLIT_K rows of tiles
     __device__ int count() const { return groups() * cols; }
-    // tile i of the CTA with this rank in its cluster
+    // tile i of its cluster, for the CTA of this rank
     __device__ Tile at(int i, int rank) const {
         if constexpr (MODE == MODE_CLUSTER_BATCH) return {rank, i};
         const int height = groups();
         int r = 0, c = i;
-        if (height > 1) {  // else without divisions, which the first load would wait for
-            const int grouped = (cols - 1) / panel * panel;  // columns in whole panels, at least one left over
+        if (height > 1) {  // otherwise no divisions: the first load would wait for them
+            const int grouped =
+                (cols - 1) / panel * panel;  // columns in whole panels, with at least one column left over
             int first = i / (height * panel) * panel, width = min(panel, cols - first);
             if (MODE == MODE_TRAINING && first >= grouped) width = 1, first = i / height;
             i -= first * height;
@@ -60,8 +61,8 @@ struct TileScheduler {
     }
 };
 
-// Tiles of a CTA that follow each other and share their features, but for those beyond the features. In inference their
-// constants are laid out once.
+// A run is tiles of a CTA that follow each other and have the same features. In inference their constants are loaded
+// once.
 struct Run {
     int block = -1, number = -1;
     __device__ __forceinline__ bool ends_before(int next) {
@@ -71,17 +72,14 @@ struct Run {
     }
 };
 
-struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and rows of n, SAVED_
+struct ForBackward {  // with SAVE_DEVIATIONS: g - mean (m, n), and SAVED_ vectors of n
     const TensorMap* map;
     char* deviations;
     double* vectors;
 };
 
-struct MergedFeature;  // merger.cuh
-struct Share;
-
-// What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth); the last ones of a pair may
-// lie beyond the features, in block `blocks`, and with SPLIT_K beyond the rows.
+// What a CTA works with, and the roles of its warps. Tiles of a CTA are counted from 0 (nth). The last tile of a
+// cluster's CTA may lie beyond the features, in block `blocks`, or with SPLIT_K beyond the rows.
 struct Cta {
     const ForwardSm90Problem& p;
     const TensorMap &x_map, &w_map, &y_map;
@@ -95,22 +93,22 @@ struct Cta {
     Ranks* const ranks;
     Shared& sh;
     const long long m, n, y_pitch;                  // y_pitch in bytes
-    const int clusters, first_step, steps, blocks;  // steps of k that the CTA multiplies, blocks of features
+    const int clusters, first_step, steps, blocks;  // steps: of k, for this CTA; blocks: of features
     const size_t features;
     const TileScheduler scheduler;
 
-    // tiles of this CTA
+    // How many tiles this CTA has,
     __device__ __forceinline__ int tiles() const { return (scheduler.count() - 1 - cluster_id()) / clusters + 1; }
 
-    // and how often it makes one
+    // and how many it multiplies.
     __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
 
     __device__ __forceinline__ bool is_there(int row, int block) const {
         return block < blocks && (SPLIT_K == 1 || MODE == MODE_CLUSTER_BATCH || row < scheduler.rows);
     }
 
-    // The number of this CTA's nth tile, which is one if it is below order.count(). To recompute, all but the last come
-    // again, from the end: what was read last is still in L2.
+    // The number of this CTA's nth tile; there is one if it is below scheduler.count(). In MODE_RECOMPUTE all tiles but
+    // the last come again, from the end: what was read last is still in L2.
     __device__ __forceinline__ int tile(int nth) const {
         if constexpr (MODE == MODE_RECOMPUTE) {
             const int last = tiles() - 1;
@@ -119,8 +117,9 @@ struct Cta {
         return cluster_id() + nth * clusters;
     }
 
-    // The rows of a block's features in parts, each of one tile, or of all that a CTA has of a folded block. MODE_TRAINING folds
-    // where a CTA has several, since everybody waits at the end until all parts are merged.
+    // The parts of the rows of a block's features: each tile is one, or, if merges_tiles(block), all tiles that a CTA
+    // has of the block. MODE_TRAINING merges them where a CTA has several: fewer parts are then to be merged at the
+    // end, when all CTAs wait.
     __device__ __forceinline__ RowParts parts(int block) const {
         const int tiles = MODE == MODE_CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
         const int count = MODE == MODE_CLUSTER_BATCH ? tiles
@@ -141,7 +140,8 @@ struct Cta {
         return DEFERS && part_count(block) != scheduler.rows;
     }
 
-    // Where the statistics of the parts of a block's features are, [part][BLOCK_N]: folded ones behind those of all tiles.
+    // The statistics of the parts of a block's features, [part][BLOCK_N]. Those of merged tiles lie behind those of all
+    // tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
         size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? clusters / scheduler.cols : scheduler.rows);
         if (merges_tiles(block)) {
@@ -152,32 +152,15 @@ struct Cta {
         return partial + before * BLOCK_N;
     }
 
-    // producer.cuh
     __device__ void produce(int rank) const;                             // loads x and w
-    __device__ void load_constants(int warp, int lane, int rank) const;  // MODE_INFERENCE: a and c of each tile
-
-    // merger.cuh: statistics over all rows, of a share of the features
-    __device__ void merge_training(int lane, int rank) const;
-    __device__ void merge_recompute(int lane, int rank) const;
-    __device__ void merge_cluster_batch(int lane, int rank, int warp) const;
-    __device__ void join(int lane, int rank) const;  // RANKS: over the rows of all ranks
-    __device__ void begin_training(u64 number, long long count) const;
-    __device__ StatisticsType unbiased() const;
-    __device__ bool has_running_statistics() const;
-    __device__ MergedFeature fetch_feature(int block, int c, bool speaks, bool tracked) const;
-    template <typename StatisticsOf, typename Use>
-    __device__ void merge_share(const Share& share, int warp, bool tracked, const StatisticsOf& statistics_of,
-                                const Use& use) const;
-    __device__ u64 merge_published(int nth, const Word* words, const RowParts& parts, int c, int member, int backoff,
-                                   float& mean, float& m2) const;
-    __device__ void merge_tile(Welford (&own)[BLOCK_N / 32], int nth, int row, int block, int backoff) const;
-    __device__ void use_statistics(const MergedFeature& of, int block, float mean, float m2, u64 launch,
-                                   StatisticsType unbiased) const;
-
-    // deferred_epilogue.cuh: turns deferred deviations into y
-    __device__ void load_last_tile_arguments(int lane) const;
-    __device__ void epilogue_of_deferred_tiles(int backoff) const;
-    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;
+    __device__ void load_constants(int warp, int lane, int rank) const;  // inference: a and c of each tile
+    __device__ void merge(int lane, int rank, int which) const;  // training: the statistics of a share of the features
+    __device__ void merge(Welford (&own)[BLOCK_N / 32], int nth, int row, int block,
+                          int backoff) const;                       // and of own tiles
+    __device__ void join(int lane, int rank) const;                 // RANKS: the statistics of these over all ranks
+    __device__ void load_last_tile_arguments(int lane) const;       // training: what the consumers need to finish it
+    __device__ void epilogue_of_deferred_tiles(int backoff) const;  // training: turns deferred deviations into y
+    __device__ void epilogue_of_deferred_rows(int unit, int backoff) const;  // some rows of that
     __device__ void load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const;
-    __device__ void epilogue_meanwhile(int backoff) const;  // of some rows, or waits a little
+    __device__ void epilogue_meanwhile(int backoff) const;  // or a nap
 };

@@ -1,10 +1,10 @@
-// The finishers: warps that turn the deviations of deferred tiles into y, beside the main loop of later tiles.
+// The deferred epilogue: warps turn the deviations of deferred tiles into y, beside the mainloop of later tiles.
 #pragma once
 #include "sm90/cta.cuh"
 
-// The coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all of
-// the tile's are merged. A lane makes those of EACH neighbouring features, with all words in flight at once, and
-// shuffles pass them on.
+// Loads the coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all
+// features of the tile are merged. A lane computes those of EACH neighbouring features, with all words in flight at
+// once, and shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
     const u64 launch = *(volatile u64*)&sh.launch;
     constexpr int EACH = BLOCK_N / 32;
@@ -51,18 +51,20 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
     }
 }
 
-// Step 5. Units of rows are handed out by a ticket, over all tiles of this CTA but the last, in their order. A unit is
-// one warp's own business: no warp waits for what another does.
+// Step 5 of training. `unit` counts pieces of DEFERRED_ROWS rows over all tiles of this CTA but the last, in their
+// order. A ticket hands them out. One warp does a piece alone: no warp waits for another.
 __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
     const int nth = unit / DEFERRED_PIECES;
     const auto [row, block] = scheduler.at(tile(nth), cluster_rank());
     if (block >= blocks) return;
-    // first in this CTA, then one word of all, the last to be merged, then all: polling must not crowd others out of L2
+    // wait first for this CTA, then for one word, the last that is merged, then for all: polling must not crowd others
+    // out of L2
     for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], nth + 1, backoff);
     if (look(&sh.merged_tiles) <= nth)
         await(merged + (size_t)(block + 1) * BLOCK_N - 1, *(volatile u64*)&sh.launch, backoff);
-    constexpr int LANES_PER_ROW = BLOCK_N / CHUNK, STEP = 32 / LANES_PER_ROW;  // lanes along a row, rows of an access
-    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; SAVE_DEVIATIONS's coefficients take the other registers
+    constexpr int LANES_PER_ROW = BLOCK_N / CHUNK,
+                  STEP = 32 / LANES_PER_ROW;        // lanes that share a row, rows of an access
+    constexpr int BATCH = SAVE_DEVIATIONS ? 4 : 8;  // accesses; the coefficients of deviations take the other registers
     const int lane = lane_id(), feature = block * BLOCK_N + lane % LANES_PER_ROW * CHUNK;
     const int first = row * BLOCK_M + unit % DEFERRED_PIECES * DEFERRED_ROWS + lane / LANES_PER_ROW;
     int to_read = feature < n ? (min((int)m - first, DEFERRED_ROWS) + STEP - 1) / STEP : 0,
@@ -70,7 +72,7 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) con
     const size_t step = STEP * y_pitch, deviations_step = STEP * p.ld_deviations * Y_BYTES;
     char *from = y + (size_t)first * y_pitch + (size_t)feature * Y_BYTES, *to = from;
     char* deviations_at = for_backward.deviations + ((size_t)first * p.ld_deviations + (size_t)feature) * Y_BYTES;
-    // deviations are read past L1, which might hold older lines
+    // not through L1, which might hold older lines
     const auto read = [&](uint4(&d)[BATCH]) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++, from += step)
@@ -90,7 +92,7 @@ __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) con
         }
         to_write -= BATCH;
     };
-    uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is on its way while the other is finished
+    uint4 even[BATCH] = {}, odd[BATCH] = {};  // one batch is loaded while the other is used
     read(even);
     load_epilogue(coef, row, block, backoff);
     if (lane == 0) atomicMax(&sh.merged_tiles, nth + 1);
@@ -114,7 +116,7 @@ __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
     }
 }
 
-// What the consumers need for the CTA's last tile, which they finish themselves. By one warp.
+// Loads what the consumers need for the epilogue of the CTA's last tile. By one warp.
 __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
     const auto [row, block] = scheduler.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
 #pragma unroll

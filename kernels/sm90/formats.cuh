@@ -1,4 +1,4 @@
-// Numbers on their way between the accumulators and memory: the powers of two of limbs, y's format, units.
+// Number formats between accumulators and memory: the powers of two of limbs, y's format, units of deviations.
 #pragma once
 #include "sm90/accumulator.cuh"
 #include "sm90/config.cuh"
@@ -6,14 +6,14 @@
 // 2^e for -126 <= e <= 127
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(127 + e) << 23); }
 
-// Those of w's features `feature` + 8 h.
+// The exponents of w's features `feature` + 8 h.
 __device__ __forceinline__ void load_exponents(const int* w_exponents, int n, int feature, int (&of_w)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) of_w[h] = feature + 8 * h < n ? __ldg(w_exponents + feature + 8 * h) : 0;
 }
 
-// d = sum 2^(x_exponent + w_exponent) for rows `row` + 8 j + e and w_exponent `of_w`[h] of d[4 j + 2 h + e]: exact,
-// but for what falls below float32's normal numbers.
+// d = sum * 2^(x_exponent + w_exponent). Element (j, h, e) has the exponents of x's row `row` + 8 j + e and of_w[h].
+// Exact, but for what falls below float32's normal numbers.
 __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC], const int* x_exponents, int m,
                                         int row, const int (&of_w)[2]) {
     int of_x[ACC / 2];
@@ -22,7 +22,7 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
         const int r = row + i / 2 * 8 + i % 2;
         of_x[i] = r < m ? __ldg(x_exponents + r) : 0;
     }
-    // One factor for x and one for w, unless what lies between the two could leave float32's range: |sum| < 2^48.
+    // Multiply by one factor for x and one for w, unless the number between could leave float32's range: |sum| < 2^48.
     bool mild = max(abs(of_w[0]), abs(of_w[1])) < 64;
 #pragma unroll
     for (int i = 0; i < ACC / 2; i++) mild &= abs(of_x[i]) < 64;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void unscale(const float (&sum)[ACC], float (&d)[ACC]
 #pragma unroll
         for (int i = 0; i < ACC; i++) {
             const int e = max(of_x[Accumulator::own_column(i)] + of_w[Accumulator::row_half(i)],
-                              -252);  // two steps: 2^e may not be a float
+                              -252);  // in two steps: 2^e may not be a float
             d[i] = sum[i] * power_of_two(e >> 1) * power_of_two((e + 1) >> 1);
         }
     }
@@ -61,7 +61,8 @@ __device__ __forceinline__ float2 unpack(u32 word) {
     return f;
 }
 
-// Deviations wait in y in units of this power of two, about their standard deviation: in float16 they might not fit otherwise.
+// Deviations are stored in units of this power of two, about their standard deviation. Otherwise float16 might
+// overflow.
 __device__ __forceinline__ float deviation_unit(float m2, int rows) {
     if (!IN_UNITS) return 1.f;
     const int exponent = (int)(__float_as_uint(m2 / (float)rows) >> 23 & 255) - 127;
@@ -79,7 +80,7 @@ using Y = __nv_bfloat16;
 
 __device__ __forceinline__ float line(float2 xy, float v) { return fmaf(xy.x, v, xy.y); }
 
-// Two deviations as they are kept (settle), y being f(line(to_y, d)) of each.
+// Two deviations rounded for the backward (settle), where y = f(line(to_y, d)).
 __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low_to_y, float2 high_to_y) {
     u32 word = pack(low, high);
     if constexpr (Activation<Y>::JUMPS) {
@@ -93,8 +94,8 @@ __device__ __forceinline__ u32 pack_deviations(float low, float high, float2 low
     return word;
 }
 
-// What becomes of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS line(to_deviation, d) is kept, and what
-// to_y takes.
+// The epilogue of a deferred deviation d of a feature: y = f(line(to_y, d)). With SAVE_DEVIATIONS the deviation
+// line(to_deviation, d) is saved, and it is what to_y takes.
 struct Epilogue {
 #if SAVE_DEVIATIONS
     float2 to_deviation;
@@ -102,7 +103,8 @@ struct Epilogue {
     float2 to_y;
 };
 
-// The same of deviations from a tile's mean, which lies `shift` above that of all rows, in units of `unit_of`.
+// The epilogue of deviations from a tile's mean in units of `unit_of`; the tile's mean is `shift` above the mean of all
+// rows.
 __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, float a, float unit, float beta) {
 #if SAVE_DEVIATIONS
     return {make_float2(unit_of / unit, shift / unit), make_float2(a * unit, beta)};
@@ -111,13 +113,13 @@ __device__ __forceinline__ Epilogue epilogue_of(float unit_of, float shift, floa
 #endif
 }
 
-// What becomes of g of a feature once its mean is known: y = f(slope d + offset), d = per_unit (g - mean) being what SAVE_DEVIATIONS
-// keeps; per_unit is 1 otherwise.
+// The epilogue of g of a feature once its mean is known: y = f(slope d + offset) with d = per_unit (g - mean). With
+// SAVE_DEVIATIONS d is saved; otherwise per_unit is 1.
 struct Centred {
     float mean, per_unit, slope, offset;
 };
 
-// The 16 bytes of one access to y and, with SAVE_DEVIATIONS, to what is kept.
+// The epilogue of 16 bytes of deferred deviations: 16 bytes of y and, with SAVE_DEVIATIONS, of deviations.
 __device__ __forceinline__ void apply_epilogue(uint4 deferred, const Epilogue (&coef)[CHUNK], uint4& y,
                                                uint4& deviations) {
     u32 word[4] = {deferred.x, deferred.y, deferred.z, deferred.w}, deviation[4];

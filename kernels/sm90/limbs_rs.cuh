@@ -1,29 +1,30 @@
-// Limbs of w that the consumers make for themselves (ELEMENT_LIMBS_RS): w comes to shared memory as it is, which saves a launch
-// that reads all of it, writes as much, and has it read again.
+// ELEMENT_LIMBS_RS: the consumers make the limbs of w in registers. w comes to shared memory as it is, which saves a
+// launch that reads all of w and writes as much, for this one to read again.
 //
-// Each 32 of k of a feature are scaled by themselves, as split_limbs scales a row (docs/design/limbs.md). What the tensor core
-// makes of them is added to a sum in units of its own, a power of two that follows the largest part so far.
+// Each 32 of k of a feature (a part) is scaled by itself, as split_limbs scales a row (docs/design/limbs.md). The products
+// of a part are added to a sum in units of its own: a power of two that follows the largest part so far. Scales and
+// units are kept as the exponent fields of float32.
 #pragma once
 #include "common/limbs.cuh"
 #include "sm90/formats.cuh"
 #include "sm90/operand.cuh"
 
-// Of float32's exponents: where scales end, at which yet smaller parts keep all their digits, too; and how far a part may
-// lie above the units of its sum.
+// The least exponent field of a scale: even smaller parts keep all their digits with it. And by how much a part's field
+// may exceed the unit of its sum.
 constexpr int LEAST_FIELD = 15, SLACK = 8;
 
-// The limbs of a thread's two features h (Consumer), in one part, as wgmma_rs takes them in two steps of 16; and
-// the fields of the exponents that they were scaled by.
+// The limbs of a thread's two features h (Consumer) in one part, as two wgmma_rs of 16 of k take them; and the exponent
+// fields that they were scaled by.
 struct LimbsOfW {
     u32 high[2][4], low[2][4];
     int field[2];
 
     LimbsOfW() = default;
-    // `tile` is the part's: rows of 128 bytes, swizzled, of a feature each or, across, of a k each and 32 features, the next 32
-    // following all BLOCK_K of k; `row` is the thread's first feature in it.
+    // `tile` has the part in swizzled rows of 128 bytes. K-major a row is a feature. MN-major it is 32 features of one
+    // k, and the next 32 features follow after BLOCK_K rows. `row` is the thread's first feature in it.
     __device__ __forceinline__ LimbsOfW(const char* tile, int row, int lane) {
         const int quarter = lane & 3;
-        float2 v[2][2][2];  // feature, step, half of it
+        float2 v[2][2][2];  // [feature h][16 of k][half of them]
         float top[2] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -49,7 +50,7 @@ struct LimbsOfW {
             top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 1));
             top[h] = fmaxf(top[h], __shfl_xor_sync(0xFFFFFFFF, top[h], 2));
             field[h] = max(__float_as_int(top[h]) >> 23, LEAST_FIELD);
-            const float scale = power_of_two(127 + 14 - field[h]);  // the largest becomes a number in [2^14, 2^15)
+            const float scale = power_of_two(127 + 14 - field[h]);  // makes the largest a number in [2^14, 2^15)
 #pragma unroll
             for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -60,18 +61,19 @@ struct LimbsOfW {
     }
 };
 
-// Units of the sums of a thread's two features, as such fields.
+// The units of the sums of a thread's two features.
 struct UnitsOfW {
-    int field[2] = {-1000, -1000};  // of nothing yet
+    int field[2] = {-1000, -1000};  // no part yet
 
-    // Before a part is added: what it is to be multiplied by; sums whose unit has become too small are brought to its own.
+    // Before a part is added: `factor` is what to multiply it by. Sums whose unit has become too small are scaled to
+    // the part's.
     template <int SIZE>
     __device__ __forceinline__ void follow(const int (&of_part)[2], float (&sum)[SIZE], float (&factor)[2]) {
         if (__any_sync(0xFFFFFFFF, max(of_part[0] - field[0], of_part[1] - field[1]) > SLACK)) {
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 if (of_part[h] - field[h] > SLACK) {
-                    const float down = power_of_two(max(field[h] - of_part[h], -127));  // 2^-127 is 0 here
+                    const float down = power_of_two(max(field[h] - of_part[h], -127));  // 2^-127 becomes 0
                     field[h] = of_part[h];
 #pragma unroll
                     for (int i = 0; i < SIZE; i++)
@@ -81,6 +83,6 @@ struct UnitsOfW {
 #pragma unroll
         for (int h = 0; h < 2; h++) factor[h] = power_of_two(max(of_part[h] - field[h], -127));
     }
-    // of feature h: an element is 2^exponent times its limbs
+    // the exponent of feature h: an element is 2^exponent times its limbs
     __device__ __forceinline__ int exponent(int h) const { return max(field[h], LEAST_FIELD) - 127 - 14; }
 };

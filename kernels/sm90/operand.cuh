@@ -3,8 +3,9 @@
 #include "sm90/ptx.cuh"
 #include "sm90/wgmma.cuh"
 
-// An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. K-major it is one block; MN-major it
-// is [rows / COLUMN][BLOCK_K][128 bytes]. Either way so many rows take 128 bytes each, and whole columns can be split off.
+// An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. K-major it is one block;
+// MN-major it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way so many rows take 128 bytes each, and whole columns
+// can be split off.
 template <bool MN_MAJOR>
 struct SmemOperand {
     static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; ignored if K-major

@@ -1,4 +1,5 @@
-// What feeds the consumers: the producer, a thread that loads x and w, and in inference the warps that lay out constants.
+// What feeds the consumers: the producer, one thread that loads x and w; and in inference the warps that load
+// constants.
 #pragma once
 #include "sm90/cta.cuh"
 #include "sm90/operand.cuh"
@@ -8,8 +9,8 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     int nth = 0;
     for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
         const auto [row, block] = scheduler.at(i, rank);
-        // Of x that a pair shares a CTA loads half of the rows, or one limb of all; of w that a cluster shares, some rows of
-        // each limb.
+        // If CTAs share x, each loads half of the rows, or one limb of all rows. If they share w, each loads some rows
+        // of each limb.
         const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
                   w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
         const int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
@@ -18,8 +19,8 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
-            // w as it is comes in two parts of 32 of k, or across in four of 32 features; limbs that nobody shares in one
-            // load
+            // With ELEMENT_LIMBS_RS w comes in two parts of 32 of k, or MN-major in four of 32 features. Both limbs
+            // come in one load if no CTAs share w.
             if constexpr (ELEMENT == ELEMENT_LIMBS_RS && W_MN_MAJOR)
                 for (int part = 0; part < BLOCK_N / 32; part++)
                     tma_load<false, false>(w_tile + part * (BLOCK_K * 128), &w_map, &sh.full[s],
@@ -40,18 +41,19 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
     }
 }
 
-// Beside the main loop, once for a run of tiles: in one slot, while the tiles of the run before read the other.
+// Runs beside the mainloop, once for each run of tiles: it fills one slot while the tiles of the run before read the
+// other.
 __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
     Run run;
-    int nth = 0, start = 0;  // of the run
+    int nth = 0, start = 0;  // the first tile of the run
     for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
         const auto [row, block] = scheduler.at(i, rank);
         if (block >= blocks || !run.ends_before(block)) continue;
-        // the run before has begun: nobody reads this slot any more
+        // the run before has begun: nobody reads this slot
         for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
 #pragma unroll 1
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS)  // beyond n what nobody stores
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS)  // beyond n: any
             sh.constants[run.number % 2][c] = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
         __syncwarp();
         if (lane == 0) count_up(&sh.constants_ready[run.number % 2]);

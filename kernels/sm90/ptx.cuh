@@ -1,4 +1,4 @@
-// The PTX instructions that forward_sm90 alone needs, a function each: TMA, counters in shared memory.
+// PTX instructions of forward_sm90, one function each: TMA, cluster ranks, counters in shared memory.
 #pragma once
 #include "sm90/config.cuh"
 #include "common/warp_roles.cuh"
@@ -7,7 +7,7 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// volatile: read anew in every role, rather than kept in a register across them
+// volatile: each role reads them again, so that no register holds them across roles
 __device__ __forceinline__ int lane_id() {
     int l;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(l));
@@ -23,7 +23,7 @@ __device__ __forceinline__ int cluster_rank() {
     if constexpr (CLUSTER_CTAS > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-// which of those that share k
+// which of the SPLIT_K ranges of k
 __device__ __forceinline__ int cluster_part() { return SPLIT_K > 1 ? cluster_rank() % SPLIT_K : 0; }
 
 __device__ __forceinline__ u64 now() {
@@ -32,15 +32,16 @@ __device__ __forceinline__ u64 now() {
     return t;
 }
 
-// All threads of a cluster meet, and a CTA's see each other's writes; of other CTAs' only what was fenced for the cluster:
-// barriers that were made. (A release at cluster scope would be a fence of the whole GPU in every warp.)
+// All threads of a cluster wait for each other. Threads of one CTA then see each other's writes. Of another CTA they
+// see only what was fenced for the cluster: the initialised barriers. (A release at cluster scope would cost every warp
+// a GPU fence.)
 __device__ __forceinline__ void cluster_begin() {
     __syncthreads();
     if constexpr (CLUSTER_CTAS > 1)
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// the four warps of one consumer warpgroup
+// waits for the four warps of a consumer warpgroup
 __device__ __forceinline__ void warpgroup_sync(int half) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + half) : "memory");
 }
@@ -49,8 +50,8 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// With ALL, to the same place, and the same barrier, in every CTA that shares the tile. Limbs are the map's third
-// dimension.
+// Loads a box. With ALL it arrives at the same place, and at the same barrier, in every CTA that shares the tile. The
+// map's third dimension are limbs.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
@@ -59,7 +60,7 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
                  : "memory")
 template <bool ALL, bool OF_LIMBS = MATRICES == 2>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
-    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each, SPLIT_K apart
+    constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each CTA, SPLIT_K apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
     if constexpr (!OF_LIMBS && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
     if constexpr (!OF_LIMBS && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
@@ -75,26 +76,27 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// all but the last PENDING of this thread's stores have read shared memory; all have arrived in global memory
+// Wait until all but the last PENDING stores of this thread have read shared memory; until all are in global memory.
 template <int PENDING>
 __device__ __forceinline__ void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// four transposed 8 x 8 matrices: `at` of lane l is where column l % 8 of matrix l / 8 goes
+// Stores four 8 x 8 matrices transposed: `at` of lane l is where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
                  "r"(c), "r"(d)
                  : "memory");
 }
 
-// counters in shared memory: a warp that adds has done its writes, a warp that has seen the count may read them
+// Counters in shared memory. A warp adds after its writes (release); a warp that has seen the count may read them
+// (acquire).
 __device__ __forceinline__ void count_up(int* counter) {
     asm volatile("red.release.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
 }
 
-// the same without an order: a hint that it is worth looking
+// The same without an order: a hint that it is worth looking.
 __device__ __forceinline__ void hint(int* counter) {
     asm volatile("red.relaxed.cta.shared::cta.add.s32 [%0], 1;" ::"r"(smem(counter)) : "memory");
 }

@@ -1,17 +1,17 @@
-// The consumers where g is made twice: they take the statistics of their features over all tiles of the CTA, in registers,
-// and multiply again for y when those of all CTAs are merged. A thread has two features, as in Consumer.
+// The consumers of MODE_RECOMPUTE. They compute the statistics of their features over all tiles of the CTA, in
+// registers, and multiply again for y once the statistics of all CTAs are merged. A thread has two features, as in
+// Consumer.
 #pragma once
 #include "sm90/consumer.cuh"
 
 struct Recomputer : Consumer {
     Welford so_far[2] = {};  // over the CTA's tiles
 
-    // Publish what this CTA has of the features. Who `finishes` tiles waits for what all CTAs have.
+    // Publishes the statistics over the CTA's tiles; if it `finishes` tiles, it waits for the statistics over all rows.
     __device__ __forceinline__ void publish_statistics(int part, int block, int lane, bool finishes) {
         mbar_wait(&sh.agreed, 0);
         const u64 launch = sh.launch;
-        const int h = lane & 1,
-                  mine = within + 8 * h;  // of four lanes with the same two features, two speak for one each
+        const int h = lane & 1, mine = within + 8 * h;
         const bool speaks = (lane & 2) == 0;
         if (speaks)
             publish(words_of(block) + part * BLOCK_N + mine, h ? so_far[1].mean() : so_far[0].mean(),
@@ -26,7 +26,7 @@ struct Recomputer : Consumer {
         __syncwarp();
     }
 
-    // d, of which `own` has been subtracted from g, to y and, with SAVE_DEVIATIONS, to what is kept.
+    // Stores y and, with SAVE_DEVIATIONS, deviations, of d = g - own.
     __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&own)[2], int row, int block) const {
         float2 to_y[2];
 #pragma unroll
@@ -50,7 +50,7 @@ struct Recomputer : Consumer {
         store(y_map, d, row, block, [](int, float low, float high) { return pack(low, high); });
     }
 
-    // Of 64 features that are not there the mergers get zeros, and stages pass by.
+    // A warpgroup whose 64 features are beyond n: it publishes zeros, and releases all stages.
     __device__ __forceinline__ void pass_by(int part, int block) {
         if (block < blocks) publish_statistics(part, block, lane_id(), false);
         for (; tile(nth) < scheduler.count(); nth++)
@@ -63,7 +63,8 @@ struct Recomputer : Consumer {
 
     __device__ __forceinline__ void run() {
         const int last = tiles() - 1;
-        const auto [part, block] = scheduler.at(cluster_id(), rank);  // the first tile's row counts the parts
+        const auto [part, block] =
+            scheduler.at(cluster_id(), rank);  // the row of the first tile is the number of the part
         within = 64 * half + 16 * warp + lane / 4;
         if (block * BLOCK_N + 64 * half >= n) return pass_by(part, block);
         float d[ACC];
@@ -72,12 +73,12 @@ struct Recomputer : Consumer {
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
-            const int lane = lane_id();  // anew: what hangs on it shall not take registers in the main loop
+            const int lane = lane_id();  // again: what depends on it must not take registers in the mainloop
             if constexpr (BY_LIMBS) {
                 load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
             }
-            float own[2] = {};  // what has been subtracted of g
+            float own[2] = {};  // what has been subtracted from g
             if (nth <= last) {
                 const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
                 float of_tile[2];
@@ -89,6 +90,6 @@ struct Recomputer : Consumer {
             }
             epilogue(d, own, row, block);
         }
-        if (storer) tma_store_wait_read<0>();  // shared memory outlives the stores that read it
+        if (storer) tma_store_wait_read<0>();  // shared memory must outlive the stores that read it
     }
 };

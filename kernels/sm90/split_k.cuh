@@ -1,18 +1,20 @@
-// With SPLIT_K, the CTAs of a cluster share k. They have SPLIT_K tiles, one below the other: each multiplies all of them over
-// its range of k, and what it has of a tile goes to the CTA whose tile it is, through distributed shared memory.
+// Split k: the CTAs of a cluster have SPLIT_K tiles, one below the other. Each CTA multiplies all of them over its own
+// range of k. Its partial sums of a tile then go to the CTA that has this tile, through distributed shared memory (a
+// reduce-scatter).
 //
-// A thread's sums of rows 8 j + ... (Consumer) are 16 bytes for each j, its own in every CTA: whoever receives them works on
-// the same two features and, with BLOCK_M / 8 of the j's, on the rows of its own tile. They lie in the ring, which is free
-// once the wgmmas of the CTA have read all of its stages: [part][BLOCK_M / 8][CONSUMERS], 16 bytes each. So a CTA receives
-// (and sends) 512 PRODUCT_M bytes, its own part among them: the least is (SPLIT_K - 1) / SPLIT_K of it.
+// A thread sends the elements of its accumulator to the thread with the same number in the other CTA, which works on
+// the same two features. The elements of each 8 rows (j, accumulator.cuh) are 16 bytes; BLOCK_M / 8 of these are one
+// tile's. They arrive in the memory of the pipeline, as [part][BLOCK_M / 8][CONSUMERS] of 16 bytes, once the wgmmas of
+// the CTA have read all stages. A CTA receives, and sends, 512 PRODUCT_M bytes, its own part included; the minimum is
+// (SPLIT_K - 1) / SPLIT_K of it.
 #pragma once
 #include "sm90/cta.cuh"
 
 constexpr int SENT_BYTES = PRODUCT_ACC * 4 * CONSUMERS;  // to each CTA, by all
-static_assert(SPLIT_K == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the ring holds what is sent");
+static_assert(SPLIT_K == 1 || SENT_BYTES <= STAGES * STAGE_BYTES, "the pipeline holds what is sent");
 
-// By all consumers of the cluster, with no wgmma of theirs in flight: `of_all` over this CTA's range of k, to d over all of
-// it. HighLow are added in their order, so that the bits are always the same.
+// Called by all consumers of the cluster, with no wgmma in flight. `of_all` are sums over this CTA's range of k; d
+// becomes the sums over all of k. Parts are added in the order of their numbers, so that the bits are always the same.
 __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float (&of_all)[PRODUCT_ACC],
                                                float (&d)[ACC]) {
     const int lane = lane_id(), thread = threadIdx.x - (THREADS - CONSUMERS), first = rank / SPLIT_K * SPLIT_K;
@@ -24,7 +26,7 @@ __device__ __forceinline__ void reduce_scatter(Shared& sh, int rank, const float
 #pragma unroll
     for (int j = 0; j < BLOCK_M / 8; j++)
 #pragma unroll
-        for (int part = 0; part < SPLIT_K; part++) {  // in turn, so that all receive at the same time
+        for (int part = 0; part < SPLIT_K; part++) {  // in turn, so that all CTAs receive at the same time
             const float* e = of_all + Accumulator::at(part * (BLOCK_M / 8) + j, 0, 0);
             send(place(rank % SPLIT_K, j), e[0], e[1], e[2], e[3], &sh.summed, first + part);
         }

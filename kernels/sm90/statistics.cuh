@@ -1,4 +1,4 @@
-// The caller's per-feature arguments, and the statistics of a feature: of one tile, and merged over all.
+// The caller's per-feature arguments; the statistics of a feature over the rows of one tile, and merged over all rows.
 #pragma once
 #include "sm90/accumulator.cuh"
 #include "sm90/words.cuh"
@@ -6,7 +6,7 @@
 struct Affine {  // of one feature
     float scale, gamma, beta;
 
-    // a of y = a (g - mean) + beta: right at scale = 0, too
+    // a of y = a (g - mean) + beta; correct at scale = 0, too
     __device__ float slope(float var, float eps) const {
         return multiply_no_ftz(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
     }
@@ -43,11 +43,11 @@ struct Features {  // the caller's per-feature arguments
     }
 };
 
-// A feature's statistics over the tiles so far.
+// Mean and M2 of a feature over the tiles so far, merged tile by tile (Welford's algorithm, by Chan's formula).
 struct Welford {
-    float pivot, shift, m2;  // shift is mean - pivot, m2 is M2
+    float pivot, shift, m2;  // shift: mean - pivot
 
-    // Merge with a tile's (Chan), about the mean of the first tile: a large mean then loses no digits on the way.
+    // Merges a tile's. It works about the mean of the first tile (the pivot), so that a large mean loses no digits.
     __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
         const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
         if (rows_before == 0) pivot = mean, shift = 0.f, m2 = 0.f;
@@ -58,23 +58,23 @@ struct Welford {
     __device__ __forceinline__ float mean() const { return pivot + shift; }
 };
 
-// The m rows of a feature in parts, of each of which a mean and M2 are published: part i has the tiles i, i + count, ...
-// Whoever publishes part i of a block of features merges the features [i share, (i + 1) share) of the block,
-// `lanes` neighbouring lanes to a feature: a power of two, lanes * share <= 32.
+// The m rows of a feature in parts: mean and M2 of each are published. Part i has the tiles i, i + count, ... The CTA
+// that publishes part i of a block of features merges the features [i share, (i + 1) share) of this block. `lanes`
+// neighbouring lanes merge a feature: a power of two, with lanes * share <= 32.
 struct RowParts {
     int count, m;
-    int last;                  // the part that has the last tile, which alone may be short
-    float before, at, beyond;  // rows of the parts before it, of itself, and of those beyond
+    int last;                  // the part with the last tile, the only one that may be short
+    float before, at, beyond;  // rows of each part before `last`, of `last`, and of each after it
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
-        if constexpr (MODE == MODE_CLUSTER_BATCH) return 1;  // who merges and who finishes get the same bits
+        if constexpr (MODE == MODE_CLUSTER_BATCH) return 1;  // so that mergers and consumers get the same bits
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
     __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }
 };
 
-// Where the parts' (mean, M2) of one feature are: in the workspace, perhaps not yet,
+// Where (mean, M2) of the parts of one feature are: in the workspace, perhaps not yet written;
 struct Published {
     const Word* words;
     u64 launch;
@@ -99,11 +99,11 @@ struct Gathered {
     __device__ __forceinline__ float2 again(int t) const { return parts[t * BLOCK_N]; }
 };
 
-// Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` takes the
-// parts member, member + lanes, ..., with BATCH words in flight. A whole warp calls it together. In float32 about a
-// pivot, the mean of the first part: deviations are as small as the data allow, and a sum of a few hundred terms of one
-// size, most of it a tree, loses a bit or two of 24. (Measured no worse than float64, whose instructions cost the tensor
-// core beside them tens of cycles each.)
+// Mean and M2 of one feature over all parts. `lanes` neighbouring lanes share a feature; lane `member` reads the parts
+// member, member + lanes, ..., with BATCH words in flight. All lanes of a warp call it together. It adds in float32
+// about a pivot, the mean of the first part: deviations are then as small as the data allow, and a sum of a few hundred
+// terms of similar size, most of it a tree, loses a bit or two of 24. (Measured: no worse than float64, each of whose
+// instructions costs the tensor core tens of cycles.)
 template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
@@ -117,13 +117,13 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
         bool missing[BATCH], any;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) missing[i] = t0 + i * lanes < count;
-        do {  // only those that are not there are looked at again
+        do {  // look again at the missing ones only
             any = false;
 #pragma unroll
             for (int i = 0; i < BATCH; i++)
                 if (missing[i]) missing[i] = !source.here(t0 + i * lanes, part[i]), any |= missing[i];
         } while (any);
-        if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // of tile 0
+        if (t0 == member) pivot = __shfl_sync(0xFFFFFFFF, part[0].x, lane_id() & -lanes);  // mean of part 0
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const int t = t0 + i * lanes;
@@ -154,9 +154,9 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     mean = pivot + shift;
 }
 
-// The sum over COUNT times eight rows from FIRST on of the thread's feature h, with those of the three lanes that have the
-// others of them. By halves: as many equal numbers as a power of two has add up without rounding, so that a feature that is
-// constant has its mean and no variance, however large it is.
+// The sum of the thread's elements of feature h in COUNT blocks of eight rows from FIRST on, by a tree of halves. A
+// power of two of equal numbers adds up without rounding: so a constant feature gets its exact mean and no variance,
+// however large it is.
 template <int FIRST, int COUNT>
 __device__ __forceinline__ float sum_by_halves(const float (&d)[ACC], int h) {
     if constexpr (COUNT == 1)
@@ -171,19 +171,19 @@ __device__ __forceinline__ float sum_of_rows(const float (&d)[ACC], int h) {
     return sum + __shfl_xor_sync(0xFFFFFFFF, sum, 2);
 }
 
-// A tile's accumulators d, of which the first `rows` rows are there, to deviations from their means; and the sums of their
-// squares. Mean and m2 are of the thread's two features.
+// Turns the first `rows` rows of a tile's accumulator d into deviations from their mean, and computes mean and M2, for
+// the thread's two features.
 __device__ __forceinline__ void centre(float (&d)[ACC], int rows, int lane, float (&mean)[2], float (&m2)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them
+        mean[h] = sum_of_rows(d, h) / (float)rows;  // rows past m are zero: TMA fills them in
 #pragma unroll
         for (int j = 0; j < ACC / 4; j++)
             d[Accumulator::at(j, h, 0)] -= mean[h], d[Accumulator::at(j, h, 1)] -= mean[h];
     }
     if (rows < BLOCK_M) {
         float rest[2] = {};
-        // A sum of rows that are no power of two was rounded: what that left in all of them is taken out, too.
+        // The sum of a number of rows that is no power of two was rounded: subtract the mean that is left, too.
 #pragma unroll 1
         for (int again = 0; again < 2; again++) {
 #pragma unroll

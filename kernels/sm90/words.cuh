@@ -1,5 +1,5 @@
-// How CTAs talk through the workspace: words of two floats and the number of the launch that wrote them, and how all agree
-// on this number.
+// How CTAs communicate through the workspace: a word is two floats and the number of the launch that wrote them. And
+// how all CTAs agree on this number.
 #pragma once
 #include "sm90/ptx.cuh"
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ float2 await(const Word* word, u64 launch, int backof
     return make_float2(w.x, w.y);
 }
 
-struct Merged {  // of one feature, over all tiles
+struct Merged {  // of one feature, over all rows
     float mean, a, unit;
 };
 
@@ -48,13 +48,16 @@ __device__ __forceinline__ u64 later_than(u64 time) {
     return t;
 }
 
-// A number for this launch that every CTA knows and no earlier user of the workspace can have left in it: a time
-// within the launch. `epoch` is [1 + CTAs]: the number, and where each CTA reports. Called by one warp of every CTA.
-// A CTA reports the time until it sees a number later than its own start. CTA 0 waits for a report later than *its* own
-// start from each, hence from this launch, and then takes a time later than any report, hence later than anyone's start.
-// Whatever else lies in `epoch` is no later than the launch's beginning, or in the future, and is passed over. Every
-// comparison is strict: however coarse the timer's steps, a number left behind at a CTA's start does not pass.
-// Reports release: on return CTA 0 knows that all CTAs have done what they do before the call.
+// Agrees on a number for this launch: a time within the launch, which no earlier user of the workspace can have left in
+// it. `epoch` is [1 + CTAs]: the number, and a report from each CTA. One warp of every CTA calls it; lane 0 returns the
+// number.
+//
+// Each CTA reports the time, again and again, until it sees a number later than its own start. CTA 0 waits until every
+// other CTA has reported a time later than CTA 0's own start: such a report is of this launch. Then it takes a time
+// later than any report, which is later than the start of any CTA. Whatever else lies in `epoch` is earlier than this
+// launch, or in the future, and is ignored. Every comparison is strict, so that a number left behind at a CTA's start
+// does not pass, however coarse the timer is. Reports have release order: on return CTA 0 sees all that the CTAs did
+// before the call.
 __device__ __forceinline__ u64 agree_on_number(u64* epoch, int lane) {
     const u64 start = now();
     u64 number;
@@ -74,5 +77,5 @@ __device__ __forceinline__ u64 agree_on_number(u64* epoch, int lane) {
             asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(number) : "l"(epoch) : "memory");
         } while (number <= start || number > now());
     }
-    return number;  // in lane 0
+    return number;
 }

@@ -1,4 +1,4 @@
-"""relu in one call with the layer: y is relu's of the same call without it, and gradients belong to the y returned."""
+"""relu in one call with the layer: y is relu of the y without it, and the gradients agree with the returned y."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PATHS = [
     *(pytest.param("cupy", gemm, marks=pytest.mark.gpu) for gemm in ("auto", "cublas", "tiled", "sm90")),
     pytest.param("torch-cuda", "auto", marks=pytest.mark.gpu),
 ]
-FORM_PATHS = [  # each library, and the kernels of one launch and of three
+FORM_PATHS = [  # each library; on a GPU the kernels of one launch and of three
     ("numpy", "auto"),
     ("torch-cpu", "auto"),
     *(pytest.param("cupy", gemm, marks=pytest.mark.gpu) for gemm in ("auto", "tiled")),
@@ -72,7 +72,7 @@ def drawn(
 
 
 def judged(arrays: Arrays, options: dict[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """The same call for the reference and the bounds, in which a number is an array."""
+    """The same call for the reference and the bounds, with an array in place of a number."""
     options = dict(options)
     number = {"scale": np.array(options.pop("scale"))} if "scale" in options else {}
     return {**arrays, **number}, options
@@ -104,7 +104,7 @@ def assert_gradients_within(
     options: dict[str, Any],
     tf32: bool,
 ) -> None:
-    """Against the truth for the signs of this y, and dbeta to the last bit where dy is of integers."""
+    """Compare with the truth for the signs of this y; dbeta exactly if dy has integers."""
     judged_arrays, _ = judged(arrays, options)
     of_u, training = before_relu(dy, y), options["training"]
     truth = truth_of(judged_arrays, of_u, training=training)
@@ -135,7 +135,7 @@ def skip_what_sm90_refuses(gemm: str, error: ValueError) -> None:
 def test_y_is_relu_of_the_call_without_it(
     shape: tuple[int, int, int], dtype: str, precision: str, training: bool, name: str, gemm: str
 ) -> None:
-    """To the last bit: the numbers before relu are the same. So are the statistics."""
+    """Exactly, since the numbers before relu have the same bits. So have the statistics."""
     kind = kind_of(name)
     arrays, options = drawn(shape, dtype, training)
     options |= {"gemm": gemm, "precision": precision}
@@ -167,7 +167,7 @@ def test_every_form_is_within_its_bound(form: str, dtype: str, training: bool, n
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_passes(dtype: str, training: bool, name: str, gemm: str) -> None:
-    """In training into every feature; in inference into its row, whose gradient passes as well."""
+    """In training to every feature; in inference to its row, where the gradient passes as well."""
     kind = kind_of(name)
     arrays, options = drawn(SHAPES["one tile"], dtype, training)
     arrays["x"][3, 5] = np.nan
@@ -227,7 +227,7 @@ def test_needs_do_not_change_other_gradients(needs: tuple[str, ...], dtype: str,
     """The signs are there for each gradient alone, too."""
     arrays, options = drawn(SHAPES["one tile"], dtype, training)
     dy, kind = draw_integers(arrays), kind_of(name)
-    options["gemm"] = "auto" if kind.is_cpu else "tiled"  # whose bits repeat
+    options["gemm"] = "auto" if kind.is_cpu else "tiled"  # its bits repeat
     _, every = step(kind, arrays, dy, **options)
     _, some = step(kind, arrays, dy, needs=needs, **options)
     for gradient in needs:
@@ -264,7 +264,7 @@ def test_dy_and_out_in_any_layout(name: str, layout: str, products: str) -> None
     assert_gradients_within(y, got, without_out(arrays), dy, options, tf32=False)
 
 
-# ---- every tile of the kernel that does all in one launch
+# ---- every tile of the kernel that computes all in one launch
 
 
 @pytest.mark.gpu
@@ -277,7 +277,7 @@ def test_every_tile(shape: tuple[int, int, int], dtype: str, precision: str, til
     if (dtype, precision) == ("float32", "highest") and tile and tile[0] == 256:
         pytest.skip("limbs have no tile of 256 rows")
     if tile in SPLIT_K_TILES_BY_MODE["training"] and shape[1] < 4096:
-        pytest.skip("k is too short to be shared")
+        pytest.skip("k is too short for split-k")
     kind, within = kind_of("cupy"), Limits(sm90=tile)
     arrays, options = drawn(shape, dtype, True)
     asked = {"gemm": "sm90", "precision": precision}
@@ -365,7 +365,7 @@ def test_a_replay_is_a_step(gpu_kind: Kind, form: str, dtype: str, training: boo
 
 
 def test_a_gradient_of_other_signs_is_found() -> None:
-    """One element of dy that comes where y is 0, or does not where it is not."""
+    """If one element of dy passes where y is 0, or does not pass where y is above 0."""
     arrays, options = drawn(SHAPES["one tile"], "float32", True)
     dy = draw_integers(arrays)
     y, got = step(kind_of("numpy"), arrays, dy, **options)

@@ -1,6 +1,6 @@
-"""Tensors that are no plain memory, and what stands in an array's place while it is traced: refused by name.
+"""Tensors without plain memory, and tracers in place of arrays: refused with an error that names the argument.
 
-Nothing is written, and no error of the other library's insides comes through.
+Nothing is written, and the errors are gsbn's, not internal ones of the other library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def arguments(device: str = "cpu", **changes: Any) -> dict[str, Any]:
 
 
 class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
-    """A subclass whose memory is another tensor's, and which hands it out when it is asked politely."""
+    """A subclass that wraps another tensor and exposes its memory."""
 
     @staticmethod
     def __new__(cls, inner: Any) -> Any:
@@ -63,7 +63,7 @@ def masked(a: Any) -> Any:
 
 
 def freed(a: Any) -> Any:
-    """As FSDP leaves a parameter that is not in use."""
+    """Free the storage, as FSDP does for a parameter that is not in use."""
     a = a.clone()
     a.untyped_storage().resize_(0)
     return a
@@ -77,7 +77,7 @@ def nested(layout: str) -> Callable[[Any], Any]:
     return lambda a: torch.nested.nested_tensor([a, a], layout=getattr(torch, layout))
 
 
-# What is made of a good tensor, the error, and what the message must tell
+# A bad tensor from a good one, the error, and what its message must have
 STRANGE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "nested, strided": (nested("strided"), TypeError, r"torch\.cat\(.+\.unbind\(\)\)"),
     "nested, jagged": (nested("jagged"), TypeError, r"torch\.cat\(.+\.unbind\(\)\)"),
@@ -113,12 +113,12 @@ def refuses(call: dict[str, Any], name: str, error: type[Exception], message: st
 def test_a_tensor_that_is_no_plain_memory(device: str, what: str, name: str) -> None:
     make, error, advice = STRANGE[what]
     call = arguments(device)
-    gsbn.forward(**arguments(device))  # what is remembered of a good call must not let this one pass
+    gsbn.forward(**arguments(device))  # the plan of a good call must not serve this one
     refuses({**call, name: make(call[name])}, name, error, f"{about(name)}.*{advice}" if advice else about(name))
 
 
 def test_functions_beside_forward(device: str) -> None:
-    """They ask the same question."""
+    """The other functions make the same check."""
     call = {n: a for n, a in arguments(device).items() if n != "out"}
     _, saved = gsbn.forward(**call, return_saved=True)
     dy, weight = freed(torch.ones(B, O, device=device)), freed(call["weight"])
@@ -177,7 +177,7 @@ def test_a_tangent_is_not_lost_without_a_word(device: str) -> None:
     with torch.no_grad():
         gsbn.forward(**arguments(device))
         with forward_ad.dual_level():
-            gsbn.forward(**arguments(device))  # no tangent, no objection
+            gsbn.forward(**arguments(device))  # x has no tangent
             refuses({**call, "x": forward_ad.make_dual(call["x"], call["x"])}, "x", RuntimeError, "^x: has a tangent")
 
 
@@ -196,9 +196,9 @@ def test_tensors_that_are_fine(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*(nested tensors|MaskedTensors|data pointer of FakeTensor).*")
 def test_the_quick_way_to_read_gives_up_on_what_the_checks_refuse() -> None:
-    """On a GPU the checks see a tensor only where `read` raises, or finds a key that no good call had."""
+    """On a GPU a tensor is checked only if `read` raises, or returns a key that no good call had."""
     cuda = kind_of(torch.ones(1)).cuda  # type: ignore[union-attr]
-    read = cuda.read  # it looks at no device
+    read = cuda.read  # it does not use the device
     good = torch.ones(B, I)
     key, (pointer, none) = read((good, None))
     assert (pointer, none) == (good.data_ptr(), 0)
@@ -206,7 +206,7 @@ def test_the_quick_way_to_read_gives_up_on_what_the_checks_refuse() -> None:
     for what, (make, _, _) in STRANGE.items():
         if what in ("quantized", "conjugated"):
             continue
-        assert cuda.device(make(good)) is None, what  # which is asked before; the CPU has no number
+        assert cuda.device(make(good)) is None, what  # asked for before; the CPU has no number
         try:
             other, _ = read((make(good), None))
         except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -227,7 +227,7 @@ def test_the_quick_way_to_read_gives_up_on_what_the_checks_refuse() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_torch_compile_goes_around(device: str) -> None:
-    """One break of the graph at each call, and none of gsbn's own frames is compiled."""
+    """Each call breaks the graph once, and none of gsbn's frames is compiled."""
     from torch._dynamo.utils import counters
 
     call = {n: a for n, a in arguments(device).items() if n != "out"}
@@ -243,7 +243,7 @@ def test_torch_compile_goes_around(device: str) -> None:
         found = torch.compile(step, backend="eager")(call["x"])
     assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
     assert sum(counters["graph_break"].values()) == 2, counters["graph_break"]
-    assert counters["frames"]["total"] == 3  # before, between and behind the two calls
+    assert counters["frames"]["total"] == 3  # before, between and after the two calls
 
 
 class Module(torch.nn.Module):  # type: ignore[misc, name-defined]

@@ -1,4 +1,4 @@
-"""``gsbn.backward`` on the CPU: within bounds, as accurate as autograd, against differences."""
+"""``gsbn.backward`` on the CPU: within its bounds, as accurate as autograd, and equal to finite differences."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_several_blocks(cpu_kind: Kind, dtype: str, training: bool) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_is_as_accurate_as_autograd(dtype: str, name: str) -> None:
-    """The contract's rule: norm-wise over five seeds. Autograd's dscale is noise, its dbias what rounding left of 0."""
+    """The accuracy rule, norm-wise over five seeds. Autograd's dscale is noise, and its dbias is 0 plus rounding."""
     kind, problems = kind_of("torch-cpu"), [family(name, seed, (600, 250, 48), dtype) for seed in SEEDS]
     found: dict[str, list[list[np.ndarray]]] = {n: [[], [], []] for n in NAMES}
     for arrays in problems:
@@ -83,13 +83,13 @@ def test_is_as_accurate_as_autograd(dtype: str, name: str) -> None:
         eps = float(ml_dtypes.finfo(found[n][1][0].dtype).eps)
         want, mine, its = (np.stack(results) for results in found[n])
         error, its_error = norm_error(mine, want), norm_error(its, want)
-        allowed = np.inf if np.isnan(its_error) else 1.05 * its_error + eps / 4  # its float16 overflows on the way
+        allowed = np.inf if np.isnan(its_error) else 1.05 * its_error + eps / 4  # its float16 overflows
         assert error <= allowed, f"{n}: {error} for autograd's {its_error}"
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_saved_of_before_deviations_were_kept(cpu_kind: Kind, training: bool) -> None:
-    """Its deviations have no rows, and its vectors are the forward's arguments."""
+    """A Saved of an earlier version has no rows of deviations, and its vectors are the arguments of the forward."""
     arrays = replace(CASE, training=training).arrays()
     native = {name: cpu_kind.put(a) for name, a in arrays.items()}
     _, saved = gsbn.forward(**native, training=training, return_saved=True)
@@ -104,7 +104,7 @@ def test_a_saved_of_before_deviations_were_kept(cpu_kind: Kind, training: bool) 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_saved_of_before_there_were_activations(cpu_kind: Kind, training: bool) -> None:
-    """It has nine fields, the last of which is not pickled, and seven rows of vectors."""
+    """A Saved of an earlier version has nine fields, the last not pickled, and seven rows of vectors."""
     arrays = replace(CASE, training=training).arrays()
     native = {name: cpu_kind.put(a) for name, a in arrays.items()}
     _, saved = gsbn.forward(**native, training=training, return_saved=True)
@@ -154,7 +154,7 @@ def forward_of(kind: Kind, arrays: dict[str, np.ndarray], return_saved: bool, **
 def test_agrees_with_autograd(
     activation: str | None, scale: str, given_: tuple[str, ...], training: bool, special: str
 ) -> None:
-    """In float64, where both round sums of a few hundred terms: within 1e-11 of the largest."""
+    """In float64, within 1e-11 of the largest element: both round sums of a few hundred terms."""
     case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2, scale=scale)
     arrays = without_out(case.arrays())
     for name, value in SPECIAL[special].items():
@@ -193,7 +193,7 @@ def test_agrees_with_differences(kind: Kind, training: bool) -> None:
 
 
 def test_constant_features(kind: Kind) -> None:
-    """v = 0: D is what rounding left of zero, and dg = a (dy - mean(dy)) in the same dtype as everything."""
+    """v = 0: D is 0 plus rounding, and dg = a (dy - mean(dy)) in the dtype of the computation."""
     arrays = without_out(replace(CASE, dtype="float64", given=("gamma",)).arrays())
     arrays["x"][:] = arrays["x"][0]
     dy = draw_dy(arrays)
@@ -210,7 +210,7 @@ MANY = (700, 24, 400)  # rows in several blocks
 
 
 def integers(dtype: str, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
-    """From 1 to 7, so that every sum of a few hundred is exact in float32."""
+    """Integers from 1 to 7: a sum of a few hundred is exact in float32."""
     return np.random.default_rng(seed).integers(1, 8, shape).astype(DTYPES[dtype])
 
 
@@ -221,7 +221,7 @@ def integers(dtype: str, shape: tuple[int, int], seed: int = 0) -> np.ndarray:
 def test_the_gradient_is_zero_where_y_is(
     cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int], beta: str
 ) -> None:
-    """In every element: dbeta is an exact sum of integers. Many a y is near 0, or of 16 bits too few for it."""
+    """For every element, because dbeta is an exact sum of integers. Many y are near 0, or round to 0 in 16 bits."""
     case = Case(shape, dtype, training, given=("gamma", "running", *(("beta",) if beta != "none" else ())))
     arrays = without_out(case.arrays())
     wide = arrays["gamma"].dtype
@@ -229,11 +229,11 @@ def test_the_gradient_is_zero_where_y_is(
         arrays["beta"] = np.zeros(shape[2], wide)
     elif beta == "0":
         arrays["beta"][:] = 0
-    elif beta == "tiny":  # u of the size of a 16-bit dtype's least number
+    elif beta == "tiny":  # u is about the smallest number of a 16-bit dtype
         least = np.ones(1, "u2").view(arrays["x"].dtype)[0] if DTYPES[dtype].itemsize == 2 else 1e-30
         arrays["gamma"][:] = arrays["beta"][:] = np.asarray(least, wide)
         arrays["running_mean"][:], arrays["running_var"][:] = 0, 1
-    elif beta == "cancels":  # in one row of each feature u is what rounding leaves of zero
+    elif beta == "cancels":  # in one row of each feature u is 0 plus rounding
         arrays["beta"][:] = 0
         u = reference.forward(**arrays, training=training).y
         arrays["beta"][:] = -u[np.arange(shape[2]) % shape[0], np.arange(shape[2])]
@@ -248,7 +248,7 @@ def test_the_gradient_is_zero_where_y_is(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_element_by_element(cpu_kind: Kind, training: bool, dtype: str, rows: int) -> None:
-    """dy of one row at a time tells where the gradient passes."""
+    """A dy with one row other than 0 shows where the gradient passes."""
     arrays = without_out(replace(Case((rows, I, O), dtype, training), given=("beta", "running")).arrays())
     arrays["beta"][0] = 0
     native = {name: cpu_kind.put(a) for name, a in arrays.items()}
@@ -266,7 +266,7 @@ def test_element_by_element(cpu_kind: Kind, training: bool, dtype: str, rows: in
 def test_what_is_not_finite_before_relu(
     cpu_kind: Kind, training: bool, shape: tuple[int, int, int], bad: float
 ) -> None:
-    """A dy that is not finite is lost where y is 0, as by torch; and it passes where y is NaN."""
+    """A dy that is not finite gives 0 where y is 0, as in torch, and passes where y is NaN."""
     arrays = without_out(Case(shape, "float32", training).arrays())
     arrays["weight"][1, 2] = np.nan
     dy = integers("float32", (shape[0], shape[2]))
@@ -281,7 +281,7 @@ def test_what_is_not_finite_before_relu(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_y_that_is_exactly_zero(cpu_kind: Kind, dtype: str) -> None:
-    """g - mean is exact, beta 0: the rows in the middle have y = 0, and no gradient."""
+    """g - mean is exact and beta is 0: the rows in the middle have y = 0 and no gradient."""
     x = np.array([[-1], [0], [1], [0]], DTYPES[dtype])
     arrays = {"x": x, "weight": np.ones((1, 1), DTYPES[dtype]), "beta": np.zeros(1, DTYPES[dtype])}
     dy = np.array([[1], [2], [4], [8]], DTYPES[dtype])
@@ -302,14 +302,14 @@ def test_a_saved_with_an_activation_travels(cpu_kind: Kind, training: bool, dtyp
         assert_same_bits(cpu_kind.get(ours), cpu_kind.get(want))
 
 
-# ---- what may stand for the scale
+# ---- a scale of one element
 
 
 @pytest.mark.parametrize("shape", [(9, I, O), MANY])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_one_number_is_a_vector_of_it(cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int]) -> None:
-    """Bit for bit in all other gradients; its own, if it is an array, is the sum of the features', in its shape."""
+    """All other gradients have the same bits. The gradient of an array of one element is the sum over the features."""
     arrays = without_out(Case(shape, dtype, training).arrays())
     wide, dy = arrays.pop("scale").dtype, cpu_kind.put(draw_dy(arrays))
 
@@ -336,7 +336,7 @@ def test_one_number_is_a_vector_of_it(cpu_kind: Kind, training: bool, dtype: str
 
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_one_element_of_one_feature(cpu_kind: Kind, shape: tuple[int, ...]) -> None:
-    """An ordinary vector in another shape; (1,) is the vector."""
+    """With one feature it is a vector, possibly in another shape."""
     arrays = without_out(Case((9, I, 1), "float64", training=True).arrays())
     dy = draw_dy(arrays)
     want = backward(cpu_kind, arrays, dy, training=True)

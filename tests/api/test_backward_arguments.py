@@ -1,4 +1,4 @@
-"""What ``gsbn.backward`` is asked for and given: the gradients that are needed, edge cases, every error by name."""
+"""The arguments of ``gsbn.backward``: the needed gradients, edge cases, and every error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.strategies import Case
 B, I, O = 9, 5, 4
 CASE = Case((B, I, O), "float32", training=True)
 
-# ---- what is asked for
+# ---- needs
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -99,7 +99,7 @@ def saved_of(kind: Kind) -> Any:
 )
 def test_a_wrong_dy(kind: Kind, dy: np.ndarray, error: type[Exception]) -> None:
     saved = saved_of(kind)
-    for _ in range(2):  # nothing wrong is remembered as right
+    for _ in range(2):  # a wrong call must not be cached as valid
         with pytest.raises(error, match=r"^dy: expected .+, got .+"):
             gsbn.backward(kind.put(dy), saved)
     gsbn.backward(kind.put(np.ones((B, O), np.float32)), saved)

@@ -1,4 +1,4 @@
-"""gsbn.describe tells what a call launches, and launches nothing; the log tells the same."""
+"""gsbn.describe reports what a call launches, and launches nothing; the log has the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_described_is_what_is_launched(name: str, device: str, caplog: p
     assert list(told.kernels) * 2 == launched
     assert told.path == options.get("gemm", told.path) and told.why
     assert told.scratch >= m * k * size * transposed
-    [record] = caplog.records  # the second call was prepared already
+    [record] = caplog.records  # the second call uses the cached plan
     assert str(told) in record.getMessage() and f"forward ({m}, {k}) x ({n}, {k}), {dtype}: " in record.getMessage()
 
 

@@ -1,4 +1,4 @@
-"""DLPack producers that do not produce, and JAX arrays that are not there: refused by name."""
+"""DLPack producers that fail, and JAX tracers: refused with an error that names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edge cases of the contract: what looks like an error and is none."""
+"""Valid calls that look like errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.support.strategies import Case
 
 
 def assert_right(kind: Kind, call: Call, dtype: str = "float32") -> None:
-    """The call runs, and its results are the reference's to float32: the arguments were read and written as meant."""
+    """The call runs and agrees with the reference in float32: it reads and writes the right elements."""
     options = {name: call[name] for name in ("training", "momentum", "eps") if name in call}
     arrays = {name: kind.get(a) for name, a in call.items() if name in SHAPES and name != "out" and a is not None}
     truth = reference.forward(**arrays, **options)
     y = gsbn.forward(**call)
-    close = {"rtol": 1e-5, "atol": 1e-5}  # to tell arrays apart, not to judge digits: that is test_forward_*'s work
+    close = {"rtol": 1e-5, "atol": 1e-5}  # enough to tell arrays apart; test_forward_* check the digits
     np.testing.assert_allclose(kind.get(y), truth.y, **close)
     for name in set(STATISTICS) & set(arrays):
         np.testing.assert_allclose(kind.get(call[name]), getattr(truth, name), **close)
 
 
 def test_interleaved_views(kind: Kind) -> None:
-    """Spans that overlap, and elements that do not."""
+    """The spans overlap, but no element does."""
     buffer = kind.put(np.ones(2 * O, np.float32))
     assert_right(kind, arguments(kind, running_mean=buffer[0::2], running_var=buffer[1::2]))
 
@@ -87,7 +87,7 @@ def test_an_empty_batch(kind: Kind, dtype: str, training: bool) -> None:
     arrays = Case((0, I, O), dtype, training).arrays()
     got = forward(kind, arrays, training=training)  # B = 0: checks that the result is empty
     for name in STATISTICS:
-        counted = training and name == "num_batches_tracked"  # as PyTorch counts it
+        counted = training and name == "num_batches_tracked"  # PyTorch counts it, too
         assert_same_bits(getattr(got, name), arrays[name] + 1 if counted else arrays[name])
     del arrays["out"]
     assert forward(kind, arrays, training=training).y.shape == (0, O)

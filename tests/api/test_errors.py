@@ -1,6 +1,6 @@
-"""Every error of the contract, on every kind of array.
+"""Every documented error, on every kind of array.
 
-An error names its argument, says what was expected and what came, and comes before anything is written.
+An error names its argument, what was expected and what it got, and is raised before anything is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import gsbn
 from tests.support.harness import DTYPES, STATISTICS, Kind, Producer, kind_of
 from tests.support.refusals import VECTORS, B, Call, I, O, about, arguments, fold_arguments, ones, refuses
 
-# ---- one wrong argument at a time: (what is passed instead, the error, the argument that it names)
+# ---- one wrong argument at a time: (its value, the error, the argument that the error names)
 
 WRONG_SHAPE = [
     ({"x": ones(I)}, "x"),
@@ -159,7 +159,7 @@ def test_fold_refuses(kind: Kind, changes: Call, error: type[Exception], name: s
 
 @pytest.mark.parametrize("name", ["momentum", "eps", "training", "return_saved", "sms", "scale"])
 def test_an_equal_value_of_another_type_came_first(kind: Kind, name: str) -> None:
-    """True == 1 == 1.0: what is remembered of a call that was right must not let a wrong one pass."""
+    """True == 1 == 1.0: the cached plan of a valid call must not serve an invalid one."""
     right, wrong = (True, 1) if name in ("training", "return_saved") else (1 if name == "sms" else 1.0, True)
     for _ in range(2):
         gsbn.forward(**arguments(kind, **{name: right}))
@@ -168,7 +168,7 @@ def test_an_equal_value_of_another_type_came_first(kind: Kind, name: str) -> Non
 
 @pytest.mark.parametrize(("shape", "message"), [((2,), "(2,)"), ((O, 1), "(4, 1)")])
 def test_a_scale_that_fits_no_features(kind: Kind, shape: tuple[int, ...], message: str) -> None:
-    """It may have one element as well, and the message says so."""
+    """The message also says that one element is allowed."""
     expected = rf"^scale: expected shape \({O},\) or one element, got {re.escape(message)}$"
     refuses(kind, arguments(kind, scale=kind.put(ones(*shape))), ValueError, expected)
     call = fold_arguments(kind, scale=kind.put(ones(*shape)))
@@ -184,7 +184,7 @@ def test_an_activation_that_is_not_known(kind: Kind) -> None:
 
 @pytest.mark.parametrize(("count", "momentum"), [(2**63 - 1, 0.1), (2**63 - 1, None), (-1, None), (-5, None)], ids=str)
 def test_a_count_that_cannot_be_raised(cpu_kind: Kind, count: int, momentum: float | None) -> None:
-    """On the CPU; on a GPU the host reads no array."""
+    """On the CPU only: on a GPU the host reads no array."""
     call = arguments(cpu_kind, num_batches_tracked=cpu_kind.put(np.array(count)), momentum=momentum)
     refuses(cpu_kind, call, ValueError, about("num_batches_tracked"))
 
@@ -195,7 +195,7 @@ def test_a_number_beyond_float64(kind: Kind, name: str, value: Any) -> None:
 
 
 def test_an_error_shows_no_elements(kind: Kind) -> None:
-    """To print those of an array on a GPU would wait for it."""
+    """Printing an array on a GPU would wait for the GPU."""
     call = {name: a for name, a in arguments(kind).items() if name != "out"}
     y, saved = gsbn.forward(**call, return_saved=True)
     for wrong, what in (((y, saved), "a tuple of 2"), (y, f"a {type(y).__module__}.{type(y).__qualname__}")):
@@ -232,23 +232,23 @@ def test_a_mask_is_not_lost_without_a_word(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["x", "weight"])
 def test_what_was_saved_has_changed_since(torch_kind: Kind, name: str) -> None:
-    """Torch counts the changes of a tensor: a backward for what the forward never saw is refused, as by autograd."""
+    """Torch counts the changes of a tensor: the backward raises if x or weight changed, as autograd does."""
     import torch
 
     call = {n: a for n, a in arguments(torch_kind).items() if n != "out"}
     dy = torch_kind.put(np.ones((B, O), np.float32))
     y, saved = gsbn.forward(**call, return_saved=True)
     gsbn.backward(dy, saved)
-    y.mul_(2)  # nobody's business
+    y.mul_(2)  # y may change
     gsbn.backward(dy, saved)
     call[name].mul_(2)
     with pytest.raises(RuntimeError, match=rf"^{name}: .*inplace operation"):
         gsbn.backward(dy, saved)
     _, saved = gsbn.forward(**call, return_saved=True)
     assert gsbn.backward(dy, saved).x.isfinite().all()
-    for copied in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):  # whose tensors count anew
+    for copied in (copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):  # their tensors have new counts
         assert gsbn.backward(dy, copied).x.isfinite().all()
-    with torch.inference_mode():  # which counts nothing
+    with torch.inference_mode():  # tensors without counts
         call = {n: a for n, a in arguments(torch_kind).items() if n != "out"}
         _, saved = gsbn.forward(**call, return_saved=True)
         gsbn.backward(dy, saved)
@@ -257,7 +257,7 @@ def test_what_was_saved_has_changed_since(torch_kind: Kind, name: str) -> None:
 # ---- kinds and devices
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of which NumPy can show nobody its memory
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # NumPy cannot export bfloat16 by DLPack
 @pytest.mark.parametrize("name", ["weight", *VECTORS, "num_batches_tracked", "out"])
 def test_mixed_kinds(kind: Kind, name: str, dtype: str) -> None:
     other = kind_of("torch-cpu" if kind.name == "numpy" else "numpy")

@@ -1,4 +1,4 @@
-"""Every family of data on every path: no result errs by more than 1.1 times PyTorch's error and half a unit."""
+"""Every family of data on every path: no error exceeds 1.1 times PyTorch's error plus half a unit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASE = Case((4096, 1, 8), "float32", True)
 
 
 class Path(NamedTuple):
-    """How a product is made, and shapes for it."""
+    """A way to compute a product, and shapes for it."""
 
     shapes: tuple[tuple[int, int, int], ...]
     kinds: tuple[str, ...] = FAST
@@ -97,7 +97,7 @@ def test_on_a_cpu(kind: str, family: str) -> None:
         assert_beside_torch(shape, kind, family, device="cpu", libraries=("numpy",))
 
 
-# ---- the families, and what finds a fault
+# ---- the families, and tests of the rule itself
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -141,9 +141,9 @@ def about_the_first_row(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return second / len(g) - (first / len(g)) ** 2
 
 
-@pytest.mark.parametrize("family", ["row 0 x 2e3"])  # in the others PyTorch's own variance on a CPU is as far off
+@pytest.mark.parametrize("family", ["row 0 x 2e3"])  # in the others PyTorch's own variance on a CPU is as wrong
 def test_a_variance_about_the_first_row_is_found(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule beside PyTorch; normal data, where such a variance is as good as any, do not tell."""
+    """By the comparison with PyTorch. With normal data such a variance is as good as any, so they do not show it."""
     honest = beside_torch.ours
 
     def about_a_row(library: str, o: dict[str, Any], *rest: Any) -> Any:
@@ -170,7 +170,7 @@ def test_the_bound_of_a_statistic_grows_as_the_root_of_the_rows() -> None:
 
 @pytest.mark.parametrize("error", [5e-5, -5e-5])
 def test_a_variance_that_is_off_in_the_fifth_digit_is_out_of_bound(error: float) -> None:
-    """At 4096 rows, where a bound that grows as their number would allow ten times as much."""
+    """At 4096 rows, where a bound proportional to the number of rows would allow ten times as much."""
     arrays = {name: a for name, a in CASE.arrays().items() if name != "out"}
     arrays["x"][:] = np.abs(arrays["x"])
     arrays["weight"][:] = np.abs(arrays["weight"])

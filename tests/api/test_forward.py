@@ -1,4 +1,4 @@
-"""``gsbn.forward`` and ``gsbn.fold`` on the CPU: within derived bounds, as accurate as torch, in little memory."""
+"""``gsbn.forward`` and ``gsbn.fold`` on the CPU: within their bounds, as accurate as torch, with little memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASE = Case((9, 5, 4), "float32", training=True)
 
 
 def assert_right(kind: Kind, case: Case) -> None:
-    """Every result within its bound, and the same bits from the same call."""
+    """Every result is within its bound, and the same call gives the same bits."""
     arrays = case.arrays()
     wide = np.longdouble if case.dtype == "float64" else np.float64
     truth = reference.forward(**without_out(arrays), **case.options, dtype=wide)
@@ -54,7 +54,7 @@ def test_torch_is_within_its_bounds(case: Case) -> None:
     assert_right(kind_of("torch-cpu"), case)
 
 
-# The second has several blocks of rows and the remainder of one, the third narrow rows that are taken together.
+# The second has several blocks of rows and a partial one; the third has narrow rows, which passes combine.
 @pytest.mark.parametrize("shape", [(700, 300, 257), (1100, 37, 520), (9001, 5, 100)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +68,7 @@ def test_a_larger_problem(cpu_kind: Kind, dtype: str, training: bool, shape: tup
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("training", [True, False])
 def test_memory_beyond_y_is_a_block(dtype: str, training: bool, activation: str | None) -> None:
-    """A block of d, and one for each of a product, its parts and the passes; the weight and the vectors are small."""
+    """A block each for d, a product, its parts and the passes; the weight and the vectors are small."""
     case = Case((60000, 8, 64), dtype, training, activation=activation)
     arrays = without_out(case.arrays()) | {"out": np.empty((60000, 64), DTYPES[dtype])}
     tracemalloc.start()
@@ -80,7 +80,7 @@ def test_memory_beyond_y_is_a_block(dtype: str, training: bool, activation: str 
     assert peak < 4 * 4 * _cpu.BLOCK < 4 * arrays["out"].size
 
 
-# ---- what may stand for the scale, and what y is put through
+# ---- a scale of one element, and relu
 
 MANY = (700, 37, 520)  # rows in several blocks
 
@@ -89,7 +89,7 @@ MANY = (700, 37, 520)  # rows in several blocks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_one_number_is_a_vector_of_it(cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int]) -> None:
-    """Bit for bit, in y and in the running statistics."""
+    """y and the running statistics have the same bits."""
     arrays = without_out(Case(shape, dtype, training).arrays())
     _, wide = arrays.pop("scale"), arrays["running_var"].dtype
 
@@ -111,7 +111,7 @@ def test_one_number_is_a_vector_of_it(cpu_kind: Kind, training: bool, dtype: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
 def test_relu_is_the_positive_part(cpu_kind: Kind, training: bool, dtype: str, shape: tuple[int, int, int]) -> None:
-    """Bit for bit, and it changes nothing else; where y is NaN it stays."""
+    """Exactly; NaN stays, and nothing else changes."""
     arrays = Case(shape, dtype, training).arrays()
     arrays["weight"][1, 2] = np.nan
     arrays["beta"][::3] = 0
@@ -125,12 +125,11 @@ def test_relu_is_the_positive_part(cpu_kind: Kind, training: bool, dtype: str, s
 
 @pytest.mark.parametrize("training", [True, False])
 def test_relu_agrees_with_torch(training: bool) -> None:
-    """Within what PyTorch may err by, which subtracts means of z where gsbn subtracts those of g.
+    """Within the error of PyTorch, which subtracts the means of z, while gsbn subtracts those of g.
 
     A sum of n terms errs by n u times the sum of their sizes at most, so z less its mean by d = (I + B) u max|z|, and y
     by |gamma| r d (1 + sqrt(B)), r = 1 / sqrt(v + eps): with v, r changes by r^3 sqrt(v) d, and z is within sqrt(B v).
-    In inference the running mean takes the place of its own, and what is subtracted may be as large. Four operations
-    make y of these.
+    In inference the running mean takes the place of the batch's, and may be as large. Four more operations make y.
     """
     torch = pytest.importorskip("torch")
     kind, arrays = kind_of("torch-cpu"), without_out(Case(MANY, "float64", training).arrays())
@@ -158,16 +157,16 @@ def test_another_producer_gets_numpy_back(dtype: str, training: bool) -> None:
     y = gsbn.forward(**{name: Producer(a) for name, a in arrays.items()}, training=training)
     assert type(y) is np.ndarray
     assert_same_bits(y, want.y)
-    for name in ("running_mean", "running_var", "num_batches_tracked"):  # written in place, through the producer
+    for name in ("running_mean", "running_var", "num_batches_tracked"):  # written in place through the producer
         assert_same_bits(arrays[name], getattr(want, name))
 
 
-# ---- what PyTorch does
+# ---- agreement with PyTorch
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_takes_the_place_of_torch_modules(momentum: float | None) -> None:
-    """Parameters and state of torch's own modules go in as they are, and follow torch's over several batches."""
+    """The parameters and the state of torch's modules are the arguments, and agree with torch over several batches."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     scale = torch.nn.Parameter(torch.randn(4))
@@ -176,13 +175,13 @@ def test_takes_the_place_of_torch_modules(momentum: float | None) -> None:
 
     for training in (True, True, False, True, False):
         x = torch.randn(9, 5)
-        truth[1].load_state_dict(norm.state_dict())  # so that one call's rounding is compared at a time
+        truth[1].load_state_dict(norm.state_dict())  # so that each comparison has the rounding of one call
         with torch.no_grad():
             want = truth[1].train(training)(truth[0](x.double()) * scale.double())
             arrays = {"x": x, "weight": linear.weight, "scale": scale, "bias": linear.bias, "gamma": norm.weight}
             arrays |= {"beta": norm.bias, "running_mean": norm.running_mean, "running_var": norm.running_var}
             arrays = {name: a.numpy().copy() for name, a in arrays.items()}
-            options = {"training": training, "momentum": momentum or 1.0, "eps": 1e-3}  # at most 1 is averaged in
+            options = {"training": training, "momentum": momentum or 1.0, "eps": 1e-3}  # momentum is at most 1
             limits = bounds(arrays, reference.forward(**arrays, **options), **options)
             got = gsbn.forward(
                 x,
@@ -216,7 +215,7 @@ def test_is_as_accurate_as_torch(dtype: str, name: str) -> None:
         assert_as_accurate_as_torch(kind_of("torch-cpu"), name, shape, dtype)
 
 
-# ---- what floating point does
+# ---- floating point
 
 
 def test_half_inputs_whose_gemm_overflows_half(cpu_kind: Kind) -> None:

@@ -1,4 +1,4 @@
-"""`gsbn.prepare`: a prepared weight gives the same bits, owns its memory, and is trained with."""
+"""`gsbn.prepare`: a prepared weight gives the same bits, owns its memory, and supports training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = [*CPU_KINDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU
 
 
 def path_of(name: str) -> dict[str, str]:
-    """One path for float32: "auto" may find that a prepared weight makes another the faster one."""
+    """One path for float32, since "auto" may choose another path for a prepared weight."""
     return {"gemm": "sm90"} if name in GPU_KINDS and _kernels.gpu(0).capability == (9, 0) else {}
 
 
@@ -61,7 +61,7 @@ def test_a_prepared_weight_owns_its_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prepared_weight_is_trained_with(name: str) -> None:
-    """Saved then holds prepare's copy, which nobody changes; the gradients are those of the weight itself."""
+    """Saved then has the copy made by prepare, which nothing changes; the gradients are those of the weight."""
     kind = kind_of(name)
     arrays = {n: kind.put(a) for n, a in without_out(Case((70, 96, 40), "float32", True).arrays()).items()}
     dy = kind.put(np.random.default_rng(0).standard_normal((70, 40)).astype(np.float32))

@@ -1,4 +1,4 @@
-"""The reference's forward against PyTorch in float64, itself in longdouble, and numbers worked out by hand."""
+"""The forward of the reference against PyTorch in float64, against longdouble, and against results by hand."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_agrees_with_torch_in_float64(case: Case) -> None:
     y = (y if case.activation is None else getattr(torch, case.activation)(y)).numpy()
 
     truth = reference.forward(**arrays, **case.options)
-    # torch adds the bias to g: to its eyes the GEMM has one more term. Twice the roundoff pays for the
-    # multiplication of every z by the scale, which the reference saves.
+    # torch adds the bias to g, so its GEMM has one more term. It also multiplies every z by the scale, which the
+    # reference does not: hence twice the roundoff.
     theirs = with_bias_in_the_gemm(arrays)
     limit = bounds(theirs, reference.forward(**theirs, **case.options), u=2 * U64, **case.options)
     assert_within(y, truth.y, limit.y, "y")
@@ -120,7 +120,7 @@ def test_inference_by_hand() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_relu_by_hand(training: bool) -> None:
-    # u = g in inference and g / sqrt(0.5 + 0.5) in training: where u is 0, y is, and no gradient comes back
+    # u = g in inference and g / sqrt(0.5 + 0.5) in training: where u is 0, y and the gradient are 0
     x, dy = column(-1, 0, 1, 0), column(1, 2, 4, 8)
     options = {"running_mean": [0], "running_var": [0.5], "eps": 0.5, "training": training, "activation": "relu"}
     np.testing.assert_array_equal(reference.forward(x, [[1]], **options).y, column(0, 0, 1, 0))
@@ -129,7 +129,7 @@ def test_relu_by_hand(training: bool) -> None:
     assert got.beta == 4
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    # beta moves u, and so the gradient
+    # beta changes u, and so the gradient
     assert reference.backward(dy, x, [[1]], beta=[0.5], **options).beta == 2 + 4 + 8
 
 
@@ -166,7 +166,7 @@ def test_what_may_stand_for_the_scale(training: bool) -> None:
         vector = results(scale=np.full(4, number))
         for form in (*forms, *({"scale": np.full(shape, number)} for shape in ((), (1,), (1, 1)))):
             for i, (ours, want) in enumerate(zip(results(**form), vector, strict=True)):
-                if i == 8 and form.get("scale") is not None:  # its own gradient
+                if i == 8 and form.get("scale") is not None:  # the gradient of the scale itself
                     assert ours.shape == np.shape(form["scale"])
                     want = want.sum().reshape(ours.shape)
                 np.testing.assert_array_equal(ours, want)
@@ -197,8 +197,8 @@ def test_momentum_none_is_the_mean_of_all_batches() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 0.1, 1e8 / 3, 1e15 / 7])
 def test_a_constant_feature_gives_beta(mean: float) -> None:
-    # The sum of a thousand equal numbers rounds, and so does their mean, by k units in the last place. What is left of
-    # it in every deviation is taken out again, which leaves k u of it; 1/sqrt(eps) blows that up 316 times.
+    # The sum of a thousand equal numbers, and so their mean, is wrong by k units in the last place. Subtracting the
+    # mean of the deviations leaves k u of this error; 1/sqrt(eps) multiplies it by 316.
     x = np.full((1000, 1), mean)
     got = reference.forward(x, [[1.0]], [1.0], beta=[0.25], training=True)
     np.testing.assert_allclose(got.y, np.full((1000, 1), 0.25), rtol=0, atol=316 * 1000**2 * U64**2 * mean + U64)
@@ -217,7 +217,7 @@ def test_zero_scale_gives_beta() -> None:
 
 
 def test_a_large_mean_costs_no_digits() -> None:
-    # integers about 2³⁰: g, m and g − m are exact, so that only the root and the product round
+    # integers about 2³⁰: g, m and g − m are exact; only the root and the product round
     rng = np.random.default_rng(0)
     d = rng.integers(-50, 50, (64, 3)).astype(np.float64)
     d -= np.round(d.mean(0))
@@ -303,7 +303,7 @@ def test_fold_is_the_inference_forward(case: Case) -> None:
     truth = reference.forward(**arrays, eps=case.eps, dtype=np.longdouble)
     arguments = {name: a for name, a in arrays.items() if name not in ("x", "num_batches_tracked")}
     w, b = reference.fold(**{"scale": None, **arguments}, eps=case.eps)
-    # folding rounds each term of the dot product four times more: K + 4 roundings for K + 1
+    # folding adds three roundings to each term of the dot product: K + 4 in place of K + 1
     limit = bounds(arrays, truth, training=False, eps=case.eps, u=4 * U64)
     assert_within(arrays["x"] @ w.T + b, truth.y, limit.y)
 
@@ -328,7 +328,7 @@ def test_round_to_is_right_beside_every_midpoint(name: str, wide: type) -> None:
 
 def test_the_midpoint_that_rounding_twice_gets_wrong() -> None:
     a = np.array([1 + 2**-8 + 2**-40])
-    assert a.astype(ml_dtypes.bfloat16) == 1  # why round_to exists; if this fails, ml_dtypes was repaired
+    assert a.astype(ml_dtypes.bfloat16) == 1  # the reason for round_to; if this fails, ml_dtypes rounds correctly now
     assert reference.round_to(a, ml_dtypes.bfloat16) == 1 + 2**-7
 
 

@@ -1,4 +1,4 @@
-"""The reference's gradients against autograd, against differences, and where they are nearly zero."""
+"""The gradients of the reference against autograd and finite differences, and where they are nearly zero."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.strategies import ACTIVATIONS, Case
 
 
 def torch_gradients(case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray) -> dict[str, np.ndarray]:
-    """PyTorch's, by float64 autograd through the three modules."""
+    """The gradients by autograd in float64, through PyTorch's three modules."""
     torch = pytest.importorskip("torch")
     O = len(arrays["weight"])
     neutral = {"bias": np.zeros(O), "gamma": np.ones(O), "beta": np.zeros(O)}
@@ -45,7 +45,7 @@ def gradients(
 def test_gradients_agree_with_autograd(
     activation: str | None, scale: str, given_: tuple[str, ...], training: bool, special: str
 ) -> None:
-    """Both round each gradient's sums a few hundred times: within 1e-11 of the largest."""
+    """Within 1e-11 of the largest element: both round the sums of a gradient a few hundred times."""
     case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2, scale=scale, activation=activation)
     arrays = without_out(case.arrays())
     for name, value in SPECIAL[special].items():
@@ -89,7 +89,7 @@ def test_the_bias_has_no_gradient_in_training() -> None:
 
 
 def test_gradients_of_constant_features_are_finite_and_nearly_zero() -> None:
-    """v = 0: r = 1 / sqrt(eps), D = 0; what dx and dw are is dg = a (dy - mean(dy)) through the weight."""
+    """v = 0: r = 1 / sqrt(eps), D = 0 and dg = a (dy - mean(dy))."""
     case = replace(Case((9, 4, 3), "float64", training=True), given=("gamma",))
     arrays = without_out(case.arrays())
     arrays["x"][:] = arrays["x"][0]

@@ -1,4 +1,4 @@
-"""What calls in several threads share on the host: the kinds of arrays, and memory that producers have lent."""
+"""The state that threads share on the host: kinds of arrays, and memory imported from DLPack producers."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ sys.exit(f"{failed} of 60 processes failed" if failed else 0)
 
 @pytest.mark.skipif(not hasattr(sys, "getswitchinterval") or sys.platform == "win32", reason="os.fork")
 def test_first_calls_in_threads_learn_one_kind() -> None:
-    """Without a lock a third of these processes refused every later call."""
+    """Without a lock every later call failed in a third of these processes."""
     pytest.importorskip("torch")
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_lent_memory_stays_until_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads may see the same first event done: each lets go of what it took off the list, and of nothing else."""
+    """Two threads may see that the same first event is done: each frees only what it took off the list."""
     pending: deque[Any] = deque()
     early, failed, here = [], [], threading.local()
 
@@ -92,7 +92,7 @@ def test_lent_memory_stays_until_its_event(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_device, "_lent", deque())
     ended = threading.Event()
 
-    def gpu() -> None:  # brings events about in their order, in bursts
+    def gpu() -> None:  # completes events in order, in bursts
         while not ended.wait(0.0005):
             for _ in range(len(pending) - 2):
                 pending.popleft().done = True

@@ -1,4 +1,4 @@
-"""Arrays that are written: memory of their own, writable, every element once, and no gradient asked of them."""
+"""Arrays that a call writes must not overlap others or themselves, must be writable, and must not require grad."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gsbn
 from tests.support.harness import DTYPES, STATISTICS, Kind, Producer, kind_of
 from tests.support.refusals import SHAPES, VECTORS, B, I, O, about, arguments, fold_arguments, refuses, stretch
 
-# ---- what is written: memory of its own, writable, every element once
+# ---- overlap and read-only memory
 
 
 def sharing(kind: Kind, shapes: list[tuple[tuple[int, ...], str]]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A machine without a GPU, whatever there is."""
+"""Hide the GPUs of this machine."""
 
 import pytest
 

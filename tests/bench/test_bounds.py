@@ -1,4 +1,4 @@
-"""gsbn.bench's truth and its bounds: what is right passes, one wrong element does not."""
+"""The truth and the bounds of gsbn.bench: correct results pass, one wrong element does not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", bounds.FAMILIES)
 def test_the_true_gradients_are_the_reference(family: str, training: bool, activation: str | None, scale: bool) -> None:
-    """As closely as float64 agrees with float64: to 1e-9 of the largest, and within the bound for float64 operands."""
+    """Both are float64: they agree to 1e-9 of the largest element, and within the bound for float64 operands."""
     o = bounds.make_operands(np, 33, 40, 21, "float64", family, with_scale=scale)
     dy = bounds.draw_dy(np, o)
     same = {**o.affine, "running_mean": o.running_mean, "running_var": o.running_var, "training": training}
@@ -79,7 +79,7 @@ def test_one_wrong_gradient_is_seen(field: str) -> None:
 
 
 def test_gradients_of_other_signs_than_ys_are_seen() -> None:
-    """Those of one y do not pass for those of another that differs in one sign: a whole element of dy is missing."""
+    """Gradients of a y with one other sign are out of bound: a whole element of dy is missing."""
     o = bounds.make_operands(np, 64, 48, 20, "float32")
     dy = bounds.draw_dy(np, o)
     y = bounds.expected(np, o, "highest", True, activation="relu")["y"].value.astype(np.float32)
@@ -100,9 +100,9 @@ def test_an_error_stands_beside_its_bound_and_beside_zero_it_is_absolute() -> No
     assert (judged.max_error, judged.max_bound, judged.share) == pytest.approx((0.2, 0.4, 0.5))
     assert (judged.norm_error, judged.norm_bound) == pytest.approx((np.hypot(0.03, 0.2) / 5, 0.1))
     assert judged.relative_error == judged.norm_error
-    judged = bounds.Expected(value / 100, bound).judge(value / 100 + error, np)  # 0.05 is zero within 0.5
+    judged = bounds.Expected(value / 100, bound).judge(value / 100 + error, np)  # 0.05 < 0.5
     assert not judged.relative
     assert (judged.norm_error, judged.norm_bound, judged.share) == pytest.approx((np.hypot(0.03, 0.2), 0.5, 0.5))
-    assert judged.relative_error == pytest.approx(np.hypot(0.03, 0.2) / 0.05)  # what a peer is held to in a bench
+    assert judged.relative_error == pytest.approx(np.hypot(0.03, 0.2) / 0.05)  # the limit for peers in a bench
     beyond = bounds.Expected(value * 1e5, bound).judge(np.array([[np.inf, np.inf]], np.float16), np)
     assert (beyond.max_bound, beyond.norm_bound, beyond.share) == (0, 0, 0), "what float16 cannot hold is not judged"

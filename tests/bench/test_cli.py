@@ -1,4 +1,4 @@
-"""The command line from end to end: what it prints, saves and returns, and what it says when something is missing."""
+"""The command line from end to end: what it prints, saves and returns, and its errors if something is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUICK = ["bench", "--shape", "24,20,12", "--dtype", "float32", "--seconds", "0.1
 
 @pytest.fixture(autouse=True)
 def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same machine for everyone: no GPU, a console of 80 columns."""
+    """A fixed machine: no GPU, and a console of 80 columns."""
     monkeypatch.setattr(cli, "out", Console(width=80))
     monkeypatch.setattr(cli, "err", Console(width=80, stderr=True))
     if request.node.get_closest_marker("gpu") is None:
@@ -188,7 +188,7 @@ def test_pytorch_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_beside_a_truth_of_zero_is_absolute() -> None:
-    """Rows that are all the same have no gradient of the weight: its error over the truth's norm was 3e3."""
+    """If all rows are equal the gradient of the weight is 0: its error relative to the truth's norm was 3e3."""
     command = ["check", "--dtype", "float64", "--family", "constant", "--shape", "33,64,21"]
     (row,) = [c for c in json.loads(run(*command, "--json", "-").stdout)["checks"]
               if c["candidate"] == "gsbn" and c["training"]]  # fmt: skip

@@ -1,4 +1,4 @@
-"""gsbn.bench's clock and its statistics, on synthetic samples."""
+"""The clock and the statistics of gsbn.bench, on synthetic samples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_median_interval_holds_the_median_of_a_skewed_distribution_as_often_as_i
 @pytest.mark.parametrize("n", range(1, 10))
 def test_everybody_follows_everybody_equally_often(n: int) -> None:
     rounds = [balanced_order(n, turn) for turn in range(2 * n)]
-    for places in (rounds, zip(*rounds, strict=True)):  # every round is a permutation; every place is taken by all
+    for places in (rounds, zip(*rounds, strict=True)):  # every round is a permutation; everyone has every place
         for place in places:
             assert {place.count(i) for i in range(n)} <= {1, 2}
     pairs = Counter(pair for order in rounds for pair in itertools.pairwise(order))
@@ -56,7 +56,7 @@ def test_everybody_follows_everybody_equally_often(n: int) -> None:
 
 
 class Card:
-    """A clock that advances by what is run on it, and a card whose calls slow down as it warms up, with noise."""
+    """A clock that advances by the calls on it, and a GPU whose calls slow down, with noise, as it warms up."""
 
     def __init__(self, drift: float, seconds: float, noise: float = 0.0) -> None:
         self.time, self.drift, self.seconds, self.noise = 0.0, drift, seconds, noise
@@ -93,7 +93,7 @@ def test_settling_gives_up() -> None:
 
 
 class ScriptedClock(Clock):
-    """Seconds from a script; remembers who ran when."""
+    """A clock with times from a script, which records the order of calls."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -135,7 +135,7 @@ def test_a_report_is_the_arithmetic_of_its_samples(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_queue_that_ran_dry_does_not_count() -> None:
-    """Without a GPU: a clock whose device comes to the trial too early until it is kept busy by four flushes."""
+    """A fake clock: the device starts the trial too early unless four flushes keep it busy."""
 
     class Event:
         @property

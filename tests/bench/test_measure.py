@@ -138,7 +138,7 @@ def test_presets_run_on_the_gpu(preset: str) -> None:
             assert row["floor_share"] > 0
             if (
                 "PYTEST_XDIST_WORKER" not in os.environ
-            ):  # neighbours on the GPU slow the rates that the floor is made of
+            ):  # other programs on the GPU lower the measured rates of the floor
                 assert row["floor_share"] < 1.2
 
 

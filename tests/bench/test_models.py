@@ -1,4 +1,4 @@
-"""gsbn bench --preset models: the table of whole models, on the CPU and on synthetic figures; each failure alone."""
+"""gsbn bench --preset models: the table of whole models, on the CPU and with synthetic figures; and failures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_interruption_keeps_what_is_done() -> None:
 
 
 def report_of_a_gpu() -> models.ModelsReport:
-    """A report with figures as a GPU might give them; one graph is missing, and one candidate."""
+    """A report with plausible figures of a GPU; one graph and one candidate are missing."""
     noise, results = random.Random(0), []
     relative = {"pytorch": 1.8, "compile": 1.5, "gsbn": 1.2, "gsbn-compile": 1.1}
     for case in models.cases():

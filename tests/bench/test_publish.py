@@ -1,4 +1,4 @@
-"""What gsbn.bench publishes: tables between their markers, plots, and the digest of the sources."""
+"""The output of gsbn.bench: tables between their markers, plots, and the digest of the sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import ROOT
 
 
 def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
-    """A report with figures as a GPU might give them."""
+    """A report with plausible figures of a GPU."""
     noise, results = random.Random(0), []
     rates = bench.Rates(4.27e12, {"float32": 263e12, "tf32": 400e12, "bfloat16": 790e12, "float16": 780e12})
     relative = {"gsbn": 1.2, "gemm-torch": 1.1, "gemm-lt": 1.05, "pytorch": 1.8, "compile": 1.5, "jax": 1.6}
@@ -137,7 +137,7 @@ def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: 
 
 
 def test_the_published_results_describe_these_sources() -> None:
-    """Tells, without failing, that the README's table is older than the code: run `make bench` on a GPU."""
+    """Warn, without failing, if the README's table is older than the code: run `make bench` on a GPU."""
     saved = ROOT / "docs" / "results" / "kernelbench.json"
     if not saved.exists():
         pytest.skip("nothing published yet")

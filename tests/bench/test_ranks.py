@@ -1,4 +1,4 @@
-"""gsbn bench --ranks: two processes on the CPU, what becomes of ranks that fail, the tables of synthetic figures."""
+"""gsbn bench --ranks: two processes on the CPU, ranks that fail, and tables of synthetic figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Start ranks by this code in place of the module's; `real` in it is the module, `rank` the number."""
+    """Start ranks with this code; in it `real` is the module of a rank, and `rank` the number."""
     given = "import json, os, sys, time; rank = json.loads(sys.argv[1])[0]; from gsbn.bench import rank as real\n"
     given = given if "real" in code else given.partition(" from")[0] + "\n"
     monkeypatch.setattr(ranks, "WORKER", [sys.executable, "-c", given + code])
@@ -108,7 +108,7 @@ real.main(sys.argv[1])""")  # fmt: skip
 
 
 def test_a_rank_that_dies_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one waits for it, and is ended; what was done before is shown."""
+    """The other rank waits for it, and is ended; earlier results are printed."""
     worker(monkeypatch, """honest = real.RankRun.forget
 def forget(self):
     if rank == 1 and self.plain.batch == 20:
@@ -127,7 +127,7 @@ real.main(sys.argv[1])""")  # fmt: skip
     ("code", "said"),
     [
         ("print('hello'); sys.exit(4 if rank else 0)", "rank 1 ended with 4, after it printed:\nhello"),
-        ("sys.exit(5)", "ended with 5, after it printed:\nnothing"),  # of one rank or both: who is seen first varies
+        ("sys.exit(5)", "ended with 5, after it printed:\nnothing"),  # of one rank or both: either may be seen first
         (
             "print('hello', flush=True); time.sleep(60)",
             "nothing was heard of the ranks for 1 s\nrank 0 printed:\nhello",
@@ -177,7 +177,7 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report_of_two_gpus() -> ranks.RanksReport:
-    """A report with figures as two GPUs might give them; some candidates are missing."""
+    """A report with plausible figures of two GPUs; some candidates are missing."""
     noise, results = random.Random(0), []
     relative = dict(zip(ranks.ON_GPUS, (1.0, 1.8, 2.4, 1.05, 1.15, 1.2, 1.3), strict=True))
     for case in ranks.cases():

@@ -1,4 +1,4 @@
-"""What a terminal shows: tables of any width with their numbers whole, and text in any encoding."""
+"""Terminal output: tables of any width with complete numbers, and text in any encoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"\d[\d.,–]*(?:e[+-]?\d+)?[%×*]?")
 
 
 def printed(width: int, show: object, *arguments: object) -> str:
-    """What a function prints on a console of so many columns; none of its lines is longer."""
+    """The output of a function on a console with `width` columns; no line is longer."""
     stream = io.StringIO()
     show(Console(file=stream, width=width), *arguments)
     text = stream.getvalue()
@@ -42,7 +42,7 @@ def numbers(text: str) -> Counter[str]:
 
 @functools.cache
 def checks() -> list[selfcheck.Check]:
-    """As a run might give them: every family, errors relative and absolute, bounds kept and exceeded."""
+    """Plausible checks: every family, relative and absolute errors, within and out of bound."""
     found = []
     for i, family in enumerate(bounds.FAMILIES):
         good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 1.0, 0.07 * (i + 1))
@@ -57,7 +57,7 @@ def checks() -> list[selfcheck.Check]:
 
 @functools.cache
 def report() -> bench.Report:
-    """As a GPU might give it, with a candidate that fails."""
+    """A plausible report of a GPU, with a candidate that fails."""
     case, results = bench.Case(16384, 4096, 4096), []
     for i, name in enumerate(("gsbn", "gsbn-prepared", "pytorch", "compile")):
         m = Measurement(1.234e-3 * (i + 1), 1.2e-3 * (i + 1), 1.3e-3 * (i + 1) ** 2, 40, 0.95)

@@ -1,10 +1,10 @@
-"""Random calls of gsbn: good ones against the truth and every promise beside it, bad ones against their errors.
+"""Random calls of gsbn: good calls are checked against the truth and the documentation, bad calls must raise.
 
     python -m tests.fuzz --seconds 600            # from the root of the repository
-    python -m tests.fuzz --kinds cupy --case 123  # one again, with its traceback
+    python -m tests.fuzz --kinds cupy --case 123  # run one case again, with its traceback
 
-A case follows from its seed and its kind of array alone (a bad one also from the libraries that are there), so that the
-line that is printed with a failure runs it again.
+A case depends only on its seed and its kind of array (a bad one also on the installed libraries), so the line that is
+printed with a failure runs it again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.harness import CPU_KINDS, GPU_KINDS, available, no_gpu
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, help="how long to draw; 60 if --cases is not given either")
-    parser.add_argument("--cases", type=int, help="how many good calls to draw; a bad one comes with every tenth")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
+    parser.add_argument("--seconds", type=float, help="how long to run; 60 without --cases")
+    parser.add_argument("--cases", type=int, help="how many good calls to draw; every tenth is followed by a bad one")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first case; the others follow")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16), help="processes")
-    parser.add_argument("--kinds", help="numpy,torch-cpu,cupy,torch-cuda; by default the GPU's, if there is one")
+    parser.add_argument("--kinds", help="numpy,torch-cpu,cupy,torch-cuda; default: those of the GPU, if there is one")
     parser.add_argument("--bad", action="store_true", help="bad calls only")
-    parser.add_argument("--case", type=int, metavar="SEED", help="this one alone, with its traceback")
+    parser.add_argument("--case", type=int, metavar="SEED", help="run only this case, with its traceback")
     args = parser.parse_args()
     args.kinds = tuple(args.kinds.split(",")) if args.kinds else available(CPU_KINDS if no_gpu() else GPU_KINDS)
     if args.case is not None:
@@ -40,7 +40,7 @@ def main() -> int:
     if not set(args.kinds).isdisjoint(GPU_KINDS):
         gsbn.warm_up()  # else each worker would compile all kernels
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")  # the workers fill the cores by themselves
+        os.environ.setdefault(variable, "1")  # the workers use all cores already
     start = time.time()
     args.until = start + (args.seconds or (60 if args.cases is None else np.inf))
     args.cases = np.inf if args.cases is None else args.cases

@@ -1,4 +1,4 @@
-"""Bad calls: right but for one thing, and refused by an error that names it."""
+"""Bad calls: valid except for one argument, with an error that names it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.support.strategies import VECTORS, Case
 
 @dataclass(frozen=True)
 class Bad:
-    """A call that is right but for one thing."""
+    """A call that is valid except for one argument."""
 
     kind: str
     recipe: Case
     gemm: str
-    way: str  # the argument, and what is wrong with it
-    primed: bool  # the right call came before: what is remembered of it must not let the wrong one pass
+    way: str  # the argument, and its error
+    primed: bool  # the valid call ran before: its cached plan must not serve the bad one
 
 
 class Call(NamedTuple):
-    """A right call, to be spoilt."""
+    """A valid call, to be changed."""
 
     kind: Kind
     arrays: Arrays
@@ -60,7 +60,7 @@ class Call(NamedTuple):
         return self.made[-1]
 
 
-# What may not take an argument's place: made of the right array, or a value.
+# Wrong arguments: made from the right array, or values.
 OF_FLOATS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "a dimension more": lambda a: a[..., None],
     "a dimension less": lambda a: a.reshape(-1) if a.ndim > 1 else a[0].reshape(()),
@@ -116,12 +116,12 @@ RELATIONS: dict[str, Callable[[Call], Any]] = {
     "scale: prepared": lambda c: gsbn.prepare(c.views["weight"]),
     "saved: a tuple": lambda c: tuple(c.saved),
 }
-RUNTIME_ERRORS = ("requires grad", "changed since")  # all other ways: TypeError or ValueError
+RUNTIME_ERRORS = ("requires grad", "changed since")  # the others raise TypeError or ValueError
 
 
 @cache
 def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
-    """Every way to spoil a call of this kind: what to pass for the argument that its name begins with, or for more."""
+    """All ways to make a call of this kind wrong: new values for the argument at the start of the name, or for more."""
     others = [other for other in available((*CPU_KINDS, *(() if no_gpu() else GPU_KINDS))) if other != kind]
     values = dict.fromkeys((*FLOATS, COUNT), NO_ARRAYS) | VALUES
     values |= dict.fromkeys(("x", "weight", "dy"), (*NO_ARRAYS, None))
@@ -130,10 +130,10 @@ def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
         values["gemm"] = (*values["gemm"], "cublas", "tiled", "sm90")
     found: dict[str, Callable[[Call], Any]] = dict(RELATIONS)
     found |= {f"{name}: {v!r:.20}": lambda c, v=v: v for name, wrong in values.items() for v in wrong}
-    found |= {f"needs: sms={v!r}": lambda c, v=v: {"needs": NAMES, "sms": v} for v in VALUES["sms"]}  # the backward's
+    found |= {f"needs: sms={v!r}": lambda c, v=v: {"needs": NAMES, "sms": v} for v in VALUES["sms"]}  # of the backward
     for name in (*FLOATS, COUNT):
         of_host = {**(OF_COUNT if name == COUNT else OF_FLOATS), **(OF_NUMPY if kind == "numpy" else {})}
-        if name == "scale":  # of which one element is enough
+        if name == "scale":  # the scale may have one element
             of_host = {way: f for way, f in of_host.items() if way not in ("a dimension less", "one column")}
         found |= {f"{name}: {way}": lambda c, n=name, f=f: c.put(f(c.arrays[n])) for way, f in of_host.items()}
         found |= {f"{name}: {other}": lambda c, n=name, o=other: kind_of(o).put(c.arrays[n]) for other in others}
@@ -141,7 +141,7 @@ def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
             found |= {f"{name}: {way}": lambda c, n=name, f=f: f(c.views[n]) for way, f in OF_TORCH.items()}
         if name != COUNT:
             found[f"{name}: another float"] = partial(another_float, name=name)
-        if name != "dy":  # for which any producer will do
+        if name != "dy":  # dy may be any producer
             found[f"{name}: a producer"] = lambda c, n=name: Producer(c.views[n])
         if name in WRITTEN and kind == "numpy":
             found[f"{name}: read-only"] = partial(read_only, name=name)
@@ -150,13 +150,13 @@ def ways(kind: str) -> dict[str, Callable[[Call], Any]]:
             pairs = [other for other in FLOATS if other not in (name, "dy")]
             found |= {f"{name}: over {other}": partial(overlap, name=name, other=other) for other in pairs}
     if kind.startswith("torch"):
-        del found[f"{COUNT}: requires grad"]  # an integer cannot
+        del found[f"{COUNT}: requires grad"]  # an integer cannot require grad
         found |= {f"saved: {name} changed since": partial(changed_since, name=name) for name in ("x", "weight")}
     return found
 
 
 def another_float(call: Call, name: str) -> Any:
-    """In a dtype that is not allowed here: a vector may be in x's or float32, of a pair both in the same."""
+    """The array in a dtype that is not allowed: vectors have x's dtype or float32, and a pair has the same."""
     x, own = call.arrays["x"].dtype, call.arrays[name].dtype
     alone = name in ("scale", "bias", "gamma", "beta") and x != np.float64
     wrong = set(DTYPES.values()) - ({x, DTYPES["float32"]} if alone else {own})
@@ -164,7 +164,7 @@ def another_float(call: Call, name: str) -> Any:
 
 
 def overlap(call: Call, name: str, other: str) -> dict[str, Any]:
-    """Two arrays in one buffer, the second to start at any element of the first."""
+    """Two arrays in one buffer; the second starts at any element of the first."""
     shapes = [call.arrays[n].shape for n in (name, other)]
     first, second = map(int, map(np.prod, shapes))
     start = call.rng.randrange(first)
@@ -174,13 +174,13 @@ def overlap(call: Call, name: str, other: str) -> dict[str, Any]:
 
 
 def stride_of_zero(call: Call, name: str) -> dict[str, Any]:
-    """One column, repeated."""
+    """One column, repeated by a stride of 0."""
     a = call.arrays[name]
     return {name: stretch(call.kind, call.put(a[..., :1]), a.shape), "training": True}
 
 
 def changed_since(call: Call, name: str) -> Any:
-    """A backward for what the forward never saw; no byte changes, but torch counts a change in place."""
+    """A backward after x or weight changed in place: no byte changes, but torch counts the change."""
     import torch
 
     torch.autograd.graph.increment_version(call.views[name])
@@ -197,7 +197,7 @@ def draw_bad(seed: int, kinds: tuple[str, ...]) -> Bad:
     rng = random.Random(seed)
     kind = kinds[int(rng.random() * len(kinds))]
     recipe = Case(
-        shape=tuple(rng.sample(range(3, 10), 3)),  # all different: nothing fits in another's place; less one, not one
+        shape=tuple(rng.sample(range(3, 10), 3)),  # unequal, and more than 2
         dtype=rng.choice(list(DTYPES)),
         training=rng.random() < 0.7,
         seed=seed,
@@ -209,7 +209,7 @@ def draw_bad(seed: int, kinds: tuple[str, ...]) -> Bad:
 
 
 def judge_bad(case: Bad) -> bool:
-    """Raise unless the call, made twice, raises an error that names an argument at fault, and changes no byte."""
+    """Raise unless the call, made twice, raises an error that names a wrong argument, and changes no byte."""
     kind, layouts, arrays = kind_of(case.kind), dict(case.recipe.layouts), case.recipe.arrays()
     arrays["dy"] = draw_dy(arrays)
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
@@ -224,8 +224,8 @@ def judge_bad(case: Bad) -> bool:
         changes = ways(case.kind)[case.way](call)
     changes = changes if isinstance(changes, dict) else {case.way.partition(":")[0]: changes}
     keywords = {**({"dy": views["dy"], "saved": saved} if backward else keywords), **changes}
-    at_fault = {*changes, *case.way.split()}  # the way names what its changes do not
-    if not at_fault.isdisjoint(("x", "weight")):  # by which the others are measured
+    at_fault = {*changes, *case.way.split()}  # the name of the way may have more arguments
+    if not at_fault.isdisjoint(("x", "weight")):  # the other arguments are compared with these
         at_fault |= {*FLOATS, COUNT}
     if not at_fault.isdisjoint(STATISTICS):
         at_fault |= set(STATISTICS)
@@ -234,7 +234,7 @@ def judge_bad(case: Bad) -> bool:
     watched = [*(p.base for p in placed.values()), *call.made, *saved[:4]]
     settle(kind)
     before = [kind.get(a).tobytes() for a in watched]
-    for _ in range(2):  # nothing wrong is remembered as right
+    for _ in range(2):  # a wrong call must not be cached as valid
         try:
             (gsbn.backward if backward else gsbn.forward)(**keywords)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Good calls: any combination that the API allows, against the truth and every promise beside it."""
+"""Good calls: any combination that the API allows, checked against the truth and the documentation."""
 
 from __future__ import annotations
 
@@ -52,30 +52,30 @@ STREAMS = {"cupy": ("default", "new", "ptds", "null"), "torch-cuda": ("default",
 
 @dataclass(frozen=True)
 class Good:
-    """A call that is right."""
+    """A valid call."""
 
     kind: str
-    recipe: Case  # layouts has dy's too
-    number: float | None  # a scale that is no array
+    recipe: Case  # its layouts include that of dy
+    number: float | None  # a scale that is not an array
     precision: str
     gemm: str
     sms: int | None
     prepared: bool
-    needs: tuple[str, ...] | None  # of the backward after it; None for no backward
-    integers: bool  # dy is of integers, so that dbeta tells exactly where the activation was flat
-    products: str | None  # the backward's gemm, if it is not the forward's
+    needs: tuple[str, ...] | None  # needs of the backward; None for no backward
+    integers: bool  # dy has integers, so that dbeta shows exactly where the activation was flat
+    products: str | None  # gemm of the backward, if not that of the forward
     stream: str
-    thread: bool  # from a fresh one, whose first CUDA call is gsbn's
+    thread: bool  # run in a new thread, whose first CUDA call is gsbn's
     capture: bool
 
 
 def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
-    """Any combination that the API allows; some that a `gemm` refuses."""
+    """Any combination that the API allows; also some that a `gemm` does not support."""
     rng = random.Random(seed)
-    kind = kinds[int(rng.random() * len(kinds))]  # one number, however many kinds: what follows does not depend on it
+    kind = kinds[int(rng.random() * len(kinds))]  # one draw for any number of kinds
     on_gpu = kind in GPU_KINDS
     gemm = rng.choice(("auto", "auto", "cublas", "tiled", "sm90")) if on_gpu else "auto"
-    served = gemm == "sm90" and rng.random() < 0.8  # most of what "sm90" refuses is not drawn
+    served = gemm == "sm90" and rng.random() < 0.8  # most cases that "sm90" does not support are not drawn
     dtype = rng.choice([name for name in DTYPES if not (served and name == "float64")])
     training = rng.random() < 0.7
     shape = draw_shape(rng, dtype, training, 8 if served else 1)
@@ -115,15 +115,15 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         thread=rng.random() < 0.06,
         capture=capture,
     )
-    if rng.random() < 0.5:  # else a mean and a spread
+    if rng.random() < 0.5:  # else with a mean and a spread
         usual = replace(recipe, offset=0.0, spread=1.0, family=rng.choice(list(FAMILIES)))
         good = replace(good, recipe=usual)
     return good
 
 
 def draw_shape(rng: random.Random, dtype: str, training: bool, multiple: int) -> tuple[int, int, int]:
-    """B, I and O, mostly small and often at the edges of tiles; few enough products for the truth to be quick."""
-    if rng.random() < 0.04 and dtype != "float64":  # many rows that are short
+    """B, I and O: mostly small, often at the edges of tiles, and few enough products for a fast truth."""
+    if rng.random() < 0.04 and dtype != "float64":  # many short rows
         B, I = rng.randint(2048, 4096), rng.randint(1, 60)
         return (
             B,
@@ -132,7 +132,7 @@ def draw_shape(rng: random.Random, dtype: str, training: bool, multiple: int) ->
         )
     large = rng.random() < 0.1
     limit, most = (400, 1 << 23) if large else (80, 1 << 19)
-    most = 1 << 17 if dtype == "float64" else most  # longdouble knows no BLAS
+    most = 1 << 17 if dtype == "float64" else most  # BLAS does not support longdouble
     edges = [side for side in SIDES if side <= limit]
     sides = [rng.choice(edges) if rng.random() < 0.7 else rng.randint(1, limit) for _ in range(3)]
     if rng.random() < 0.25:
@@ -147,13 +147,13 @@ def draw_shape(rng: random.Random, dtype: str, training: bool, multiple: int) ->
 
 
 def draw_layouts(rng: random.Random, of_out: tuple[str, ...] = LAYOUTS) -> tuple[tuple[str, str], ...]:
-    """For about half of the arrays; the others are C-contiguous."""
+    """Layouts for about half of the arrays; the others are C-contiguous."""
     choices = {**dict.fromkeys(FLOATS, LAYOUTS), "out": of_out}
     return tuple((name, rng.choice(layouts)) for name, layouts in choices.items() if rng.random() < 0.5)
 
 
 def judge_good(case: Good) -> bool:
-    """Raise if anything is not as it should be; False where a GEMM that was asked for cannot serve."""
+    """Raise if anything is wrong; return False if the chosen GEMM does not support the call."""
     try:
         steps = perform(case)
     except ValueError as error:
@@ -169,7 +169,7 @@ def judge_good(case: Good) -> bool:
 
 
 def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
-    """Make the call: what went in and what came out, of every replay if it is captured; gradients as dx, dweight …"""
+    """Make the call; return its inputs and outputs, for each replay if captured. Gradients are dx, dweight …"""
     kind, layouts, arrays = kind_of(case.kind), dict(case.recipe.layouts), case.recipe.arrays()
     if case.needs is not None:
         arrays["dy"] = (draw_integers if case.integers else draw_dy)(arrays, case.recipe.seed)
@@ -205,7 +205,7 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
             replay, made = captured(kind, stream, call)
             steps, before = [], arrays
             another_x = replace(case.recipe, seed=case.recipe.seed + 1).arrays()["x"]
-            # The first replay finds what the warm-up found; the second another x, and the state that the first left.
+            # The first replay has the inputs of the warm-up; the second another x, and the state after the first.
             for new in ({name: arrays[name] for name in STATISTICS if name in arrays}, {"x": another_x}):
                 for name, a in new.items():
                     overwrite(name, a)
@@ -224,7 +224,7 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
 
 
 def results(case: Good, placed: Mapping[str, Placed], made: Mapping[str, Any]) -> Arrays:
-    """What came out, as NumPy arrays; checks all that must hold of it but its numbers."""
+    """The results as NumPy arrays; checks everything about them but their values."""
     kind, (B, _, O) = kind_of(case.kind), case.recipe.shape
     likes = {"y": placed["x"].view, **{f"d{name}": placed[name].view for name in NAMES if name in placed}}
     wanted = {"y", *(f"d{name}" for name in case.needs or ())} & set(likes)
@@ -242,7 +242,7 @@ def results(case: Good, placed: Mapping[str, Placed], made: Mapping[str, Any]) -
 
 
 def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
-    """Every result within its bound."""
+    """Raise unless every result is within its bound."""
     recipe, operands = case.recipe, without_out({name: a for name, a in arrays.items() if name != "dy"})
     operands |= {} if case.number is None else {"scale": np.array(case.number, np.float64)}
     if recipe.shape[0] == 0:
@@ -264,22 +264,22 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
 
 
 def may_be_sm90(case: Good, *gemms: str | None) -> bool:
-    """Whether a GEMM of one of these names may be forward_sm90's."""
+    """Whether one of these `gemm` may use forward_sm90."""
     return case.kind in GPU_KINDS and not {"auto", "sm90"}.isdisjoint(gemms)
 
 
 def may_take_limbs(case: Good, *gemms: str | None) -> bool:
-    """Whether it may be and then takes its operands as limbs."""
+    """Whether one of these `gemm` may use forward_sm90 with limbs."""
     return may_be_sm90(case, *gemms) and _plan.takes_limbs(case.recipe.dtype, case.precision, _kernels.gpu(0))
 
 
 def operand_error(case: Good) -> float:
-    """The rounding of a GEMM's operands, at most."""
+    """The largest rounding of an operand of a GEMM."""
     return TF32 if (case.recipe.dtype, case.precision) == ("float32", "high") else 0.0
 
 
 def forward_bounds(case: Good, arrays: Arrays, truth: reference.Forward) -> Bounds:
-    """Those of the path, or the larger of those of the paths among which "auto" chooses."""
+    """The bounds of the path; for "auto" the largest of those of its paths."""
     of = partial(bounds, arrays, truth, **case.recipe.options)
     if case.kind in CPU_KINDS:
         return of(deferred=DTYPES[case.recipe.dtype].itemsize == 2)
@@ -293,11 +293,11 @@ def forward_bounds(case: Good, arrays: Arrays, truth: reference.Forward) -> Boun
 def backward_bounds(
     case: Good, arrays: Arrays, dy: np.ndarray, truth: reference.Forward, gradients: gsbn.Gradients
 ) -> dict[str, np.ndarray]:
-    """`gradient_bounds`, which knows no limbs, with what tolerance.py says of them.
+    """`gradient_bounds` plus the errors of limbs, by tolerance.py.
 
-    Their share of |a||b| is twice the rounding of an operand of 2⁻²² + 48 · 2⁻²³. Their 2⁻³⁸ K max|a| max|b| counts in
-    dg, whose features differ in size: |dg| is at most |gamma scale r| times the norm of dy's column, of which training
-    takes a projection.
+    Their term in |a||b| is twice an operand rounding of 2⁻²² + 48 · 2⁻²³. Their term 2⁻³⁸ K max|a| max|b| matters in
+    dg, whose features differ in size: |dg| is at most |gamma scale r| times the norm of dy's column, since training
+    projects this column.
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
     options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
@@ -317,7 +317,7 @@ def backward_bounds(
 
 
 def settle(kind: Kind) -> None:
-    """Wait for all that the GPU has to do."""
+    """Wait until the GPU has done all its work."""
     if not kind.is_cpu:
         import cupy
 
@@ -325,7 +325,7 @@ def settle(kind: Kind) -> None:
 
 
 def stream_of(kind: Kind, name: str) -> Any:
-    """A context in which the stream of this name is current."""
+    """A context in which the stream with this name is current."""
     if name == "default":
         return contextlib.nullcontext()
     import cupy
@@ -334,7 +334,7 @@ def stream_of(kind: Kind, name: str) -> Any:
 
 
 def captured(kind: Kind, stream: Any, call: Callable[[], Any]) -> Any:
-    """`capture`, which comes to its end even if the call does not."""
+    """`capture`, which ends the capture even if the call raises."""
     errors: list[Exception] = []
 
     def attempt() -> Any:

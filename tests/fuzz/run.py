@@ -1,4 +1,4 @@
-"""Runs cases by their seeds, in this process or in many."""
+"""Run cases by their seeds, in this process or in several."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.fuzz.bad import Bad, draw_bad, judge_bad
 from tests.fuzz.good import draw_good, judge_good, settle
 from tests.support.harness import kind_of
 
-LIMIT_S = 300  # for one case: more than any compilation takes
+LIMIT_S = 300  # for one case; more than any compilation takes
 
 
 class Failure(Exception):
-    """What went wrong, and the line that runs it again."""
+    """The error, and the line that runs the case again."""
 
 
 def run(seed: int, kinds: tuple[str, ...], *, bad: bool = False) -> bool:
-    """One case; False if it was refused."""
+    """Run one case; False if the GEMM does not support it."""
     case = draw_bad(seed, kinds) if bad else draw_good(seed, kinds)
     try:
         return judge_bad(case) if isinstance(case, Bad) else judge_good(case)
@@ -36,7 +36,7 @@ def again(seed: int, kinds: str, bad: bool) -> str:
 
 
 def work(worker: int, args: argparse.Namespace, at: Any, tally: Any) -> None:
-    """Every ``args.workers``-th case; ``at`` tells the parent which it is at, ``tally`` what became of them."""
+    """Run every ``args.workers``-th case; ``at`` has the current case for the parent, ``tally`` the results."""
     for seed in itertools.count(args.seed + worker, args.workers):
         if time.time() > args.until or seed - args.seed >= args.cases:
             break

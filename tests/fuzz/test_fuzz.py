@@ -1,4 +1,4 @@
-"""The first cases of the fuzzer; ``python -m tests.fuzz`` draws as many as one likes."""
+"""The first cases of the fuzzer; ``python -m tests.fuzz`` runs any number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 50
 
 
 def draw(kinds: tuple[str, ...], chunk: int, *, bad: bool) -> None:
-    """A failure tells the line that runs its case again."""
+    """Run a chunk of cases. A failure has the line that runs its case again."""
     seeds = range(chunk * CHUNK, (chunk + 1) * CHUNK)
     served = [run(seed, available(kinds), bad=bad) for seed in seeds]
     assert sum(served) > CHUNK / 2, "most cases were refused"
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_found(part: str, message: str | None, monkeypatch: pyt
 
 
 def test_a_gradient_of_other_signs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of dy that comes where y is zero is within no bound of dbeta: that of integers has none."""
+    """If one element of dy passes where y is zero, dbeta is wrong: for integers it must be exact."""
     recipe = Case((9, 5, 4), "bfloat16", training=True, activation="relu")
     case = replace(draw_good(0, ("numpy",)), recipe=recipe, needs=("beta",), integers=True, prepared=False)
     assert judge_good(case)

@@ -1,4 +1,4 @@
-"""Groups: the contract, run by two and three processes over gloo and over MPI; and what one process sees."""
+"""Groups: the contract, run by two and three processes over gloo and MPI; and tests in one process."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tests.groups.contract.rank import APART, LIMIT, ON_GPUS, TOGETHER
 from tests.support import ROOT
 
 PROGRAM = [sys.executable, "-m", "tests.groups.contract"]  # from the root of the repository
-KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # of arrays: an engine knows nothing of them
-OF_GPUS = [  # what a call on a GPU promises of TOGETHER
+KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # kinds of arrays; engines do not depend on them
+OF_GPUS = [  # the part of TOGETHER that applies to GPUs
     "every_dtype", "several_blocks", "every_argument", "a_mean_far_from_zero", "one_row_a_rank", "no_row_at_all",
     "backward_of_some", "many_short_rows", "many_calls", *ON_GPUS,
 ]  # fmt: skip
-OF_THREE = [  # what depends on how many ranks there are, but for what takes long where there are fewer cores
+OF_THREE = [  # tests that depend on the number of ranks, except those that are slow with few cores
     *[("gloo", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features")],
     *[("mpi", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features", "many_calls")],
 ]
 
 
 class Program(NamedTuple):
-    """The processes of one run, and the folder of their files."""
+    """The processes of one run, and the folder with their output."""
 
     processes: list[subprocess.Popen[str]]
     folder: TemporaryDirectory[str]
 
     def results(self) -> dict[str, list[str]]:
-        """What every rank found of each name: nothing if it is right; with what was printed under ''."""
-        until = time.monotonic() + LIMIT + 60  # by itself it ends after LIMIT
+        """For each name the error of every rank, empty if there is none; and the printed output under ''."""
+        until = time.monotonic() + LIMIT + 60  # the program ends by itself after LIMIT
         printed = [process.communicate(timeout=until - time.monotonic())[0] for process in self.processes]
         found: dict[str, list[str]] = {"": printed}
         for file in sorted(Path(self.folder.name).glob("*.jsonl")):
@@ -60,7 +60,7 @@ class Program(NamedTuple):
 
 
 def start(engine: str, size: int, *names: str, kind: str = "", more: tuple[str, ...] = ()) -> Program:
-    """The program of the contract on all ranks."""
+    """Start the program of the contract on all ranks."""
     folder = TemporaryDirectory()
     arguments = [engine, "--kind", kind or KINDS[engine], *more, "--out", folder.name, "--names", *names]
     if engine != "mpi":
@@ -90,7 +90,7 @@ def run(engine: str, size: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def apart(request: pytest.FixtureRequest) -> Any:
-    """Programs of ranks that do not come, by engine and name: they wait for the most part, beside the other tests."""
+    """Programs with a missing rank, by engine and name: they mostly wait, so they run while other tests do."""
     wanted = {getattr(item, "originalname", "") for item in request.session.items}
     engines = [engine for engine in ("gloo", "mpi") if not why_not(engine)]
     names = itertools.product(engines, APART) if test_a_rank_that_does_not_come.__name__ in wanted else ()
@@ -124,7 +124,7 @@ def test_two_ranks(engine: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["torch-cuda", "cupy"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_gpus(size: int, kind: str, way: str) -> None:
-    """A GPU for each rank."""
+    """The contract with one GPU per rank."""
     need("nccl", size)
     results = start("nccl", size, *OF_GPUS, kind=kind, more=(way,)).results()
     for name in OF_GPUS:
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_come(engine: str, name: str, apart: dict[tuple[str
 
 
 class Alone:
-    """An engine of one rank."""
+    """An engine with one rank."""
 
     rank, size, on_host = 0, 1, True
 
@@ -175,7 +175,7 @@ X, W = np.arange(6, dtype="f4").reshape(3, 2), np.ones((4, 2), "f4")
 
 
 def test_arrays_on_the_cpu_need_an_engine_that_reaches_them(alone: tuple[Alone, Group]) -> None:
-    """And the error comes before anything is written or sent."""
+    """The error is raised before anything is written or sent."""
     engine, group = alone
     engine.on_host, before = False, engine.calls
     out = np.full((3, 4), 7, "f4")
@@ -189,7 +189,7 @@ def test_arrays_on_the_cpu_need_an_engine_that_reaches_them(alone: tuple[Alone, 
 
 
 def test_an_interrupt_ends_a_group(alone: tuple[Alone, Group]) -> None:
-    """Nobody knows whether the other ranks have had this one's numbers: the next call might pass for it."""
+    """The other ranks may have received this rank's numbers or not, so the next call could be taken for this one."""
     engine, group = alone
 
     def interrupted(data: bytes, timeout: float) -> list[bytes]:
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_a_group(alone: tuple[Alone, Group]) -> None:
 
 
 def test_a_call_waits_no_longer_than_the_timeout_in_all(alone: tuple[Alone, Group]) -> None:
-    """However many messages it is made of."""
+    """The timeout is for the whole call, however many messages it sends."""
     engine, group = alone
     left = []
 
@@ -231,7 +231,7 @@ def test_describe_sends_nothing(alone: tuple[Alone, Group]) -> None:
 
 
 def test_a_call_that_failed_unnoticed_is_told_at_the_end(alone: tuple[Alone, Group]) -> None:
-    """As a replayed graph's, after which no call asks."""
+    """As in a replayed graph, after which no call checks."""
     _, group = alone
     group.on_device = SimpleNamespace(obstacle=lambda: "a rank did not come")
     with pytest.raises(RuntimeError, match=r"^group: a rank did not come; what its last calls gave is worthless$"):
@@ -240,7 +240,7 @@ def test_a_call_that_failed_unnoticed_is_told_at_the_end(alone: tuple[Alone, Gro
 
 
 class _Runtime:
-    """As much of CUDA's as a mailbox is offered and opened with."""
+    """The part of the CUDA runtime that offers and opens a mailbox."""
 
     CUDARuntimeError = OSError
 
@@ -258,7 +258,7 @@ class _Runtime:
 
 
 def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In containers of one host that have process numbers of their own, addresses are not shared."""
+    """Containers on one host may have equal process ids, but do not share addresses."""
     runtime = _Runtime()
     stream = SimpleNamespace(ptr=0, synchronize=lambda: None)
     library = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda non_blocking: stream))
@@ -279,7 +279,7 @@ def test_two_processes_of_one_number_are_two(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_mailbox_is_freed_once_nobody_has_it_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaIpcOpenMemHandle: what happens to memory that is freed while another process has it mapped is undefined."""
-    mapped: dict[int, set[int]] = {1: {0}, 0: {1}}  # whose mailboxes, by rank
+    mapped: dict[int, set[int]] = {1: {0}, 0: {1}}  # by rank, the ranks that have its mailbox mapped
     freed_early: list[int] = []
     here, meeting = threading.local(), threading.Barrier(2)
 
@@ -327,7 +327,7 @@ def test_a_mailbox_has_room_for_wide_layers_of_many_ranks() -> None:
 
 
 class _NcclCommunicator:
-    """As CuPy's, of two ranks that have the same bytes."""
+    """A communicator like CuPy's, of two ranks that send the same bytes."""
 
     def rank_id(self) -> int:
         return 1
@@ -343,7 +343,7 @@ class _NcclCommunicator:
 
 @pytest.mark.parametrize("backend", [False, True])
 def test_a_communicator_of_cupys(backend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CuPy whose GPU is the CPU: the communicator itself, and the backend of cupyx.distributed that has one."""
+    """With a fake CuPy on the CPU: a communicator, and the backend of cupyx.distributed that wraps one."""
 
     class Memory(np.ndarray):
         @property

@@ -24,6 +24,7 @@ from gsbn import _plan
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan import declared as _declared
 from gsbn._plan.products import SM90_WORDS
+from gsbn._plan.sources import Constants, macros
 from tests.support import ROOT
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
@@ -86,6 +87,19 @@ def test_a_record_holds_what_its_kernel_declares() -> None:
     assert record.tobytes() == np.array([1, -2, 3] * 7 + [64], np.int64).tobytes()
     assert _declared.flags(vector_x=True, units=True, alone=False) == 1 + 16
     assert [_declared.kind_code(dtype) for dtype in ("float32", "float64", "float16", "bfloat16")] == [1, 2, 3, 4]
+
+
+def test_constants_are_read_as_the_compiler_reads_them() -> None:
+    """With the macros of a variant, through headers, and by the precedence of C."""
+    limbs = {"ELEMENT": "ELEMENT_LIMBS", "FEATURES": "128", "CHUNKS": "2"}
+    skinny = Constants("skinny/config.cuh", limbs)
+    assert (skinny["CTA"], skinny["TILE_ROWS"], skinny["BLOCK_ROWS"]) == (256, 64, 128)
+    fused = {"T_TYPE": "__half", "D_TYPE": "double", "G_TYPE": "double", "CLUSTER": "2"}
+    assert [Constants("backward_fused.cu", fused)[name] for name in ("VEC", "CHUNKS", "STAGES")] == [8, 5, 1]
+    assert Constants("sm90/config.cuh", {"OCCUPANCY": "2"})["CONSUMER_REGISTERS"] == (3 * 80 - 64) // 2
+    with pytest.raises(KeyError, match="NO_SUCH_NAME"):
+        skinny["NO_SUCH_NAME"]
+    assert macros("sm90/modes.cuh", "MODE_")[:2] == ("MODE_GEMM", "MODE_INFERENCE")
 
 
 def test_every_kernel_waits_for_the_one_ahead() -> None:

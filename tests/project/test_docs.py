@@ -1,4 +1,4 @@
-"""README and docs/: their Python runs as printed, their links lead to files, the site builds without a warning."""
+"""README and docs/: their Python runs, their links are valid, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def name_of(path: Path) -> str:
 
 
 def program(page: Path, *, gpu: bool) -> str:
-    """The Python blocks of a page, in their order; all other lines are blank, so that line numbers stay.
+    """The Python blocks of a page, in order; all other lines are blank, so that line numbers stay the same.
 
-    A block that opens with "# Needs a GPU" is left out without one. With one, NumPy's pages are CuPy's.
+    Without a GPU, blocks that start with "# Needs a GPU" are left out. With one, CuPy replaces NumPy as xp.
     """
     kept, inside = [], False
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -60,7 +60,7 @@ def test_pages_with_python_are_found() -> None:
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
 @pytest.mark.parametrize("gpu", [pytest.param(False, id="cpu"), pytest.param(True, id="gpu", marks=pytest.mark.gpu)])
 def test_the_python_of_a_page_runs(page: Path, gpu: bool, tmp_path: Path) -> None:
-    """In an interpreter of its own, block after block; what needs a GPU is compiled on every machine."""
+    """Run the page in a new interpreter. Blocks that need a GPU are compiled on every machine."""
     compile(program(page, gpu=True), name_of(page), "exec")
     text = program(page, gpu=gpu)
     if "import torch" in text:
@@ -78,7 +78,7 @@ def test_the_python_of_a_page_runs(page: Path, gpu: bool, tmp_path: Path) -> Non
 
 
 def docstring_examples() -> Iterator[Any]:
-    """The docstrings of gsbn that have examples, as doctests."""
+    """The docstrings of gsbn with examples, as doctests."""
     parser = doctest.DocTestParser()
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -114,7 +114,7 @@ def test_every_public_name_is_on_the_api_page() -> None:
 
 @pytest.mark.skipif(not all(map(find_spec, SITE_TOOLS)), reason="needs the tools of pip install '.[docs]'")
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Warnings are errors, among them links to no page and to no heading; and no page loads anything from elsewhere."""
+    """Warnings, such as broken links, are errors; and no page loads anything from another site."""
     command = [sys.executable, "-m", "sphinx", "-E", "-W", "-q", str(DOCS), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -20,11 +20,11 @@ from tests.groups.contract.engines import why_not
 from tests.support import ROOT
 
 EXAMPLES = ROOT / "examples"
-GSBN = Path(gsbn.__file__).parents[1]  # the gsbn under test, whatever is installed beside it
+GSBN = Path(gsbn.__file__).parents[1]  # the gsbn under test, even if another is installed
 
 
 def run(*arguments: object, gpu: bool = False, ranks: int = 0) -> str:
-    """What a fresh interpreter prints that runs an example, or several under MPI; without `gpu` it sees no device."""
+    """Run an example in a new interpreter, or in several under MPI, and return its output; `gpu=False` hides GPUs."""
     environment = of_ranks() if ranks else dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])
     if not gpu:
@@ -89,7 +89,7 @@ sys.modules[hidden] = None
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-PACKAGES = {"sklearn": "scikit-learn", "cupy": "cupy-cuda12x"}  # by other names than their modules'
+PACKAGES = {"sklearn": "scikit-learn", "cupy": "cupy-cuda12x"}  # module names and package names differ
 NEEDS = {
     "kernelbench_time": ("torch",),
     "torch_handoff": ("torch",),
@@ -102,11 +102,11 @@ NEEDS = {
     "mpi_sync": ("mpi4py",),
 }
 NEEDS_ON_A_GPU = {name: "cupy" for name, needed in NEEDS.items() if "torch" in needed or "jax" in needed}
-del NEEDS_ON_A_GPU["barlow_twins_head"]  # which is plain PyTorch if nothing else is asked for
+del NEEDS_ON_A_GPU["barlow_twins_head"]  # plain PyTorch by default
 
 
 def hide(library: str, example: str, *arguments: object, gpu: bool = False) -> Any:
-    """How an example ends that cannot import a library."""
+    """Run an example that cannot import a library, and return how it ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(GSBN), os.environ.get("PYTHONPATH", "")])}
     if not gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -120,7 +120,7 @@ def hide(library: str, example: str, *arguments: object, gpu: bool = False) -> A
     + [pytest.param(*row, True, marks=pytest.mark.gpu) for row in NEEDS_ON_A_GPU.items()],
 )
 def test_an_example_says_what_it_lacks(name: str, library: str, gpu: bool) -> None:
-    """In one line, with the way to get it."""
+    """In one line that tells how to install it."""
     for other in NEEDS.get(name, ()):
         if other != library:
             pytest.importorskip(other)
@@ -174,7 +174,7 @@ def test_torch_autograd(gpu: bool) -> None:
 
 @pytest.mark.parametrize("gpu", devices())
 def test_torch_ddp(gpu: bool) -> None:
-    """Ten losses of two ranks, each within 1e-10 of one process; it fails itself if they are not."""
+    """Ten losses of two ranks are within 1e-10 of those of one process; else the example itself fails."""
     torch = pytest.importorskip("torch")
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this PyTorch has no torch.distributed with gloo")
@@ -210,7 +210,7 @@ def test_train_digits(gpu: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpu", devices())
 def test_a_published_head_has_the_same_losses(gpu: bool) -> None:
-    """Ten steps in float64 to 1e-10; no outside truth, but PyTorch's own."""
+    """Ten steps in float64 agree with PyTorch to 1e-10."""
     pytest.importorskip("torch")
     if gpu:
         need_torch_cuda()
@@ -238,7 +238,7 @@ def test_barlow_twins(gpu: bool, tmp_path: Path) -> None:
         assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-# KernelBench's evaluator, level 2: it executes the text of the problem and then the text of the candidate in one
+# KernelBench's evaluator, level 2, executes the text of the problem and then the text of the candidate in one
 # namespace without __file__ or __name__, and draws weights and inputs from equal seeds.
 
 ORIGINAL = """
@@ -265,7 +265,7 @@ def models(number: int, device: str, dtype: Any, shape: tuple[int, int, int] | N
 
     context: dict[str, Any] = {}
     exec(ORIGINAL, context)
-    with pytest.MonkeyPatch.context() as patch:  # what the evaluator has loaded itself, and nothing else is on its path
+    with pytest.MonkeyPatch.context() as patch:  # only what the evaluator has loaded itself is on its path
         patch.setitem(sys.modules, "kernelbench", ModuleType("kernelbench"))
         patch.setattr(sys, "path", [folder for folder in sys.path if Path(folder).resolve() != EXAMPLES])
         exec((EXAMPLES / f"kernelbench_{number}.py").read_text(), context)
@@ -304,7 +304,7 @@ def agrees(number: int, device: str, shape: tuple[int, int, int] | None = None) 
 
 
 def no_worse_than_the_original(number: int, device: str, dtype: str, shape: tuple[int, int, int] | None = None) -> None:
-    """In 16 bits the original rounds z on its way, up to beyond the evaluator's own 1e-2; the judge is float64."""
+    """In 16 bits the original rounds z and may exceed the evaluator's own 1e-2, so both are compared with float64."""
     import torch
 
     original, candidate, get_inputs = models(number, device, getattr(torch, dtype), shape)
@@ -385,8 +385,8 @@ def test_kernelbench_adversarial_checks(number: int, gpu: bool) -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["the default stream", "one of its own"])
 @pytest.mark.parametrize("number", PROBLEMS)
 def test_kernelbench_no_work_on_another_stream(number: int, own: bool) -> None:
-    """x is right from the end of a long kernel on the caller's stream to the next fill: work on any other stream reads
-    NaN, before or after."""
+    """x is valid only between a long kernel and the next fill, both on the caller's stream: work on any other stream
+    reads NaN, before or after."""
     need_torch_cuda()
     import torch
 
@@ -398,14 +398,14 @@ def test_kernelbench_no_work_on_another_stream(number: int, own: bool) -> None:
         torch.cuda.synchronize()
         stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
         with torch.cuda.stream(stream):
-            candidate(late)  # compiles, and takes memory
+            candidate(late)  # compiles, and allocates memory
             torch.cuda._sleep(100_000_000)
             late.copy_(x)
             y = candidate(late)
             late.fill_(torch.nan)
             done = stream.record_event()
         assert not done.query(), "the host waited for the long kernel"
-        stream.synchronize()  # of this stream alone
+        stream.synchronize()  # this stream alone
         assert torch.allclose(y, want, atol=1e-4, rtol=1e-4)
 
 
@@ -422,7 +422,7 @@ def test_kernelbench_time(gpu: bool) -> None:
 
 @pytest.mark.parametrize("number", PROBLEMS)
 def test_kernelbench_static_checks(number: int) -> None:
-    """What the evaluator's static checker forbids outright, and PyTorch's computing layers besides."""
+    """The candidate has nothing that the evaluator's static checker forbids, and no computing layers of PyTorch."""
     text = (EXAMPLES / f"kernelbench_{number}.py").read_text()
     assert set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE)) == {"torch", "gsbn"}
     forbidden = r"\btry\s*:|\bexcept\b|\bpass\b|\bthreading\b|nn\.functional|\bF\.|torch\.(mm|matmul|batch_norm)\b"

@@ -1,4 +1,4 @@
-"""gsbn with neither CuPy nor torch: it imports, it computes on the CPU, and it is quick about it."""
+"""gsbn without CuPy and torch: it imports fast and computes on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for wrong in ([[1.0]], None, 3):
 
 
 def test_never_asks_for_torch() -> None:
-    """Not even inside a try: torch is looked up in sys.modules, where its user put it."""
+    """Not even inside a try: gsbn looks torch up in sys.modules."""
     asked = python(
         BLOCKER
         + """
@@ -69,7 +69,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before} - s
 
 
 def test_importing_brings_in_no_instrument() -> None:
-    """Neither the bench nor what only the bench and the compiler need, unless NumPy brings it."""
+    """gsbn imports neither the bench nor modules that only the bench and the compiler need, unless NumPy does."""
     script = """
 import sys
 import numpy
@@ -108,7 +108,7 @@ except AttributeError as error:
 
 
 def test_the_bridge_is_there_after_a_bare_import() -> None:
-    """And inside it torch is PyTorch."""
+    """Inside gsbn.torch the name torch is PyTorch."""
     pytest.importorskip("torch")
     script = """
 import sys
@@ -145,10 +145,9 @@ print(*(name for name in sys.modules if name.startswith("gsbn.bench")))
 
 
 def test_importing_takes_little_time(tmp_path: Path) -> None:
-    """Less of this process' own time than NumPy takes, on any machine; CuPy or torch would take several times that.
+    """Less CPU time than NumPy takes, on any machine; CuPy or torch would take several times that.
 
-    Both as byte code, which the first run writes whatever the environment says: NumPy's comes with its installation,
-    and gsbn's would be compiled anew each time.
+    The first run writes gsbn's byte code, whatever the environment says; NumPy's is part of its installation.
     """
     script = """
 import time

@@ -1,4 +1,4 @@
-"""Imports go down: a module of gsbn imports only from floors below its own, wherever in the file the import stands."""
+"""Imports go down: a module of gsbn imports only from lower floors, anywhere in its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import gsbn
 
 PACKAGE = Path(gsbn.__file__).parent
-FLOORS = (  # lowest first; a package of which no module is named stands for all of its modules
+FLOORS = (  # lowest first; a package without named modules stands for all of them
     {"gsbn._plan", "gsbn._typing", "gsbn._values"},
     {"gsbn._arrays", "gsbn._cuda", "gsbn._prepared"},
     {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
@@ -22,7 +22,7 @@ FLOORS = (  # lowest first; a package of which no module is named stands for all
     {"gsbn.__main__"},
 )
 FLOOR_OF = {name: height for height, floor in enumerate(FLOORS) for name in floor}
-# For type checkers alone: at run time gsbn.__getattr__ imports it when it is first asked for.
+# For type checkers alone: at run time gsbn.__getattr__ imports it on first use.
 UPWARDS = {("gsbn", "gsbn.bench")}
 
 
@@ -33,7 +33,7 @@ def sources(package: Path) -> dict[str, Path]:
 
 
 def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
-    """The modules among those known that a module's text imports, inside functions and for type checkers included."""
+    """The known modules that a module imports, including inside functions and for type checkers."""
     found: set[str] = set()
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -70,7 +70,7 @@ def test_imports_go_down(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_private_names_stay_in_their_module(name: str) -> None:
-    """A leading underscore is for a module's own use; the underscore of a private module is another matter."""
+    """A name with a leading underscore is used only in its own module; names of private modules may be imported."""
     nodes = list(ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))))
     ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.level or node.module == "gsbn")]
     imported = {alias.name for node in ours for alias in node.names}
@@ -90,7 +90,7 @@ def test_every_floor_is_of_a_module_that_exists() -> None:
 
 
 def test_there_is_no_circle() -> None:
-    """Not among the modules of one package either, to which the floors give one entry."""
+    """Not even between modules of a package that has one entry in FLOORS."""
     left = {name: {module for module in found if (name, module) not in UPWARDS} for name, found in IMPORTS.items()}
     while ready := {name for name, found in left.items() if not found & left.keys()}:
         left = {name: found for name, found in left.items() if name not in ready}
@@ -98,7 +98,7 @@ def test_there_is_no_circle() -> None:
 
 
 def test_what_counts_as_an_import(tmp_path: Path) -> None:
-    """The walk itself, on a package that has each kind of import."""
+    """Test `imports` on a package with each kind of import."""
     package = tmp_path / "gsbn"
     (package / "bench").mkdir(parents=True)
     texts = {

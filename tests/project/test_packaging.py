@@ -1,4 +1,4 @@
-"""What is built holds what it needs: wheel, sdist, an install of the wheel, an editable install."""
+"""The wheel, the sdist, an installed wheel and an editable install are complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def python(code: str, *paths: Path, cwd: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel): the wheel is built from the sdist, so that the sdist is known to be whole."""
+    """(sdist, wheel): the wheel is built from the sdist, which shows that the sdist is complete."""
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("dist")

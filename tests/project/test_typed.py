@@ -1,4 +1,4 @@
-"""What the signatures say: the overloads agree, arrays have what `Array` asks for, and type checkers' errors are ours.
+"""The types of the signatures: overloads agree with the function, and arrays match `Array`.
 
 `make lint` runs mypy and pyright on tests/typed/: usage.py must pass, and each line of wrong.py must be an error.
 """
@@ -25,12 +25,12 @@ WRONG = [line.strip() for line in (TYPED / "wrong.py").read_text(encoding="utf-8
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads came with Python 3.11")
 @pytest.mark.parametrize("function", [gsbn.forward, gsbn.backward, gsbn.fold], ids=lambda function: function.__name__)
 def test_overloads_have_the_arguments_of_the_function(function: typing.Callable[..., object]) -> None:
-    """Names, order and kinds, and the defaults where there are any; a checker sees the overloads alone."""
+    """The same names, order, kinds and defaults, since type checkers see only the overloads."""
     overloads = typing.get_overloads(function)  # type: ignore[attr-defined]
     assert len(overloads) >= 2
     wanted = inspect.signature(function).parameters
     for overload in overloads:
-        typing.get_type_hints(overload)  # every name in it can be found
+        typing.get_type_hints(overload)  # every name in the hints exists
         found = inspect.signature(overload).parameters
         assert [(p.name, p.kind) for p in found.values()] == [(p.name, p.kind) for p in wanted.values()]
         for name, parameter in found.items():

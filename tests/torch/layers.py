@@ -1,4 +1,4 @@
-"""The layer beside PyTorch's own modules: pairs with equal parameters, batches and steps."""
+"""Pairs of the layer and PyTorch's own modules, with equal parameters, batches and steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Plain(nn.Module):
-    """The same by PyTorch's modules."""
+    """The same layer by PyTorch's modules."""
 
     def __init__(self, layer: LinearBatchNorm1d) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Plain(nn.Module):
 
 
 def pair(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> tuple[LinearBatchNorm1d, Plain]:
-    """Our layer and PyTorch's in the same state on any device, in which nothing is 0 or 1."""
+    """Our layer and PyTorch's in the same state on any device, without values of 0 or 1."""
     torch.manual_seed(0)
-    layer = LinearBatchNorm1d(I, O, dtype=dtype, **options).to(device)  # each device has random numbers of its own
+    layer = LinearBatchNorm1d(I, O, dtype=dtype, **options).to(device)  # random numbers differ between devices
     with torch.no_grad():
         for tensor in (*layer.parameters(), *(b for b in layer.buffers() if b.is_floating_point())):
             tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.5)

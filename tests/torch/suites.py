@@ -1,4 +1,4 @@
-"""PyTorch's own test suites, which its wheel ships, and what of gsbn they are run against."""
+"""Run PyTorch's own test suites, which are in its wheel, with gsbn in place of its modules."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.testing._internal import common_utils  # noqa: E402
 import gsbn.torch  # noqa: E402
 from gsbn.torch import _function, _operators  # noqa: E402
 
-# What importing them changes for every other test of the process
+# What importing them changes for other tests in this process
 settings.load_profile("gsbn")
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
-EPS = 2.0**-10  # with which 1 - EPS and 1 have no rounding
+EPS = 2.0**-10  # 1 - EPS and 1 are exact
 
 
 class Left(NamedTuple):
-    """Why samples are left out, and the error that they are instead."""
+    """Why samples are left out, and the error that they raise."""
 
     reason: str
     error: str
@@ -36,7 +36,7 @@ class Left(NamedTuple):
 
 @contextmanager
 def counted() -> Iterator[list[Any]]:
-    """The forwards that gsbn makes, from autograd or within a recorded program."""
+    """Count the forwards of gsbn, from autograd or in a recorded program."""
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         for module in (_function, _operators):
@@ -45,10 +45,9 @@ def counted() -> Iterator[list[Any]]:
 
 
 def judge(cases: Iterable[tuple[str, Callable[[], Any]]], left: dict[str, Left], runs: int) -> None:
-    """Run each case whose name fits no pattern in `left`, each of which must call gsbn; one that does must be the error
-    named there.
+    """Run each case. It must call gsbn or, if its name matches a pattern in `left`, raise the error named there.
 
-    A pattern that fits no case is an error, and so is another number of cases than `runs`.
+    It is an error if a pattern matches no case, or if the number of cases that ran is not `runs`.
     """
     met, ran = set(), 0
     for name, case in cases:
@@ -69,19 +68,19 @@ def judge(cases: Iterable[tuple[str, Callable[[], Any]]], left: dict[str, Left],
     assert ran == runs, f"{ran} cases ran, {runs} were expected"
 
 
-# Of a single row without a batch
+# The error for a single row without a batch dimension
 NO_BATCH = Left(
     "BatchNorm1d takes no input of one dimension either", r"^x: expected 2 dimensions \(B, I\), got shape \(\d,\)"
 )
 
 
 def seed() -> None:
-    """The suites draw from the global generators."""
+    """Seed the global generators, from which the suites draw."""
     common_utils.set_rng_seed(0)
 
 
 class AsBatchNorm1d(gsbn.torch.LinearBatchNorm1d):
-    """nn.BatchNorm1d by its own arguments: the layer with the identity for a weight."""
+    """The layer with the identity as weight, with the arguments of nn.BatchNorm1d."""
 
     def __init__(self, num_features: int, *arguments: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
         super().__init__(num_features, num_features, device=device, dtype=dtype)
@@ -90,7 +89,7 @@ class AsBatchNorm1d(gsbn.torch.LinearBatchNorm1d):
 
 
 class AsLinear(gsbn.torch.LinearBatchNorm1d):
-    """nn.Linear by its own arguments: the layer with frozen statistics of mean 0 and variance 1."""
+    """The layer with frozen statistics of mean 0 and variance 1, with the arguments of nn.Linear."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, device: Any = None, dtype: Any = None) -> None:
         super().__init__(inputs, outputs, bias=bias, affine=False, eps=EPS, device=device, dtype=dtype)
@@ -104,9 +103,9 @@ class AsLinear(gsbn.torch.LinearBatchNorm1d):
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """nn.functional.linear of any number of dimensions from two on, as `AsLinear`."""
+    """nn.functional.linear by gsbn, for two or more dimensions, as `AsLinear`."""
     features = len(weight)
-    wide = torch.promote_types(x.dtype, torch.float32)  # in which bfloat16 has no 1 - EPS
+    wide = torch.promote_types(x.dtype, torch.float32)  # bfloat16 cannot represent 1 - EPS
     mean, var = x.new_zeros(features, dtype=wide), x.new_full((features,), 1 - EPS, dtype=wide)
     rows = x.flatten(0, -2) if x.dim() > 3 else x.transpose(1, 2) if x.dim() == 3 else x
     y = gsbn.torch.linear_batch_norm(rows, weight, bias=bias, running_mean=mean, running_var=var, eps=EPS)
@@ -117,7 +116,7 @@ def batch_norm(
     x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    """nn.functional.batch_norm, of (N, C, H, W) with the pixels in a row."""
+    """nn.functional.batch_norm by gsbn; (N, C, H, W) as (N, C, H W)."""
     eye = torch.eye(x.shape[1] if x.dim() > 1 else len(x), dtype=x.dtype, device=x.device)
     y = gsbn.torch.linear_batch_norm(
         x.flatten(2) if x.dim() > 3 else x, eye, gamma=weight, beta=bias, running_mean=running_mean,

@@ -1,4 +1,4 @@
-"""What PyTorch's users expect beside a step: second derivatives, batched gradients, tangents, scripts, odd tensors."""
+"""Second derivatives, batched gradients, tangents, scripts and unusual tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def converted(model: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("training", [True, False])
 def test_second_derivatives(device: str, training: bool, activation: Any) -> None:
-    """Against finite differences; and gradients in batches, as jacobian(vectorize=True) asks for them."""
+    """Against finite differences; also batched gradients, as in jacobian(vectorize=True)."""
     x, weight, *vectors = tensors(device, (B, I), (O, I), *[(O,)] * 4)
     mean, var = torch.randn(O, dtype=torch.float64).to(device), torch.rand(O, dtype=torch.float64).to(device) + 0.5
 
@@ -73,7 +73,7 @@ def test_second_derivatives(device: str, training: bool, activation: Any) -> Non
 
 
 def test_the_gradient_of_a_bias_is_a_function(device: str) -> None:
-    """The mean takes the bias out: a gradient of 0, as a function of x, whose gradient is 0, as PyTorch has it."""
+    """The mean cancels the bias: as in PyTorch the gradient is 0, and has a gradient of 0 with respect to x."""
     x, weight, bias = tensors(device, (B, I), (O, I), (O,))
     y = linear_batch_norm(x, weight, bias=bias, training=True)
     (of_bias,) = torch.autograd.grad(y.square().sum(), bias, create_graph=True)
@@ -84,7 +84,7 @@ def test_the_gradient_of_a_bias_is_a_function(device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(B, I, O), pytest.param((4096, 1024, 2048), marks=pytest.mark.gpu)], ids=str)
 def test_a_gradient_penalty(device: str, shape: tuple[int, int, int]) -> None:
-    """As Wasserstein GANs train their critics; the large one goes through two nodes of autograd's on a GPU."""
+    """As in the critics of Wasserstein GANs; on a GPU the large shape uses two autograd nodes."""
     rows, inputs, features = shape
     if device == "cpu" and rows > 1000:
         pytest.skip("one node is the same for any size there")
@@ -106,7 +106,7 @@ def test_a_gradient_penalty(device: str, shape: tuple[int, int, int]) -> None:
 def test_what_has_no_second_derivative_says_so(device: str) -> None:
     x, weight = tensors(device, (B, I), (O, I), dtype=torch.float32)
     y = linear_batch_norm(x, weight.detach(), training=True)
-    if device == "cuda":  # where x is not kept
+    if device == "cuda":  # x is not kept there
         with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second .* of a weight that does not require"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
     with torch.autocast(device, torch.bfloat16):
@@ -171,7 +171,7 @@ def test_a_scale_of_another_dtype_gives_pytorchs(device: str, of_linear: str, of
 
 
 def test_a_class_that_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters, quantisers and tracers replace a forward for all modules of a class."""
+    """As adapters, quantisers and tracers do, for all modules of a class."""
     model, calls, plain = converted(network()), [], nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: calls.append(1) or plain(self, x))
     model(torch.randn(B, I))
@@ -203,13 +203,13 @@ def test_a_scripted_model_is_not_converted() -> None:
     assert model(torch.randn(B, I)).shape == (B, 3)
 
 
-# ---- autograd's own memory
+# ---- gradients that autograd owns
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 2048, 2048), (2048, 1024, 8192), (8192, 4096, 1024)], ids=str)
 def test_a_gradient_of_autograds_is_not_written(hopper: None, shape: tuple[int, int, int]) -> None:
-    """Whoever asked for the gradient between the two nodes has it afterwards."""
+    """A gradient between the two nodes that a hook or retain_grad keeps is not overwritten."""
     rows, inputs, features = shape
     torch.manual_seed(0)
     layer = LinearBatchNorm1d(inputs, features, device="cuda")

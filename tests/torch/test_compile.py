@@ -61,7 +61,7 @@ def test_by_inductor(device: str) -> None:
 @pytest.mark.parametrize("gemm", ["auto", "cublas"])
 def test_reduce_overhead(gemm: Any, training: bool, dtype: str) -> None:
     """torch.compile's own CUDA graphs: nothing but their outputs may be alive in their pool."""
-    features = 256 if gemm == "auto" else 251  # with which "auto" goes to cuBLAS, too
+    features = 256 if gemm == "auto" else 251  # "auto" also uses cuBLAS then
     layer = {"scale": True, "activation": "relu", "device": "cuda", "gemm": gemm}
     eager = LinearBatchNorm1d(features, features, **layer).train(training)
     compiled = copy.deepcopy(eager)
@@ -72,7 +72,7 @@ def test_reduce_overhead(gemm: Any, training: bool, dtype: str) -> None:
         found = []
         for model, call in ((eager, eager), (compiled, run)):
             leaf = x.clone().requires_grad_()
-            model.zero_grad()  # a gradient is an output of the last step's graph, which this step overwrites
+            model.zero_grad()  # gradients are outputs of the last step's graph, which this step overwrites
             torch.compiler.cudagraph_mark_step_begin()
             with torch.autocast("cuda", torch.bfloat16, enabled=dtype == "bfloat16"):
                 y = call(leaf)
@@ -116,7 +116,7 @@ def test_a_training_step_in_a_cuda_graph() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("converted", [False, True])
 def test_export_of_inference(device: str, converted: bool, strict: bool) -> None:
-    """One operator, which keeps nothing for a backward, for any number of rows."""
+    """The graph has one operator, which keeps nothing for a backward and takes any number of rows."""
     model: Any = pair(device, **OPTIONS["all"])[0]
     if converted:
         model = nn.Sequential(nn.Linear(I, O), nn.BatchNorm1d(O), nn.ReLU()).to(device, torch.float64)
@@ -149,7 +149,7 @@ def test_who_watches_operators_sees_ours(mode: str) -> None:
 
 
 def test_selective_checkpointing() -> None:
-    """Which operators it keeps is for a function of the user's to say; ours is one of them."""
+    """A function of the user chooses the operators whose results are kept; ours can be one of them."""
     from functools import partial
 
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -172,7 +172,7 @@ def test_selective_checkpointing() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("rows", [9, 40])
 def test_the_operators_keep_torchs_rules(device: str, rows: int, dtype: str, activation: Any) -> None:
-    """opcheck: schemas say what is written, and the fake implementations agree with the real ones."""
+    """opcheck: schemas declare what is written, and fake implementations agree with the real ones."""
     tests = ("test_schema", "test_faketensor")
     x, weight = (torch.randn(n, 6, device=device, dtype=getattr(torch, dtype)) for n in (rows, 5))
     of_vectors = torch.float64 if dtype == "float64" else torch.float32

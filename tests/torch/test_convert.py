@@ -1,4 +1,4 @@
-"""gsbn.torch.convert: the same model to PyTorch, run by gsbn where modules stand in a row."""
+"""gsbn.torch.convert: the model stays the same for PyTorch, and gsbn runs its consecutive modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ I = 7
 
 
 class Scale(nn.Module):
-    """As KernelBench's problems have it."""
+    """As in KernelBench's problems."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ def row(*between: nn.Module, out: int = 6, **options: Any) -> nn.Sequential:
 
 
 def network() -> nn.Module:
-    """Some that can be replaced, nested, and some that cannot."""
+    """Nested modules; some can be converted, others cannot."""
     torch.manual_seed(0)
     model = nn.ModuleDict()
     model["encoder"] = nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.0), nn.Linear(6, I))
     model["blocks"] = nn.Sequential(row(Scale(6), momentum=None), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
     model["head"] = nn.Linear(4, 3)
-    model.forward = None  # never called: `call` does what a forward would
+    model.forward = None  # never called: `call` replaces it
     return model.double()
 
 
@@ -67,7 +67,7 @@ def call(model: Any) -> Callable[[Any], Any]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The activations of the calls that gsbn has made."""
+    """The activations of the calls of gsbn."""
     made: list[Any] = []
     fused = modules.fused
     monkeypatch.setattr(modules, "fused", lambda *a: made.append(a[4]) or fused(*a))
@@ -102,7 +102,7 @@ def test_a_network(device: str, calls: list[Any]) -> None:
 
 
 def test_an_optimiser_that_was_made_before_goes_on(calls: list[Any]) -> None:
-    """Ten steps of SGD: five before and after, and again after what was done is undone."""
+    """Five steps of SGD before the conversion and five after it, and again after `revert`."""
     ours, plain = network(), network()
     for model in (ours, plain):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -179,7 +179,7 @@ def test_a_scale_is_one_only_by_its_class(calls: list[Any]) -> None:
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
 def test_hooks(calls: list[Any], kind: str, at: int) -> None:
-    """Whether they were there before or come later, they run; without them gsbn runs again."""
+    """Hooks run if added before or after the conversion; gsbn runs again once they are removed."""
     ours, plain = converted(row(Scale(6)).double(), scales=(Scale,))
     seen: list[Any] = []
     handles = [getattr(m[at], f"register_{kind}_hook")(lambda *a, m=m: seen.append(m)) for m in (ours, plain)]
@@ -203,7 +203,7 @@ def test_hooks_on_all_modules(calls: list[Any]) -> None:
 
 
 def test_children_that_change(calls: list[Any]) -> None:
-    """Replaced, added, parametrized later, cut out: what there is runs."""
+    """Children that are replaced, added, parametrized or removed later take effect."""
     changes: tuple[Callable[[Any], Any], ...] = (
         lambda m: m.__setitem__(1, nn.BatchNorm1d(6, eps=0.1).double()),
         lambda m: m.append(nn.Tanh()),
@@ -257,7 +257,7 @@ def test_frozen_statistics(calls: list[Any]) -> None:
 
 
 def test_three_dimensions_are_left_to_the_modules(calls: list[Any]) -> None:
-    """There the Linear takes the last one for the features, and BatchNorm1d the one in the middle."""
+    """There the features are the last dimension for Linear, and the middle one for BatchNorm1d."""
     ours, plain = converted(nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6)).double())
     assert_same(step(ours, batch(shape=(4, 6, I))), step(plain, batch(shape=(4, 6, I))))
     assert calls == []
@@ -273,7 +273,7 @@ def test_where_the_modules_win_they_run(calls: list[Any], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("training", [True, False])
 def test_sync_batch_norm_of_one_process(device: str, calls: list[Any], training: bool) -> None:
-    """As BatchNorm1d; only the class of the module changes, and `revert` undoes it."""
+    """It works as BatchNorm1d; only the class of the module changes, and `revert` restores it."""
     plain = row(Scale(6), momentum=None).to(device, torch.float64).train(training)
     ours = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     norm, printed, state = ours[2], repr(ours), list(ours.state_dict())
@@ -289,7 +289,7 @@ def test_sync_batch_norm_of_one_process(device: str, calls: list[Any], training:
 
 
 def test_sync_batch_norm_that_comes_later(calls: list[Any]) -> None:
-    """PyTorch's own conversion, after gsbn's."""
+    """PyTorch's own conversion to SyncBatchNorm, after gsbn's conversion."""
     ours, plain = converted(row().double())
     nn.SyncBatchNorm.convert_sync_batchnorm(ours)
     assert type(ours[1]) is nn.SyncBatchNorm

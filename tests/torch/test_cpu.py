@@ -1,4 +1,4 @@
-"""Converted models and layers on a CPU: PyTorch's own operators run there, with its result and at its speed."""
+"""Converted models and layers on a CPU: PyTorch's own operators run, with the same results and speed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def both(name: str) -> tuple[list[nn.Sequential], Any]:
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_converted_model_trains_as_before(name: str) -> None:
-    """Bit for bit: it is the same arithmetic."""
+    """The results have the same bits, since it is the same arithmetic."""
     models, x = both(name)
     losses = []
     for model in models:
@@ -60,7 +60,7 @@ def test_a_converted_model_trains_as_before(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_converted_model_takes_no_longer(name: str, training: bool) -> None:
-    """The best of many calls in turn, 1.1 times the plain model's at most. Others may use the machine: five tries."""
+    """The best of many alternating calls takes at most 1.1 times the plain model's. Five tries, for a busy machine."""
     models, x = both(name)
     optimisers = [torch.optim.Adam(model.train(training).parameters()) for model in models]
 

@@ -1,4 +1,4 @@
-"""gsbn.torch's function under autograd and autocast: gradients, what is kept for them, and errors."""
+"""linear_batch_norm under autograd and autocast: gradients, what is kept for them, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_gradcheck(device: str, training: bool, activation: Any, one: bool) -> N
         return linear_batch_norm(x, weight, scale, bias=bias, gamma=gamma, beta=beta, **state, **options)
 
     x = batch(device, shape=(6, I)).requires_grad_()
-    if activation is None:  # the same u is relu's: gradcheck's steps of 1e-6 stay off the kink
+    if activation is None:  # relu has the same u: gradcheck's steps of 1e-6 stay away from the kink
         assert call(x, *given).abs().min() > 1e-4
     assert torch.autograd.gradcheck(call, (x, *given))
 
@@ -82,7 +82,7 @@ def test_nothing_is_kept_where_nothing_needs_a_gradient(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("features", [512, 4096])  # one node, and two
 @pytest.mark.parametrize("autocast", [False, True])
 def test_only_what_a_gradient_needs_is_kept(features: int, autocast: bool) -> None:
-    """Of a first layer, whose x needs no gradient, the weight, cast or not; of a frozen one x."""
+    """A first layer, whose x needs no gradient, keeps no weight, cast or not; a frozen layer keeps no x."""
     layer = LinearBatchNorm1d(features, features, device="cuda")
     x = torch.randn(2048, features, device="cuda")
     for first in (True, False):
@@ -139,7 +139,7 @@ def test_errors_are_gsbns() -> None:
     with pytest.raises(TypeError, match=r"^process_group: expected a torch.distributed ProcessGroup or None, got 3$"):
         LinearBatchNorm1d(I, O, process_group=3)
     layer.activation = "gelu"
-    layer.linear.register_forward_hook(lambda module, args, z: z)  # and PyTorch's own modules run
+    layer.linear.register_forward_hook(lambda module, args, z: z)  # then PyTorch's own modules run
     with pytest.raises(ValueError, match=r"^activation: expected one of"):
         layer(batch())
     layer, _ = pair()
@@ -157,7 +157,7 @@ def test_what_is_no_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_checkpointing(device: str, training: bool) -> None:
-    """The recomputation updates the running statistics once more, as that of BatchNorm1d does."""
+    """The recomputation updates the running statistics again, as with BatchNorm1d."""
     ours, theirs = (model.train(training) for model in pair(device, **OPTIONS["all"]))
     found = [step(m, batch(device), lambda x, m=m: checkpoint(m, x, use_reentrant=False)) for m in (ours, theirs)]
     assert_same(*found)
@@ -204,7 +204,7 @@ def test_grad_scaler(device: str) -> None:
     assert_same(list(ours.state_dict().values()), list(theirs.state_dict().values()), close=1e-2)
 
 
-# ---- large calls, of which autograd sees two nodes
+# ---- large calls, with two autograd nodes
 
 
 @pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_grad_scaler(device: str) -> None:
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("shape", [(2000, 4096, 2048), (70000, 96, 128)])
 def test_large_calls(shape: tuple[int, int, int], relu: bool, cast: bool, training: bool) -> None:
-    """As PyTorch's modules; and with the same bits where the graph is kept, so that nothing may be overwritten."""
+    """Agree with PyTorch's modules; and give the same bits if the graph is kept, when nothing may be overwritten."""
     rows, inputs, features = shape
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(inputs, features, bias=False), nn.BatchNorm1d(features), *[nn.ReLU()] * relu).cuda()
@@ -232,11 +232,11 @@ def test_large_calls(shape: tuple[int, int, int], relu: bool, cast: bool, traini
         y.backward(dy.to(y.dtype), retain_graph=len(kept) == 3)
         kept.append([at.grad, *(parameter.grad for parameter in model.parameters())])
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(kept[-1], kept[0], strict=True)])
-    at_once = cast and training and max(inputs, features) <= 128  # one kernel makes all of the backward
+    at_once = cast and training and max(inputs, features) <= 128  # one kernel computes the whole backward
     assert y.grad_fn.name() == ("_WholeBackward" if at_once else "_NormBackward")
     assert {a.dtype for a in kept[2]} == {torch.float32}
     assert all(a.equal(b) for a, b in zip(kept[2], kept[3], strict=True))
-    if relu:  # an element of y next to zero, whom chance decides about, is more than all roundings
+    if relu:  # an element of y near zero may pass or not, which outweighs all rounding
         return
     eps = torch.finfo(torch.bfloat16 if cast else torch.float32).eps
     for mine, theirs in zip(errors[2], errors[1], strict=True):

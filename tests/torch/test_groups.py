@@ -1,4 +1,4 @@
-"""gsbn.torch with a process group: two ranks compute what one process computes of all their rows."""
+"""gsbn.torch with a process group: two ranks compute the same as one process with all their rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def share(whole: Any, rank: int, split: tuple[int, ...]) -> Any:
-    """A rank's rows."""
+    """The rows of a rank."""
     return whole.split(split)[rank]
 
 
@@ -52,7 +52,7 @@ def numbers(tensors: list[Any]) -> list[np.ndarray]:
 
 
 def small(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> LinearBatchNorm1d:
-    """The layer of test_torch, of the world's ranks."""
+    """The layer of layers.py, with the process group of all ranks."""
     layer, _ = pair(device, dtype, **options)
     layer.norm = sync(layer.norm)
     return layer
@@ -90,7 +90,7 @@ def cosines(rows: int) -> Any:
 
 
 def of_one_process(options: Any, times: int = 2) -> Any:
-    """The same by PyTorch's modules, with all rows."""
+    """The same by PyTorch's modules in one process, with all rows."""
     layer, plain = pair(**options)
     for _ in range(times):
         plain.zero_grad()
@@ -105,7 +105,7 @@ def of_one_process(options: Any, times: int = 2) -> Any:
 @pytest.mark.parametrize("options", [ALL, {"track_running_stats": False}], ids=["all", "no statistics"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_step_is_that_of_one_process(ranks: Ranks, split: tuple[int, ...], options: dict[str, Any]) -> None:
-    """y and the gradient of x lie on the ranks, gradients of parameters add up, the statistics have the same bits.
+    """Ranks have their rows of y and dx, gradients of parameters add up, and the statistics have the same bits.
 
     In float64: chains of some 30 roundings of 1.1e-16, through weights and dy near 1 and sums of 20 rows, end below
     1e-12.
@@ -122,7 +122,7 @@ def test_a_step_is_that_of_one_process(ranks: Ranks, split: tuple[int, ...], opt
 
 
 def errors(rank: int, device: str, shape: tuple[int, int], split: tuple[int, ...], cast: bool) -> Any:
-    """Norm-wise, those of PyTorch's modules with all rows in one process, and ours."""
+    """The norm-wise errors of PyTorch's modules, with all rows in one process, and of ours."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(*shape), nn.BatchNorm1d(shape[1])).to(device)
     ours, truth = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)), copy.deepcopy(plain).double()
@@ -149,7 +149,7 @@ def errors(rank: int, device: str, shape: tuple[int, int], split: tuple[int, ...
 
 
 def assert_as_accurate(ranks: Ranks, shape: tuple[int, int], split: tuple[int, ...], cast: bool, node: str) -> None:
-    """The accuracy rule: at most 1.05 times the error of PyTorch's modules and a quarter of eps."""
+    """The accuracy rule: at most 1.05 times the error of PyTorch's modules plus a quarter of eps."""
     eps = torch.finfo(torch.bfloat16 if cast else torch.float32).eps
     for name, theirs, ours in ranks(errors, shape, split, cast):
         assert name == node
@@ -164,7 +164,7 @@ def test_as_accurate_as_one_process(ranks: Ranks) -> None:
 @pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("ranks", [NCCL], indirect=True)
 def test_large_calls(ranks: Ranks, cast: bool) -> None:
-    """So large that autograd sees two nodes, of which the second one's backward is the ranks'."""
+    """So large that there are two autograd nodes; the backward of the second one exchanges the sums."""
     assert_as_accurate(ranks, (4096, 2048), (1500, 500), cast, "_NormBackward")
 
 
@@ -172,7 +172,7 @@ def test_large_calls(ranks: Ranks, cast: bool) -> None:
 
 
 def ten_steps(rank: int, device: str, split: tuple[int, ...]) -> Any:
-    """Of SGD under DistributedDataParallel, which averages gradients: the loss is the whole batch's mean."""
+    """Ten steps of SGD under DistributedDataParallel, which averages gradients: the loss is the mean of the batch."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(head()).to(device)
     report = gsbn.torch.convert(model)
     assert len(report.replaced) == 2 and not report.left
@@ -190,7 +190,7 @@ def ten_steps(rank: int, device: str, split: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("split", [(10, 10), (15, 5), (20, 0)], ids=str)
 def test_data_parallel(ranks: Ranks, split: tuple[int, ...]) -> None:
-    """In float64 a step errs by 1e-13 at most, and ten steps may double what was there before: below 1e-10."""
+    """In float64 a step has an error of at most 1e-13, and each of ten steps may double it: below 1e-10."""
     plain = head()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     losses = []
@@ -217,7 +217,7 @@ def in_other_ways(rank: int, device: str, split: tuple[int, ...]) -> None:
         found = step(again, x, lambda x, m=again: checkpoint(m, x, use_reentrant=False))
         assert_same(found[:-3], wanted[:-3], close=0)
         assert again.norm.num_batches_tracked == 2 * training
-    # As a function, and of three dimensions
+    # The function, and three dimensions
     state = dict(zip(("running_mean", "running_var"), (b.clone() for b in layer.norm.buffers()), strict=False))
     y = linear_batch_norm(
         x, layer.linear.weight, layer.scale, bias=layer.linear.bias, gamma=layer.norm.weight, beta=layer.norm.bias,
@@ -227,7 +227,7 @@ def in_other_ways(rank: int, device: str, split: tuple[int, ...]) -> None:
     z = layer(long)
     assert y.equal(layer(x)) and z.squeeze(2).equal(y)
     (y.sum() + z.sum()).backward()
-    # Under autocast, as in 16 bits
+    # Under autocast, in 16 bits
     wide, narrow = small(device, torch.float32, scale=True), small(device, torch.float32, scale=True)
     narrow.linear.bfloat16()
     with torch.autocast(torch.device(device).type, torch.bfloat16):
@@ -255,11 +255,11 @@ def test_compiled(ranks: Ranks) -> None:
     ranks(compiled)
 
 
-# ---- where there is nothing to share
+# ---- nothing to share
 
 
 def alone(rank: int, device: str) -> None:
-    """What one rank calls and the other does not would never end if it waited."""
+    """Calls of one rank alone; they would never end if they waited for the other."""
     one, member = distributed.new_group([0]), distributed.new_group([0, 1])
     if rank == 1:
         assert one is distributed.GroupMember.NON_GROUP_MEMBER
@@ -281,12 +281,12 @@ def alone(rank: int, device: str) -> None:
 
 
 def test_nobody_waits_without_need(ranks: Ranks) -> None:
-    """A group of one, a rank that is no member, inference with running statistics and with the batch's."""
+    """A group of one rank, a rank that is not a member, and inference with running or batch statistics."""
     ranks(alone)
 
 
 def test_without_distributed() -> None:
-    """A group is asked for, and there is none yet: as BatchNorm1d."""
+    """Without a process group the layer works as BatchNorm1d."""
     layer, plain = pair(**ALL)
     layer.norm = sync(layer.norm)
     assert_same(step(layer, batch()), step(plain, batch()))
@@ -296,7 +296,7 @@ def test_without_distributed() -> None:
 
 
 def options(rank: int, device: str) -> None:
-    """A group waits as long as its ProcessGroup does, and is set up with options of its own before the first call."""
+    """A group has the timeout of its ProcessGroup, or is set up with other options before the first call."""
     from datetime import timedelta
 
     patient = distributed.new_group([0, 1], timeout=timedelta(hours=2))
@@ -321,7 +321,7 @@ def test_options_of_a_group(ranks: Ranks) -> None:
 
 
 def without_a_current_device(rank: int, device: str) -> None:
-    """As nn.SyncBatchNorm, a layer does with a device that nobody made the current one."""
+    """Like nn.SyncBatchNorm, a layer works on a device that is not the current one."""
     x = share(batch(device), rank, (13, 7))
     of_x = x.device
     with torch.cuda.device(0):
@@ -361,7 +361,7 @@ def life(rank: int, device: str) -> None:
     assert len(_groups._groups) == before
     with pytest.raises(RuntimeError, match="it is closed"):
         group.check()
-    # The world's can be pickled
+    # With the group of all ranks it can be pickled
     layer = LinearBatchNorm1d(I, O, device=device, dtype=torch.float64, process_group=distributed.group.WORLD)
     assert pickle.loads(pickle.dumps(layer))(x).equal(layer(x))
     assert layer(x).equal(layer(x))
@@ -379,13 +379,13 @@ def wrong(rank: int, device: str) -> None:
         linear_batch_norm(x, weight, training=True, process_group="all")
     layer, few = small(device), share(x[:1], rank, (1, 0))
     layer.norm.process_group = distributed.new_group([0, 1])
-    if device != "cpu":  # where the host does not wait, it is an error of the next call
+    if device != "cpu":  # the host does not wait there, so the next call raises
         layer(few)
         torch.cuda.synchronize()
     with pytest.raises((ValueError, RuntimeError), match="Expected more than 1 value per channel"):
         layer(few)
     if device == "cpu":
-        # As torch does with a SyncBatchNorm that is called by itself
+        # As for a SyncBatchNorm that is called by itself
         with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
             SyncBatchNorm(I).double()(x)
         with pytest.raises(RuntimeError, match=f"rank {1 - rank} makes .* of {O + 1 - rank} features"):

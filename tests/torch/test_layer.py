@@ -58,7 +58,7 @@ def test_other_dtypes(device: str, dtype: str, close: float, vectors: str) -> No
         assert [a.dtype for a in found] == [b.dtype for b in wanted]
         for a, b in zip(found, wanted, strict=True):
             if training and a.shape == (O,) and b.double().norm() < 1:
-                continue  # the gradients of bias and scale, in which PyTorch has its roundings alone
+                continue  # the gradients of bias and scale: PyTorch's have nothing but rounding
             assert (a.double() - b.double()).norm() <= close * b.double().norm() + close / 10
 
 
@@ -137,7 +137,7 @@ def test_modules_that_are_not_plain_are_called(what: str) -> None:
 
 @pytest.mark.parametrize(("module", "name"), [("norm", "weight"), ("norm", "running_mean"), ("linear", "bias")])
 def test_a_tensor_in_a_parameters_place(module: str, name: str) -> None:
-    """As networks that make another's parameters put it there."""
+    """As hypernetworks do, which compute the parameters of another network."""
     ours, theirs = pair(bias=True)
     for model in (ours, theirs):
         part = getattr(model, module)
@@ -164,7 +164,7 @@ def test_what_looks_into_the_layer_sees_pytorchs_modules() -> None:
 
 
 def test_sync_batch_norm_is_plain() -> None:
-    """PyTorch's own in place of the layer's norm, in one process."""
+    """PyTorch's own SyncBatchNorm may replace the layer's norm, in one process."""
     ours, theirs = pair(scale=True, activation="relu")
     nn.SyncBatchNorm.convert_sync_batchnorm(ours)
     y = ours(batch())

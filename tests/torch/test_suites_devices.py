@@ -1,9 +1,8 @@
-"""What PyTorch asks of its own modules on every device, in every dtype and both modes, asked of the layer and of a
-converted model.
+"""PyTorch's tests of its modules on every device, in every dtype and both modes, for the layer and a converted model.
 
-The tests are those of PyTorch's test_modules.py, which is not in the wheel, by what is: ModuleInfo, `@modules` and
-instantiate_device_type_tests. test_check_inplace and test_memory_format are left out: nothing works in place, and no
-input has four dimensions.
+These are the tests of PyTorch's test_modules.py, which is not in the wheel; ModuleInfo, `@modules` and
+instantiate_device_type_tests are. test_check_inplace and test_memory_format are left out, because nothing works in
+place and no input has four dimensions.
 """
 # ruff: noqa: PT009, PT027  its assertEqual compares tensors, and its device-specific classes are unittest's
 
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 
 
 class Converted(nn.Module):
-    """A model that is converted."""
+    """A converted model."""
 
     def __init__(
         self, inputs: int, outputs: int, *modules: type[nn.Module], device: Any = None, dtype: Any = None
@@ -63,7 +62,7 @@ class Converted(nn.Module):
 
 
 def of_module_db(type_: Any) -> Any:
-    """Its samples; a Linear's without a batch, which BatchNorm1d takes as little as the layer, is left out."""
+    """The samples of a module, without those of Linear that have no batch: BatchNorm1d does not take them either."""
     (info,) = [info for info in module_db if info.module_cls is type_]
 
     def make(_: Any, *arguments: Any, **more: Any) -> list[Any]:
@@ -102,7 +101,7 @@ INFOS = [
 
 
 def theirs(module: Any) -> Any:
-    """The same by PyTorch's own modules."""
+    """The same model by PyTorch's own modules."""
     made = copy.deepcopy(module)
     if isinstance(made, LinearBatchNorm1d):
         return Plain(made).train(made.training) if not isinstance(made, AsLinear) else made.linear
@@ -111,7 +110,7 @@ def theirs(module: Any) -> Any:
 
 
 def pairs(info: Any, device: Any, dtype: Any, training: bool, gradients: bool = False) -> Any:
-    """A module of each sample, and its input."""
+    """The module and the input of each sample."""
     made = {"device": device, "dtype": dtype}
     for sample in info.module_inputs_func(info, device, dtype, gradients, training):
         given, forward = sample.constructor_input, sample.forward_input
@@ -134,14 +133,14 @@ def outcome(module: Any, x: Any) -> list[Any]:
 
 
 def gaps(x: Any) -> Any:
-    """The same in memory with gaps, features not next to each other."""
+    """The same values in memory with gaps; features are not adjacent."""
     return torch.stack([torch.full_like(x, torch.nan), x], -1)[..., 1].detach()
 
 
 class TestLayer(TestCase):
     @modules(INFOS)
     def test_forward(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """As PyTorch's modules do in float64, within 16 units of the dtype of the largest."""
+        """Agree with PyTorch's modules in float64, within 16 units in the last place of the largest element."""
         for module, x in pairs(module_info, device, dtype, training):
             wanted = theirs(module).double()(x.double())
             with counted() as calls:
@@ -153,7 +152,7 @@ class TestLayer(TestCase):
 
     @modules(INFOS, allowed_dtypes=[torch.float64])
     def test_outcome(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """Gradients and statistics, too."""
+        """The same for gradients and statistics."""
         for module, x in pairs(module_info, device, dtype, training):
             plain = theirs(module)
             found, wanted = outcome(module, x), outcome(plain, x)
@@ -182,7 +181,7 @@ class TestLayer(TestCase):
 
     @modules(INFOS, allowed_dtypes=[torch.float32, torch.float64])
     def test_non_contiguous_tensors(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """Neither the input's nor the parameters' strides matter, and y is where it would be."""
+        """The strides of the input and of the parameters do not matter, also not for the layout of y."""
         for module, x in pairs(module_info, device, dtype, training):
             wanted = outcome(copy.deepcopy(module), x)
             for of_x, of_parameters in itertools.product((False, True), repeat=2):
@@ -197,7 +196,7 @@ class TestLayer(TestCase):
     def test_pickle(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
         for module, x in pairs(module_info, device, dtype, training):
             with torch.no_grad():
-                module(x)  # a model that has run holds more than one that has not
+                module(x)  # a model that has run holds more
                 memory = io.BytesIO()
                 torch.save(module, memory)
                 saved = torch.load(io.BytesIO(memory.getvalue()), weights_only=False)
@@ -238,7 +237,7 @@ class TestLayer(TestCase):
 
     @modules(INFOS)
     def test_to(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """To float64 and back, to the CPU and back: what it computes there, and after."""
+        """To float64 and back, to the CPU and back: it computes the same there and after."""
         for module, x in pairs(module_info, device, dtype, training):
             with torch.no_grad():
                 y = copy.deepcopy(module)(x)
@@ -249,12 +248,12 @@ class TestLayer(TestCase):
 
     @modules(INFOS)
     def test_meta(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """On meta, where nothing is computed, y's shape, dtype and strides; to_empty leads back."""
+        """On meta, where nothing is computed, y has its shape, dtype and strides; to_empty moves the model back."""
         for module, x in pairs(module_info, device, dtype, training):
             y = copy.deepcopy(module)(x)
             without = copy.deepcopy(module).to("meta")
             if training and module_info.module_cls is not AsLinear and "momentum=None" in repr(module):
-                with self.assertRaisesRegex(RuntimeError, "cannot be called on meta tensors"):  # as with PyTorch's own
+                with self.assertRaisesRegex(RuntimeError, "cannot be called on meta tensors"):  # as PyTorch's own
                     theirs(without)(x.to("meta"))
                 continue
             of_meta = without(x.to("meta"))
@@ -265,7 +264,7 @@ class TestLayer(TestCase):
 
     @modules(INFOS)
     def test_fake_tensors(self, device: Any, dtype: Any, module_info: Any, training: Any) -> None:
-        """Forward and backward of modules and inputs that were made without memory."""
+        """Forward and backward of modules and inputs without memory."""
         made = pairs(module_info, device, dtype, training)
         wanted = [outcome(module, x) for module, x in made]
         with FakeTensorMode(allow_non_fake_inputs=False):
@@ -283,7 +282,7 @@ class TestLayer(TestCase):
             module = AsBatchNorm1d(*given.constructor_input.args, **given.constructor_input.kwargs,
                                    device=device, dtype=dtype).train(training)  # fmt: skip
             assert error.error_on == ModuleErrorEnum.FORWARD_ERROR
-            if module.norm.eps < 0 or training:  # the root of a running variance may stand alone
+            if module.norm.eps < 0 or training:  # inference allows eps = 0
                 with self.assertRaisesRegex(error.error_type, "^eps: expected >"):
                     module(*given.forward_input.args)
                 found += 1
@@ -304,7 +303,7 @@ if "TestLayerCUDA" in globals():
 
 
 def test_how_many_there_are() -> None:
-    """Seven of module and mode: six tests in four dtypes, two in two, five in one. Then one of four modules, and one of
-    BatchNorm1d's errors."""
+    """Seven pairs of module and mode: six tests in four dtypes, two in two, five in one. Also one test of four modules,
+    and one of BatchNorm1d's errors."""
     names = [name for name in dir(globals()["TestLayerCPU"]) if name.startswith("test_") and "_cpu_" in name]
     assert len(names) == 7 * (4 * 6 + 2 * 2 + 5) + 4 + 2 * 2

@@ -1,4 +1,4 @@
-"""PyTorch's samples for modules: `module_db`'s of BatchNorm1d and Linear, and `common_nn`'s with their tests."""
+"""PyTorch's samples for modules: those of BatchNorm1d and Linear in `module_db`, and `common_nn` with its tests."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ import gsbn.torch
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 
 INFOS = {info.module_cls: info for info in module_db}
-NO_BIAS = "bias" in inspect.signature(nn.BatchNorm1d).parameters  # a sample more, since 2.13
+NO_BIAS = "bias" in inspect.signature(nn.BatchNorm1d).parameters  # one more sample since 2.13
 
 
 def step(model: nn.Module, x: Any) -> list[Any]:
-    """y, the gradient of x and all others, and the statistics."""
+    """y, all gradients, and the statistics."""
     leaf = x.detach().clone().requires_grad_()
     y = model(leaf)
     (y * torch.arange(y.numel(), device=y.device, dtype=y.dtype).reshape(y.shape).cos()).sum().backward()
@@ -35,7 +35,7 @@ def step(model: nn.Module, x: Any) -> list[Any]:
 
 
 def as_layer(norm: Any) -> nn.Module:
-    """The layer, of which the identity is no parameter that gets a gradient."""
+    """The layer; its weight, the identity, needs no gradient."""
     made = AsBatchNorm1d(norm.num_features, device=norm.device, dtype=norm.dtype)
     made.norm = norm.module
     made.linear.weight.requires_grad_(False)
@@ -49,7 +49,7 @@ def as_converted(norm: Any) -> nn.Module:
 
 
 class Sample:
-    """A BatchNorm1d of a sample, in which no parameter is 0 or 1."""
+    """The BatchNorm1d of a sample, without parameters of 0 or 1."""
 
     def __init__(self, given: Any, device: str, dtype: Any, training: bool) -> None:
         made = nn.BatchNorm1d(*given.args, **given.kwargs, device=device, dtype=dtype).train(training)
@@ -60,7 +60,7 @@ class Sample:
 
 
 def samples(type_: Any, device: str, make: Callable[..., Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every sample of a module by its name, in every dtype and both modes."""
+    """Every sample of a module, with its name, in every dtype and both modes."""
     info = INFOS[type_]
     for dtype in info.supported_dtypes(device):
         for training in (True, False) if info.train_and_eval_differ else (True,):
@@ -71,13 +71,13 @@ def samples(type_: Any, device: str, make: Callable[..., Any]) -> Iterator[tuple
                 yield f"{sample.desc} {mode} {str(dtype)[6:]}", lambda sample=sample, given=given: make(sample, given)
 
 
-# The samples of three dimensions, of which there are three, and those of two; each in two dtypes and two modes
+# Three samples with three dimensions, and those with two; each in two dtypes and two modes
 BATCH_NORM: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Left], int]] = {
     "layer": (as_layer, {}, (7 + NO_BIAS) * 4),
     "converted": (
         as_converted,
         {
-            name: Left("Linear takes the last of three dimensions for the features, BatchNorm1d the second", error)
+            name: Left("the features are the last of three dimensions for Linear, the second for BatchNorm1d", error)
             for name, error in {
                 "3d_input*": "mat1 and mat2 shapes cannot be multiplied",
                 "zero_batch*": "mat1 and mat2 shapes cannot be multiplied",
@@ -90,7 +90,7 @@ BATCH_NORM: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Left], int]] =
 
 @pytest.mark.parametrize("way", BATCH_NORM)
 def test_batch_norm(device: str, way: str) -> None:
-    """y, gradients and statistics are PyTorch's, by the tolerance that PyTorch has for its own of each dtype."""
+    """y, gradients and statistics agree with PyTorch's, within the tolerance of PyTorch's own tests for each dtype."""
     build, left, runs = BATCH_NORM[way]
 
     def case(sample: Any, given: Any) -> None:
@@ -104,7 +104,7 @@ def test_batch_norm(device: str, way: str) -> None:
 
 
 def test_linear(device: str) -> None:
-    """The reference that comes with the sample, and PyTorch's own module."""
+    """Agree with the reference of the sample, and with PyTorch's own module."""
 
     def case(sample: Any, given: Any) -> None:
         constructor, forward = sample.constructor_input, sample.forward_input
@@ -121,7 +121,7 @@ def test_linear(device: str) -> None:
 
 @pytest.mark.parametrize("way", BATCH_NORM)
 def test_error_inputs(device: str, way: str) -> None:
-    """Each error of PyTorch's is one, of the same type, and names the argument."""
+    """Each error of PyTorch is one of gsbn, of the same type, and names the argument."""
     info, found = INFOS[nn.BatchNorm1d], []
     for dtype in info.supported_dtypes(device):
         for training in (True, False):
@@ -131,7 +131,7 @@ def test_error_inputs(device: str, way: str) -> None:
                 norm = Sample(sample.constructor_input, device, dtype, training)
                 model, x = BATCH_NORM[way][0](norm), sample.forward_input.args[0]
                 assert error.error_regex == "eps must be positive"
-                if norm.module.eps == 0 and not training:  # the root of a running variance may stand alone
+                if norm.module.eps == 0 and not training:  # inference allows eps = 0
                     assert_close(model(x), norm.module.weight * (x - norm.module.running_mean)
                                  / norm.module.running_var.sqrt() + norm.module.bias)  # fmt: skip
                     continue
@@ -145,14 +145,14 @@ def test_error_inputs(device: str, way: str) -> None:
 
 
 class Case(NNTestCase):
-    """What test_nn.py, which is not in the wheel, has of its own."""
+    """The part of test_nn.py that is needed here; test_nn.py is not in the wheel."""
 
-    __test__ = False  # not one of pytest's
+    __test__ = False  # not a test of pytest
 
     def runTest(self) -> None: ...
 
     def assertEqual(self, x: Any, y: Any, *arguments: Any, **more: Any) -> None:
-        """The test of devices compares float32 with float64."""
+        """Allow different dtypes: the test of devices compares float32 with float64."""
         super().assertEqual(x, y, *arguments, **{"exact_dtype": False, **more})  # noqa: PT009
 
     def _forward(self, module: Any, input: Any) -> Any:
@@ -180,7 +180,7 @@ class Case(NNTestCase):
 
 
 class InARow(gsbn.torch.Sequential):
-    """A converted model by the arguments of BatchNorm1d."""
+    """A converted model with the arguments of BatchNorm1d."""
 
     def __init__(self, *arguments: Any) -> None:
         layer = AsBatchNorm1d(*arguments)
@@ -188,12 +188,12 @@ class InARow(gsbn.torch.Sequential):
 
 
 def frozen(type_: Any) -> Any:
-    """With the statistics that it has, which no call changes."""
+    """The same module with frozen statistics."""
 
     def make(*arguments: Any) -> nn.Module:
         made = type_(*arguments).eval()
         var = made.get_submodule("norm" if type_ is AsBatchNorm1d else "1").running_var
-        var.copy_(torch.linspace(0.5, 1.5, len(var)))  # two that are made are equal
+        var.copy_(torch.linspace(0.5, 1.5, len(var)))  # all instances are equal
         return made
 
     make.__name__ = type_.__name__
@@ -201,7 +201,7 @@ def frozen(type_: Any) -> Any:
 
 
 def own() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """What BatchNorm1d was tested with in `common_nn` before it moved on to module_db."""
+    """The tests of BatchNorm1d in `common_nn` before they moved to module_db."""
     of_two = {"affine": (10,), "simple_average": (10, 1e-3, None), "not_affine": (10, 1e-3, 0.3, False),
               "not_tracking_stats": (10, 1e-3, 0.3, True, False)}  # fmt: skip
     of_three = {"3d_input": (5,), "3d_input_not_affine": (5, 1e-3, 0.3, False)}
@@ -230,8 +230,8 @@ NEW_MODULE_LEFT = {"linear no_batch_dim": NO_BATCH}
 
 
 def test_new_module_tests() -> None:
-    """References, memory with gaps, pickling, first and second derivatives, one by one and in batches, dtypes, and on
-    a GPU all devices."""
+    """References, memory with gaps, pickling, first and second derivatives, also in batches, dtypes, and on a GPU all
+    devices."""
     seed()
     cases = [(name, lambda test=test: test(Case())) for name, test in new_module_tests()]
     judge(cases, NEW_MODULE_LEFT, 2 + 6 + 4 + 5 + 3)
@@ -239,7 +239,7 @@ def test_new_module_tests() -> None:
 
 @pytest.mark.gpu
 def test_new_module_tests_compare_devices() -> None:
-    """The same in float32 on a GPU, with both derivatives, as on the CPU in float64."""
+    """float32 on a GPU agrees with float64 on the CPU, including both derivatives."""
     seed()
     cases = [(name, lambda test=test: test.test_cuda(Case())) for name, test in new_module_tests()]
     judge(cases, NEW_MODULE_LEFT, 2 + 6 + 4 + 5 + 3)

@@ -1,4 +1,4 @@
-"""PyTorch's samples for functions, `op_db`'s of batch_norm and linear; and its checks of operators, `opcheck`."""
+"""PyTorch's samples of batch_norm and linear in `op_db`, and its check of operators, `opcheck`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.testing._internal.common_utils import gradcheck, gradgradcheck
 from gsbn._plan.problem import VECTOR_PARAMETERS
 from gsbn.torch import _operators as operators
 
-FOUND = {op.name: op for op in op_db if not op.variant_test_name}  # the variants turn off cuDNN, and have equal samples
+FOUND = {op.name: op for op in op_db if not op.variant_test_name}  # variants without cuDNN have the same samples
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LINEAR, NORM = "nn.functional.linear", "nn.functional.batch_norm"
 OURS: dict[str, Callable[..., Any]] = {LINEAR: linear, NORM: batch_norm}
@@ -29,7 +29,7 @@ RUNS = {NORM: 10, LINEAR: 14}
 
 
 def samples(name: str, device: str, dtype: Any, gradients: bool = True) -> Iterator[tuple[str, Any]]:
-    """As they come, and in memory with gaps."""
+    """The samples, and the same in memory with gaps."""
     seed()
     for sample in FOUND[name].sample_inputs(device, dtype, requires_grad=gradients):
         for given, how in ((sample, ""), (sample.noncontiguous(), " with gaps")):
@@ -37,7 +37,7 @@ def samples(name: str, device: str, dtype: Any, gradients: bool = True) -> Itera
 
 
 def leaves(sample: Any, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The operands in a dtype, as leaves that need gradients where the sample's do."""
+    """The operands in a dtype, as leaves that require grad like those of the sample."""
     operands = (sample.input, *sample.args)
     made = [None if a is None else a.detach().to(dtype, copy=True) for a in operands]
     for leaf, a in zip(made, operands, strict=True):
@@ -49,7 +49,7 @@ def leaves(sample: Any, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def results(run: Callable[..., Any], sample: Any, dtype: Any) -> list[Any]:
-    """y, what was written to the operands, and the gradients."""
+    """y, the operands that were written, and the gradients."""
     operands, options = leaves(sample, dtype)
     y = run(*operands, **options)
     dy = torch.arange(y.numel(), device=y.device, dtype=torch.float64).reshape(y.shape).cos()
@@ -59,7 +59,7 @@ def results(run: Callable[..., Any], sample: Any, dtype: Any) -> list[Any]:
 
 
 def size(name: str, sample: Any) -> list[Any]:
-    """The sums of absolute values of which the `results` are sums, in their order."""
+    """For each of the `results`, which are sums, the sum of the absolute values of its terms."""
     operands, options = leaves(sample, torch.float64)
     x, *rest = (None if a is None else a.detach() for a in operands)
     if name == LINEAR:
@@ -92,9 +92,9 @@ def size(name: str, sample: Any) -> list[Any]:
 def is_right(name: str, sample: Any, dtype: Any) -> None:
     """Each result is within a few roundings of PyTorch's in float64.
 
-    It is a sum, of n terms at most, in float32 or wider, of products whose factors were rounded to the dtype once each,
-    and is itself rounded: (4 eps of the dtype + n eps of the sum) times the sum of the absolute values. Float64's truth
-    has the same error: twice that.
+    It is a sum of at most n products, in float32 or wider. The factors and the sum are each rounded to the dtype once:
+    the error is at most (4 eps of the dtype + n eps of the sum) times the sum of the absolute values. The truth in
+    float64 has the same error: twice that.
     """
     truth = results(FOUND[name].op, sample, torch.float64)
     found = results(OURS[name], sample, dtype)
@@ -116,14 +116,14 @@ def test_samples(device: str, name: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_derivatives(device: str, name: str) -> None:
-    """First and second derivatives, one by one and in batches, against differences."""
+    """First and second derivatives, also in batches, against finite differences."""
 
     def case(sample: Any) -> None:
         operands, options = leaves(sample, torch.float64)
         wanted = [i for i, a in enumerate(operands) if a is not None and a.requires_grad]
 
         def run(*given: Any) -> Any:
-            full = [None if a is None else a.clone() for a in operands]  # statistics are as they were in every call
+            full = [None if a is None else a.clone() for a in operands]  # every call starts with the same statistics
             for i, a in zip(wanted, given, strict=True):
                 full[i] = a
             return OURS[name](*full, **options)
@@ -141,7 +141,7 @@ def test_derivatives(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_recorded(device: str, name: str) -> None:
-    """What is recorded of a call and its gradients, of shapes that are symbols, gives what they give."""
+    """A recorded call and its gradients, with symbolic shapes, give the same results as the call."""
 
     def case(sample: Any) -> None:
         operands, options = leaves(sample, torch.float32)
@@ -158,7 +158,7 @@ def test_recorded(device: str, name: str) -> None:
 
 
 def test_other_dtypes_are_refused(device: str) -> None:
-    """Of those that linear has, gsbn has the floating ones; batch_norm has no others."""
+    """gsbn supports the floating dtypes of linear, and all of batch_norm."""
     assert set(FOUND[NORM].supported_dtypes(device)) == set(FLOATS)
     others = set(FOUND[LINEAR].supported_dtypes(device)) - set(FLOATS)
     assert {torch.complex64, torch.complex128} <= others
@@ -170,7 +170,7 @@ def test_other_dtypes_are_refused(device: str) -> None:
 
 
 def test_there_are_no_error_inputs() -> None:
-    """Of these two; where there are some, they are to be run."""
+    """op_db has none for these two functions; if it gets some, run them."""
     assert [name for name in OURS if FOUND[name].error_inputs_func] == []
 
 
@@ -187,13 +187,13 @@ def operands(device: str, dtype: Any, vectors: bool) -> dict[str, Any]:
 
 
 def arguments(given: dict[str, Any], activation: str | None, momentum: float | None = 0.1) -> tuple[Any, ...]:
-    """In the order of the schema: bias, scale, gamma, beta."""
+    """The arguments in the order of the schema: bias, scale, gamma, beta."""
     tensors = (given[n] for n in ("x", "weight", "bias", "scale", "gamma", "beta", *operators.STATISTICS))
     return *tensors, 1.0, momentum, 1e-5, "highest", "auto", activation
 
 
 def calls(device: str, dtype: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    full = dtype is torch.float32  # the others differ in dtypes alone
+    full = dtype is torch.float32  # the others differ only in dtypes
     for vectors, activation in itertools.product((False, True), (None, "relu")) if full else [(True, "relu")]:
         given = operands(device, dtype, vectors)
         for operator in (operators.TRAIN, operators.INFER_SAVED, operators.INFER):
@@ -212,8 +212,8 @@ def calls(device: str, dtype: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_opcheck(device: str, dtype: Any) -> None:
-    """Schemas tell what is written, fake tensors what comes back, and recorded programs give what the call gives, also
-    with shapes that are symbols."""
+    """Schemas declare what is written, fake tensors match the results, and recorded programs give the same results as
+    the call, also with symbolic shapes."""
     ran = 0
     for name, operator, given in calls(device, dtype):
         try:

@@ -1,6 +1,6 @@
-"""PyTorch's tests of SyncBatchNorm, of its distributed_test.py: with gsbn in its place, on two GPUs, and on the CPU.
+"""PyTorch's tests of SyncBatchNorm in distributed_test.py, with gsbn in its place, on two GPUs and on the CPU.
 
-On the CPU `cuda` leaves a tensor where it is, and DistributedDataParallel gets no device.
+On the CPU `cuda` does not move a tensor, and DistributedDataParallel gets no device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEFT = {
 
 
 class InItsPlace(gsbn.torch.SyncBatchNorm):
-    """nn.SyncBatchNorm by gsbn, behind a Linear that is the identity."""
+    """nn.SyncBatchNorm by gsbn, after a Linear that is the identity."""
 
     convert_sync_batchnorm = nn.SyncBatchNorm.convert_sync_batchnorm
     calls = 0
@@ -62,7 +62,7 @@ class InItsPlace(gsbn.torch.SyncBatchNorm):
 
 
 def suite(backend: str) -> Any:
-    """PyTorch's, which reads how it is started when it is imported."""
+    """PyTorch's suite, which reads its backend from the environment when imported."""
     os.environ.update(BACKEND=backend, WORLD_SIZE=str(SIZE), TEMP_DIR=tempfile.gettempdir())
     from torch.testing._internal.distributed.distributed_test import DistributedTest
 
@@ -81,7 +81,7 @@ def without_devices() -> Iterator[None]:
 
 
 def on_a_rank(rank: int, device: str, name: str) -> int:
-    """Runs one, and says how many calls gsbn got."""
+    """Run one test, and return the number of calls of gsbn."""
     base = suite("gloo" if device == "cpu" else "nccl")
     from torch.testing._internal.common_utils import TestCase
 
@@ -117,7 +117,7 @@ def test_sync_batch_norm(ranks: Ranks, name: str) -> None:
 
 
 def test_nothing_is_passed_over() -> None:
-    """Every test there that speaks of SyncBatchNorm runs, or is left out for a reason."""
+    """Every test of the suite that mentions SyncBatchNorm runs, or is left out for a reason."""
     from torch.testing._internal.distributed import __file__ as package
 
     text = (Path(package).parent / "distributed_test.py").read_text(encoding="utf-8")

@@ -1,3 +1,3 @@
-"""The contract of groups: what ranks promise each other, as functions that every rank runs."""
+"""The contract of groups, as functions that every rank runs."""
 
 from tests.groups.contract import whole_batch, misuse, absent, gpus  # noqa: F401, I001  each enters its functions

@@ -1,12 +1,12 @@
-"""The contract of groups: the program of a rank, which runs functions that every rank runs.
+"""The program of a rank, which runs functions of the contract of groups.
 
     torchrun --nproc-per-node 2 -m tests.groups.contract gloo --kind torch-cpu    # from the root of the repository
     mpiexec -n 3 python -m tests.groups.contract mpi --names every_dtype
     torchrun --nproc-per-node 2 -m tests.groups.contract nccl --kind cupy --no-peer-memory    # a GPU each
 
-Every rank draws the whole batch from the same seed and computes its rows of it. What it finds is held against the truth
-of the whole batch, within the bounds of tolerance.py and gradients.py: those know of no order in which sums are made.
-A rank that finds a fault ends at once, and thereby all others.
+Every rank draws the whole batch from the same seed and computes its own rows. It compares the results with the truth of
+the whole batch, within the bounds of tolerance.py and gradients.py, which do not depend on the order of sums. A rank
+that finds an error ends at once, which ends all others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--kind", default="numpy", choices=[*CPU_KINDS, *GPU_KINDS], help="of arrays")
     parser.add_argument("--names", nargs="+", default=list(TOGETHER), choices=[*TOGETHER, *APART, *ON_GPUS])
     parser.add_argument("--peer-memory", default=True, action=argparse.BooleanOptionalAction)
-    parser.add_argument("--meet", default="", help="a file that the ranks of gloo meet in, without torchrun")
-    parser.add_argument("--out", help="a folder, for a file a rank: a line of JSON for each name, and what failed")
+    parser.add_argument("--meet", default="", help="a file for the rendezvous of gloo, without torchrun")
+    parser.add_argument("--out", help="a folder for one file per rank: a line of JSON for each name, with its error")
     given = parser.parse_args()
 
     faulthandler.dump_traceback_later(LIMIT, exit=True)

@@ -1,4 +1,4 @@
-"""Ranks that do not come: the others give up in time."""
+"""Missing ranks: the others raise after the timeout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.groups.contract.rank import SHORT, SLACK, Ranks, apart, call, raises
 
 
 def assert_given_up(at: Ranks, start: float, act: Callable[[], Any]) -> None:
-    """An error, and not later than it may be."""
+    """An error, within the timeout plus SLACK."""
     with raises(RuntimeError, f"group: rank {at.rank} of {at.size}, waiting for the others ("):
         act()
     waited = time.monotonic() - start
@@ -20,7 +20,7 @@ def assert_given_up(at: Ranks, start: float, act: Callable[[], Any]) -> None:
 
 @apart
 def comes_late(at: Ranks) -> None:
-    """The others have given up by then, and so must it; and their memory is left alone, to which it writes late."""
+    """The others have given up, and so must a late rank; they do not free the memory that it writes to."""
     group = gsbn.group(at.comm, timeout=SHORT)
     call(at, group)
     if at.rank == 0:
@@ -43,7 +43,7 @@ def ends_before_the_call(at: Ranks) -> None:
 
 @apart
 def makes_no_group(at: Ranks) -> None:
-    """gsbn.group itself does not wait longer; not for a time either that is less than engines can count."""
+    """gsbn.group itself has the timeout, even one that is shorter than the resolution of an engine."""
     start = time.monotonic()
     if at.rank == 0:
         with raises(RuntimeError, "waiting for the others (0.0001 s)"):
@@ -51,5 +51,5 @@ def makes_no_group(at: Ranks) -> None:
         assert time.monotonic() - start < SLACK
         time.sleep(SHORT)
     else:
-        time.sleep(SHORT)  # and then there is nobody
+        time.sleep(SHORT)  # after that there is no other rank
         assert_given_up(at, time.monotonic(), lambda: gsbn.group(at.comm, timeout=SHORT))

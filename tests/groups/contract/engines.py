@@ -1,4 +1,4 @@
-"""What carries the messages of ranks: what it lacks here, and how a rank starts it."""
+"""The communication libraries: what they need on this machine, and how a rank starts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gsbn
 
 
 def why_not(engine: str, size: int = 2) -> str:
-    """What the engine lacks here, for so many ranks."""
+    """Why the engine cannot run here with `size` ranks; empty if it can."""
     if engine == "mpi":
         lacks = [] if find_spec("mpi4py") else ["mpi4py"]
         lacks += [] if shutil.which("mpiexec", path=environment()["PATH"]) else ["mpiexec"]
@@ -31,12 +31,12 @@ def why_not(engine: str, size: int = 2) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of processes that share the cores, with the gsbn under test and the mpiexec beside this Python."""
+    """The environment of ranks that share the cores: the gsbn under test, and the mpiexec next to this Python."""
     beside, gsbn_itself = Path(sys.executable).parent, Path(gsbn.__file__).parents[1]
     paths = {"PATH": beside, "PYTHONPATH": gsbn_itself}
     found = {name: os.pathsep.join([str(path), os.environ.get(name, "")]) for name, path in paths.items()}
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-    # Open MPI asks whether root, and more ranks than cores, are meant; MPICH does not.
+    # Open MPI refuses to run as root, or with more ranks than cores, without these; MPICH does not.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowd = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     return {**os.environ, **found, **threads, **root, **crowd}
@@ -73,4 +73,4 @@ ENGINES = {
     "gloo": start_gloo,
     "mpi": start_mpi,
     "nccl": start_nccl,
-}  # the communicator, which rank this is, and how it ends
+}  # the communicator, the number of this rank, and the function that ends it

@@ -1,4 +1,4 @@
-"""What only GPUs have: one launch, graphs, and other communication beside a call."""
+"""Tests for GPUs: one launch, graphs, and other communication at the same time as a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.harness import DTYPES
 
 @on_gpus
 def one_launch(at: Ranks) -> None:
-    """Shapes of forward_sm90 and of the backward's forms, where the GPU is a Hopper; several tiles and one."""
+    """On Hopper the shapes use forward_sm90 and all forms of the backward, with one tile and several."""
     for dtype in DTYPES:
         for rows, split in ((600, "even"), (600, "uneven"), (40, "even"), (3000, "uneven"), (300, "none on the first")):
             shape = (rows, 64, 136) if rows > 1000 else (rows, 160, 264)
@@ -28,7 +28,7 @@ def one_launch(at: Ranks) -> None:
 
 
 def make_step(group: gsbn.Group, x: Any, weight: Any, dy: Any) -> tuple[Callable[[], Any], list[Any]]:
-    """A step on tensors of a GPU, and the running statistics that it moves."""
+    """A training step on GPU tensors, and the running statistics that it updates."""
     import torch
 
     state = {"running_mean": torch.zeros(len(weight)).cuda(), "running_var": torch.ones(len(weight)).cuda()}
@@ -43,7 +43,7 @@ def make_step(group: gsbn.Group, x: Any, weight: Any, dy: Any) -> tuple[Callable
 
 @on_gpus
 def in_a_graph(at: Ranks) -> None:
-    """Replays of a captured step are what calls would be: the running statistics go on, and ranks stay together."""
+    """Replays of a captured step work like calls: they update the running statistics, and ranks stay in step."""
     import torch
 
     rng, rows = np.random.default_rng(at.rank), 200 + 56 * at.rank
@@ -65,7 +65,7 @@ def in_a_graph(at: Ranks) -> None:
         torch.cuda.synchronize()
         for _ in range(6):
             wanted = again()
-        # In a graph another GEMM may serve: both are within a few roundings of the truth.
+        # A graph may use another GEMM: both are within a few roundings of the truth.
         close = 16 * torch.finfo(dtype).eps
         for one, other in zip((*state, y, gradients.x), (*expected, wanted[0], wanted[1].x), strict=True):
             assert (one.double() - other.double()).norm() <= close * other.double().norm()
@@ -77,10 +77,10 @@ def in_a_graph(at: Ranks) -> None:
 
 @on_gpus
 def the_next_call_tells(at: Ranks) -> None:
-    """The host does not wait: what is wrong in a call is the next one's error, on every rank; its y is NaN."""
+    """The host does not wait: an error in a call is raised by the next call, on every rank; its y is NaN."""
     if not at.group.on_device or not at.group.on_device.waits:
         call(at)
-    if not at.group.on_device.waits:  # what NCCL does with sizes that differ is its own affair
+    if not at.group.on_device.waits:  # NCCL does not define what different sizes do
         return
     y = call(at, features=4 + at.rank)
     at.kind.get(y)
@@ -91,9 +91,9 @@ def the_next_call_tells(at: Ranks) -> None:
 
 @on_gpus
 def equal_bits(at: Ranks) -> None:
-    """Calls of random sizes, dealt out at random: the running statistics have the same bits on all ranks.
+    """Calls of random sizes and splits: the running statistics have the same bits on all ranks.
 
-    ``CALLS`` in the environment says how many, in fifties.
+    ``CALLS`` in the environment is their number, in units of 50.
     """
     import torch
 
@@ -119,9 +119,9 @@ def equal_bits(at: Ranks) -> None:
 
 @on_gpus
 def beside_other_communication(at: Ranks) -> None:
-    """No deadlock: 2,000 steps beside DDP's all-reduces of small buckets and those of a second communicator.
+    """No deadlock in 2,000 steps during DDP's all-reduces of small buckets and those of a second communicator.
 
-    Rank 0 has had its kernels loaded, the others load theirs beside a kernel that waits for them; the rows vary.
+    Rank 0 has loaded its kernels; the others load theirs while its kernel waits for them. The number of rows varies.
     """
     if at.kind.name != "torch-cuda" or not at.group.peer_memory:  # one of the four runs is enough
         return

@@ -1,4 +1,4 @@
-"""Calls that do not fit together, wrong arguments, and groups that are out of use."""
+"""Calls that do not match, wrong arguments, and groups that can no longer be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.groups.contract.rank import SECONDS, SHORT, Ranks, call, raises, toge
 
 
 def assert_out_of_use(at: Ranks, group: gsbn.Group, *words: str) -> None:
-    """Every further call is an error, at once; the communicator serves another group."""
+    """Every further call raises at once; the communicator can be used for another group."""
     start = time.monotonic()
     with raises(RuntimeError, "group: ", "cannot be used any more", *words):
         call(at, group)
@@ -47,7 +47,7 @@ def another_option(at: Ranks) -> None:
 
 @together
 def another_layer(at: Ranks) -> None:
-    """Of as many features, in another order on one rank."""
+    """Two layers with the same number of features are called in another order on one rank."""
     x, weight = np.ones((3, 6), np.float32), np.ones((4, 6), np.float32)
     with raises(RuntimeError, "; 5 input features, ", "; 6 input features, "):
         if at.rank == 0:
@@ -59,7 +59,7 @@ def another_layer(at: Ranks) -> None:
 
 @together
 def another_count_of_batches(at: Ranks) -> None:
-    """On the CPU, where it is read."""
+    """On the CPU, where the host reads the count."""
     count = at.natives({"num_batches_tracked": np.array(7 + at.rank)})
     with raises(RuntimeError, "after 7 batches", "after 8 batches"):
         call(at, momentum=None, **count)
@@ -76,8 +76,8 @@ def another_order(at: Ranks) -> None:
 
 @together
 def another_number_of_calls(at: Ranks) -> None:
-    """A rank that has left out a call is one behind when the next comes; MPI's and gloo's own order is not broken."""
-    at.group._calls += at.rank == 1  # as if another engine had lost one
+    """A rank that skips a call has another call number at the next; MPI and gloo do not detect this themselves."""
+    at.group._calls += at.rank == 1  # as if the engine had lost one
     with raises(RuntimeError, "call 1 of", "call 2 of"):
         call(at)
     assert_out_of_use(at, at.group, "call 2")
@@ -85,9 +85,9 @@ def another_number_of_calls(at: Ranks) -> None:
 
 @together
 def another_group(at: Ranks) -> None:
-    """Of the same communicator, at the same call: it is told from this one where one would pass for the other."""
+    """Calls of two groups of one communicator, with the same call number, are detected as different."""
     if at.engine == "mpi":
-        return  # each has a communicator of its own: they do not meet, which `comes_late` has
+        return  # each group has its own communicator, so they only time out, as in `comes_late`
     with gsbn.group(at.comm, timeout=SECONDS) as other, raises(RuntimeError, "call 1 of group"):
         call(at, other if at.rank == 1 else at.group)
     assert_out_of_use(at, other if at.rank == 1 else at.group, "call 1 of group")
@@ -122,7 +122,7 @@ def closed(at: Ranks) -> None:
 
 @together
 def groups_are_freed(at: Ranks) -> None:
-    """MPICH has 2048 communicators, and a copy of one is one more."""
+    """MPICH has 2048 communicators, and each group takes one for its copy."""
     for _ in range(2100 if at.engine == "mpi" else 20):
         gsbn.group(at.comm, timeout=SECONDS).close()
 
@@ -140,7 +140,7 @@ def pickled_and_copied(at: Ranks) -> None:
 
 @together
 def wrong_arguments(at: Ranks) -> None:
-    """Errors before anything is sent: the group and the communicator stay as they are."""
+    """These errors are raised before anything is sent: the group and the communicator still work."""
     for wrong in (None, 3, "gloo", object(), at.group):
         with raises(TypeError, "comm: expected a torch.distributed ProcessGroup"):
             gsbn.group(wrong)
@@ -163,7 +163,7 @@ def wrong_arguments(at: Ranks) -> None:
 
 
 def of_rank_0(at: Ranks) -> Any:
-    """What the user has in hand for a communicator of rank 0 alone."""
+    """The object that a rank gets for a communicator of rank 0 alone."""
     if at.engine == "mpi":
         from mpi4py import MPI
 
@@ -175,9 +175,9 @@ def of_rank_0(at: Ranks) -> Any:
 
 @together
 def beside_the_users_messages(at: Ranks) -> None:
-    """A collective of the user's that is under way on the same communicator of MPI's, and ends after the call."""
+    """A collective of the user on the same MPI communicator starts before the call and ends after it."""
     if at.engine != "mpi":
-        return  # a ProcessGroup has no copy: its collectives come in one order
+        return  # gsbn does not copy a ProcessGroup: its collectives must be in the same order
     before = at.comm.Ibarrier() if at.rank == 0 else None
     call(at)
     (before or at.comm.Ibarrier()).Wait()

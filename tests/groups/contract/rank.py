@@ -1,4 +1,4 @@
-"""Where a function of the contract runs, and the three lists that it can be in."""
+"""The environment of the contract's functions, and the three lists of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import gsbn
 from tests.support.harness import Kind
 from tests.support.strategies import Case
 
-SECONDS = 60.0  # that a rank waits for the others
-LIMIT = 240.0  # seconds that the program may take: then it says where it stands, and ends
-SHORT = 2.0  # the timeout where one is expected
-SLACK = 5.0  # and how much later its error may be seen, on a machine that does other things, too
-# How the rows are dealt out: weights of the ranks.
+SECONDS = 60.0  # the timeout of a group
+LIMIT = 240.0  # seconds; the program then prints its stack and ends
+SHORT = 2.0  # the timeout in tests that reach it
+SLACK = 5.0  # how much later the error may be raised, on a busy machine
+# The split of the rows: the weights of the ranks.
 SPLITS: dict[str, Callable[[int], list[int]]] = {
     "even": lambda size: [1] * size,
     "uneven": lambda size: [1 << rank for rank in range(size)],
@@ -27,12 +27,12 @@ SPLITS: dict[str, Callable[[int], list[int]]] = {
     "none on the last": lambda size: [1] * (size - 1) + [0],
 }
 CASE = Case((9, 5, 4), "float32", training=True)
-LARGE = Case((1500, 37, 520), "float32", training=True, offset=1.0)  # on some rank rows in several blocks
+LARGE = Case((1500, 37, 520), "float32", training=True, offset=1.0)  # a rank may have several blocks of rows
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a function of the contract runs: this rank's communicator, group and kind of arrays."""
+    """The environment of a function of the contract: this rank's communicator, group and kind of arrays."""
 
     engine: str
     comm: Any
@@ -48,22 +48,22 @@ class Ranks:
         return self.group.size
 
     def deal(self, rows: int, split: str) -> list[slice]:
-        """Every rank's rows."""
+        """The rows of every rank."""
         weights = SPLITS[split](self.size)
         ends = [rows * sum(weights[: rank + 1]) // sum(weights) for rank in range(self.size)]
         return list(itertools.starmap(slice, itertools.pairwise([0, *ends])))
 
     def gathered(self, a: np.ndarray) -> list[np.ndarray]:
-        """Every rank's array of this shape and dtype."""
+        """The arrays of all ranks, which have the same shape and dtype."""
         return [np.frombuffer(data, a.dtype).reshape(a.shape) for data in self.group.gather_bytes(a.tobytes())]
 
     def natives(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: self.kind.put(a) for name, a in arrays.items()}
 
 
-TOGETHER: dict[str, Callable[[Ranks], None]] = {}  # the group, or at least the communicator, can be used afterwards
-APART: dict[str, Callable[[Ranks], None]] = {}  # it cannot: each needs a program of its own
-ON_GPUS: dict[str, Callable[[Ranks], None]] = {}  # what only GPUs have, each with a group of its own
+TOGETHER: dict[str, Callable[[Ranks], None]] = {}  # afterwards the group, or at least the communicator, still works
+APART: dict[str, Callable[[Ranks], None]] = {}  # afterwards it does not: each needs its own program
+ON_GPUS: dict[str, Callable[[Ranks], None]] = {}  # for GPUs only, each with its own group
 
 
 def together(function: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
@@ -89,7 +89,7 @@ def raises(kind: type[Exception], *words: str) -> Iterator[None]:
 
 
 def call(at: Ranks, group: gsbn.Group | None = None, **changes: Any) -> Any:
-    """A forward of three rows a rank."""
+    """A forward with three rows per rank."""
     arrays = replace(CASE, shape=(3, 5, changes.pop("features", 4)), dtype=changes.pop("dtype", "float32")).arrays()
     native = at.natives({name: arrays[name] for name in ("x", "weight", "running_mean", "running_var")})
     return gsbn.forward(**native, **{"training": True, "group": group or at.group, **changes})

@@ -1,9 +1,9 @@
-"""Right results: what every rank finds is held against the truth of the whole batch.
+"""Correct results: each rank compares its results with the truth of the whole batch.
 
-**A rank's part of a gradient.** D and S of its rows are those of a dy that is zero in all other rows: so are dgamma,
-dscale and dbeta, and their bounds. dx is the whole batch's, row by row. dweight is dgᵀ x with the whole batch's dg and
-an x that is zero in all other rows: what a second half of x, beside a weight of zeros, would get. The errors in the
-bound of the whole batch's are sums over rows, a part's are no larger; its rounding to the weight's dtype adds ū |part|.
+**A rank's part of a gradient.** Its D and S equal those of a dy that is zero in all other rows, and so do dgamma,
+dscale, dbeta and their bounds. dx has this rank's rows of the whole batch's. dweight is dgᵀ x with the dg of the whole
+batch and an x that is zero in all other rows: the gradient of a second half of x with zero weights. The bound of the
+whole batch has sums over rows, so it also holds for a part; rounding a part to the weight's dtype adds ū |part|.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.tolerance import assert_within, bounds, roundoff
 
 
 def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
-    """A forward and a step of every rank's rows against the truth of all.
+    """A forward and a step on the rows of every rank, against the truth of all rows.
 
     The same calls give the same bits, and the same running statistics on all ranks.
     """
@@ -59,7 +59,7 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
         for other in () if found is None else at.gathered(found):
             assert_same_bits(found, other)
 
-    if case.activation is not None:  # where all ranks' y are above zero
+    if case.activation is not None:  # where y of all ranks is above zero
         whole_y = np.zeros((B, O), y.dtype)
         whole_y[rows] = y
         dy = before_relu(dy, np.concatenate([a[of] for a, of in zip(at.gathered(whole_y), parts, strict=True)]))
@@ -69,7 +69,7 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
 def assert_gradients(
     at: Ranks, case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, got: dict[str, Any], rows: slice
 ) -> None:
-    """The bounds at the head of this module."""
+    """Raise unless the gradients are within the bounds at the head of this module."""
     of_rows = np.zeros_like(dy)
     of_rows[rows] = dy[rows]
 
@@ -108,7 +108,7 @@ def several_blocks(at: Ranks) -> None:
 
 @together
 def many_short_rows(at: Ranks) -> None:
-    """On a GPU that makes g twice, and on the others of which some have too few rows for it."""
+    """A GPU with many rows computes g twice; other ranks may have too few rows for it."""
     for dtype in ("float32", "bfloat16"):
         for split in ("uneven", "none on the last"):
             assert_whole_batch(at, replace(LARGE, shape=(20000, 24, 40), dtype=dtype), at.deal(20000, split))
@@ -130,14 +130,14 @@ def every_argument(at: Ranks) -> None:
 
 @together
 def a_mean_far_from_zero(at: Ranks) -> None:
-    """E[g²] - E[g]² would be noise; and each rank's own mean is another."""
+    """E[g²] - E[g]² would be noise; and each rank has another mean."""
     for offset in (1e4, -1e4):
         assert_whole_batch(at, replace(CASE, shape=(70, 37, 20), offset=offset), at.deal(70, "uneven"))
 
 
 @together
 def every_family(at: Ranks) -> None:
-    """The first row, the one that is unlike the others, lies on one rank; what is in tiles, on all."""
+    """A different first row is on one rank; differences between tiles are on all ranks."""
     for family in FAMILIES:
         for dtype in ("float32", "bfloat16"):
             assert_whole_batch(
@@ -154,7 +154,7 @@ def one_row_a_rank(at: Ranks) -> None:
 
 @together
 def one_row_in_all(at: Ranks) -> None:
-    """An error on all ranks that writes no statistics; the group goes on."""
+    """All ranks raise and write no statistics; the group can still be used."""
     arrays = replace(CASE, shape=(1, 5, 4)).arrays()
     rows = at.deal(1, "none on the first")[at.rank]
     native = at.natives(without_out(arrays) | {"x": arrays["x"][rows]})
@@ -167,7 +167,7 @@ def one_row_in_all(at: Ranks) -> None:
 
 @together
 def no_row_at_all(at: Ranks) -> None:
-    """Nothing is computed and nothing is written; gradients of parameters are zero."""
+    """Nothing is computed or written; gradients of parameters are zero."""
     arrays = without_out(replace(CASE, shape=(0, 5, 4)).arrays())
     native = at.natives(arrays)
     y, saved = gsbn.forward(**native, training=True, group=at.group, return_saved=True)
@@ -182,7 +182,7 @@ def no_row_at_all(at: Ranks) -> None:
 
 @together
 def backward_of_some(at: Ranks) -> None:
-    """Twice from one saved, and each rank needs other gradients: the same bits."""
+    """Two backwards from one Saved, with other gradients needed on each rank, give the same bits."""
     arrays, rows = CASE.arrays(), at.deal(9, "uneven")[at.rank]
     native = at.natives(without_out(arrays) | {"x": arrays["x"][rows]})
     _, saved = gsbn.forward(**native, training=True, group=at.group, return_saved=True)
@@ -199,7 +199,7 @@ def backward_of_some(at: Ranks) -> None:
 
 @together
 def many_calls(at: Ranks) -> None:
-    """Of random sizes, dtypes and options, dealt out at random; the same on all ranks, for they draw alike."""
+    """Calls of random sizes, splits, dtypes and options; all ranks draw the same ones."""
     draw = random.Random(0)
     for _ in range(100):
         B = draw.choice([2, 3, draw.randint(4, 40), draw.randint(4, 90)])
