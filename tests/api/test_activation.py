@@ -224,7 +224,7 @@ def test_gradients_of_every_form(form: str, dtype: str, training: bool, name: st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("needs", [("beta",), ("x",), ("weight",), ("gamma", "beta"), ("scale",), ()], ids=str)
 def test_needs_do_not_change_other_gradients(needs: tuple[str, ...], dtype: str, training: bool, name: str) -> None:
-    """The signs are there for each gradient alone, too."""
+    """Gradients wanted one by one have the same signs."""
     arrays, options = drawn(SHAPES["one tile"], dtype, training)
     dy, kind = draw_integers(arrays), kind_of(name)
     options["gemm"] = "auto" if kind.is_cpu else "tiled"  # its bits repeat

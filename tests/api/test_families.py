@@ -84,7 +84,7 @@ def test_on_a_gpu(name: str, shape: tuple[int, int, int], kind: str, family: str
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", FAST)
 def test_recompute(kind: str, family: str) -> None:
-    """By CTAs that have several tiles, and merge them one after the other."""
+    """Each CTA has several tiles, whose statistics it merges one after the other."""
     limits = recompute_on_few_sms(*beside_torch.KINDS[kind], 2)
     how = {"device": "cuda", "libraries": ("torch-cuda",), "gemms": ("sm90",), "limits": limits}
     assert_beside_torch((4000, 264, 200), kind, family, **how)
