@@ -22,7 +22,7 @@ from ._plan.ranks import Ranks
 from ._prepared import Prepared
 from ._ranks.exchange import forward_words, signature
 from ._ranks.group import Group
-from ._saved import Saved
+from ._saved import Saved, dtypes_of, saved_of
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from ._values import shown, sm_count
 
@@ -318,7 +318,7 @@ def _result(
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
-    return y if dtypes is None else (y, _saved(kind, arrays, options, made[-2], made[-1], dtypes))
+    return y if dtypes is None else (y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes))
 
 
 def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
@@ -337,20 +337,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
     if not options[_SAVES]:
         return y
     vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
-    return y, _saved(kind, arrays, options, kind.empty((0, features), x), vectors, _dtypes(kind, arrays))
-
-
-def _saved(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
-) -> Saved:
-    training, _, _, precision, gemm, _, _, activation, group, _ = options
-    x, weight, scale, *_ = arrays
-    versions = kind.version(x), kind.version(weight)
-    one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
-    return Saved(
-        x, weight, deviations, vectors, bool(training), precision, gemm, dtypes, versions, activation,
-        tuple(scale.shape) if one else None, group,
-    )  # fmt: skip
+    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -406,12 +393,6 @@ def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
     return program.made("y"), dtypes if options[_SAVES] else None
 
 
-def _dtypes(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
-    """The dtypes of bias, scale, gamma and beta by name; None for an absent one."""
-    vectors = (arrays[ARRAYS.index(name)] for name in VECTOR_PARAMETERS)
-    return tuple(None if a is None else kind.dtype(a) for a in vectors)
-
-
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -447,7 +428,7 @@ def _on_cpu(
     if kept is None:
         return result
     deviations, vectors = map(kind.from_numpy, kept)
-    return result, _saved(kind, arrays, options, deviations, vectors, _dtypes(kind, arrays))
+    return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays))
 
 
 FORWARD = Operation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ._arrays.kind import Kind
 from ._plan.problem import FEW_ROWS as FEW_ROWS
 from ._plan.problem import SAVED_ROWS as SAVED_ROWS
 from ._plan.problem import VECTOR_PARAMETERS as VECTOR_PARAMETERS
@@ -65,3 +66,34 @@ class Saved(NamedTuple):
 
     def __reduce__(self) -> Any:
         return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has counts of its own
+
+
+def saved_of(
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
+) -> Saved:
+    """What a forward with these arrays and options saves; both are in the order of `forward`."""
+    training, _, _, precision, gemm, _, _, activation, group, _ = options
+    x, weight, scale, *_ = arrays
+    versions = kind.version(x), kind.version(weight)
+    one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
+    scale_shape = tuple(scale.shape) if one else None
+    return Saved(
+        x,
+        weight,
+        deviations,
+        vectors,
+        bool(training),
+        precision,
+        gemm,
+        dtypes,
+        versions,
+        activation,
+        scale_shape,
+        group,
+    )  # fmt: skip
+
+
+def dtypes_of(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
+    """The dtypes of bias, scale, gamma and beta; None for one that is not given."""
+    _, _, scale, bias, gamma, beta, *_ = arrays
+    return tuple(None if array is None else kind.dtype(array) for array in (bias, scale, gamma, beta))
