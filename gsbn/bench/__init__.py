@@ -14,6 +14,7 @@ is checked and timed, and which columns its tables have. The core:
 - ``bounds``: the truth in float64, and which error is allowed
 - ``clock``, ``turns``: how long a call takes; check, prepare and time the candidates of a case in turns
 - ``report``, ``page``, ``terminal``: what was measured; tables, pictures and published files; a terminal's width
+- ``front_page``: the README's table, which is of several reports
 - ``machine``, ``libraries``, ``rates``: what is installed, how it is called, and how fast the machine is at most
 
 ``selfcheck`` is ``gsbn check``, ``cli`` the command line.

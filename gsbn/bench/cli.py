@@ -208,7 +208,7 @@ def bench_command(
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
     if publish:
         try:
-            page.pages(publish, name)
+            page.page_of(publish, name)
         except ValueError as error:
             _fail(str(error))
     kinds, directions = ([each.value for each in given or []] for given in (dtype, direction))
@@ -245,7 +245,7 @@ def bench_command(
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
     if publish and not (report.on_gpu and report.measured):
-        _fail("--publish: expected a GPU, as the README has a GPU's figures")
+        _fail("--publish: expected a GPU, as the pages have a GPU's figures")
     if publish:
         show.print("Wrote " + ", ".join(map(str, bench.page.publish(report, publish, name))))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ class Report(AnyReport[Case, Result]):
         content |= {name: asdict(getattr(self, name)) for name in ("settings", "rates")}
         return {"schema": SCHEMA} | content | {"results": self.rows()}
 
+    @classmethod
+    def load(cls, file: str | Path) -> Report:
+        """A report that ``save_json`` wrote, but for how many samples its medians are of."""
+        saved = json.loads(Path(file).read_text(encoding="utf-8"))
+        results = tuple(_result(row) for row in saved["results"])
+        settings, rates = Settings(**saved["settings"]), Rates(**saved["rates"])
+        return cls(saved["environment"], settings, rates, results, saved["interrupted"], saved["date"])
+
     def to_csv(self) -> str:
         """``rows()`` under one header line, which has the columns of all rows."""
         rows, stream = self.rows(), io.StringIO()
@@ -117,6 +126,18 @@ def _columns(name: str, m: Measurement | None) -> dict[str, float | None]:
     """A measurement in microseconds, a column for each of its figures."""
     values = (m.median * 1e6, m.low * 1e6, m.high * 1e6) if m else (None, None, None)
     return dict(zip((f"{name}_us", f"{name}_low_us", f"{name}_high_us"), values, strict=True))
+
+
+def _result(row: dict[str, Any]) -> Result:
+    """A result from its flat dictionary."""
+
+    def measured(name: str) -> Measurement | None:
+        median, low, high = (row[f"{name}{end}"] for end in ("_us", "_low_us", "_high_us"))
+        return None if median is None else Measurement(median / 1e6, low / 1e6, high / 1e6, samples=0, confidence=0.95)
+
+    case = Case(**{each.name: row[each.name] for each in fields(Case)})
+    told = {name: row[name] for name in ("candidate", "path", "method", "calls", "extra_bytes", "error", "failure")}
+    return Result(case, device=measured("time"), host=measured("host"), **told)
 
 
 def run(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import page
+from . import front_page, page
 from .candidate import NAMES
 from .case import Case
 from .clock import Measurement
 from .layers import Report, Result, fastest
-from .page import SERIES, SHORT, Column, digits, markdown_table, of, shown
+from .page import SERIES, SHORT, Column, markdown_table, milliseconds, of, shown
 from .report import NOTHING
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def _mb(size: int) -> str:
 # ---- on a page -----------------------------------------------------------------------------------------------------
 
 
-def markdown(report: Report, *, brief: bool = False) -> str:
-    """The table of a page, with one line on where it was measured; ``brief`` leaves out what few readers want."""
+def markdown(report: Report) -> str:
+    """The table of a page, with one line on where it was measured."""
 
     def times(other: Result | None, ours: Result | None) -> str:
         return f"{other.seconds / ours.seconds:.2f}" if other and ours and other.timed and ours.timed else NOTHING
@@ -121,19 +121,18 @@ def markdown(report: Report, *, brief: bool = False) -> str:
     columns = [
         Column("B, I, O", lambda case, results: ", ".join(map(str, case.shape)), left=True),
         Column("dtype", kind, left=True),
-        Column("bare GEMM", lambda case, results: _ms(fastest(results, "gemm-")), brief=False),
-        Column("PyTorch eager", of("pytorch", _ms)),
-        Column("torch.compile", lambda case, results: _ms(compiled(results))),
-        Column("JAX", of("jax", _ms), brief=False),
-        Column("**gsbn**", of("gsbn", _ms), strong=True),
+        Column("bare GEMM", lambda case, results: milliseconds(fastest(results, "gemm-"))),
+        Column("PyTorch eager", of("pytorch", milliseconds)),
+        Column("torch.compile", lambda case, results: milliseconds(compiled(results))),
+        Column("JAX", of("jax", milliseconds)),
+        Column("**gsbn**", of("gsbn", milliseconds), strong=True),
         Column("× eager", lambda case, results: times(results.get("pytorch"), results.get("gsbn"))),
         Column("× torch.compile", lambda case, results: times(compiled(results), results.get("gsbn"))),
-        Column("of the floor", of_floor, brief=False),
-        Column("host µs, PyTorch", of("pytorch", host), brief=False),
-        Column("host µs, gsbn", of("gsbn", host), brief=False),
+        Column("of the floor", of_floor),
+        Column("host µs, PyTorch", of("pytorch", host)),
+        Column("host µs, gsbn", of("gsbn", host)),
     ]
-    where = page.measured_on(report) if brief else _caption(report)
-    return f"{markdown_table(columns, report.by_case().items(), brief)}\n\n{where}"
+    return f"{markdown_table(columns, report.by_case().items())}\n\n{_caption(report)}"
 
 
 def _caption(report: Report) -> str:
@@ -149,8 +148,9 @@ def _caption(report: Report) -> str:
 
 
 def publish(report: Report, root: Path, name: str = "kernelbench") -> list[Path]:
-    """Write the table between the markers of this name, and figures and picture; gives the files."""
-    return page.write(report, root, name, plot, markdown, "Speed beside the peers, and the roofline")
+    """Write the table between the markers of this name, figures and picture, and the README's; gives the files."""
+    written = page.write(report, root, name, plot, markdown, "Speed beside the peers, and the roofline")
+    return [*written, *front_page.publish(root)]
 
 
 # ---- in a picture --------------------------------------------------------------------------------------------------
@@ -242,7 +242,3 @@ def _roofline(axes: Axes, report: Report) -> None:
     axes.set_title("Roofline: rates measured in the same run", fontsize=9.5, loc="left")
     axes.grid(which="major", color="#eee", zorder=0)
     axes.legend(loc="lower right", frameon=False)
-
-
-def _ms(result: Result | None) -> str:
-    return digits(result.seconds * 1e3) if result and result.timed else NOTHING

@@ -217,8 +217,8 @@ def print_report(console: Console, report: ModelsReport) -> None:
     page.print_failures(console, report, page.failures(report, NAMES))
 
 
-def markdown(report: ModelsReport, *, brief: bool = False) -> str:
-    """The table of a page, with a line on where it was measured; ``brief`` leaves out what few readers want."""
+def markdown(report: ModelsReport) -> str:
+    """The table of a page, with a line on where it was measured."""
     columns = [
         Column("model, widths", lambda case, results: case.layers, left=True),
         Column("rows", lambda case, results: str(case.rows)),
@@ -226,14 +226,12 @@ def markdown(report: ModelsReport, *, brief: bool = False) -> str:
     ]
     for way, title in WAYS.items():
         for name, text in (NAMES | {"gsbn": "**gsbn**"}).items():
-            brief_too, ours = name != "gsbn-compile", name == "gsbn"
-            columns.append(Column(f"{text}, {title}", of(name, _ms(way)), brief=brief_too, strong=ours))
+            columns.append(Column(f"{text}, {title}", of(name, _ms(way)), strong=name == "gsbn"))
         columns.append(_gain(f"best peer / gsbn, {title}", way))
-    columns += [column._replace(brief=False) for column in _each("host µs a layer, {}", _host_us, BOTH)]
+    columns += _each("host µs a layer, {}", _host_us, BOTH)
     columns += _each("peak MiB, {}", _mib, BOTH)
-    columns.append(Column("error of what is allowed", of("gsbn", _excess), brief=False))  # the README tells of no rule
-    where = page.measured_on(report) if brief else _caption(report)
-    return f"{markdown_table(columns, report.by_case().items(), brief)}\n\n{where}"
+    columns.append(Column("error of what is allowed", of("gsbn", _excess)))
+    return f"{markdown_table(columns, report.by_case().items())}\n\n{_caption(report)}"
 
 
 def _caption(report: ModelsReport) -> str:

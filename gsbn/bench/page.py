@@ -1,6 +1,6 @@
 """What a report becomes: tables for a terminal and for a page, a picture, and the files of ``docs/results``.
 
-Each bench has a module of four functions: ``print_report(console, report)``, ``markdown(report, brief=False)``,
+Each bench has a module of four functions: ``print_report(console, report)``, ``markdown(report)``,
 ``plot(report, file)`` and ``publish(report, root, name)``, which are made of the parts here. The rows of a table are
 tuples, such as a case and its results by candidate; a column has a function that makes a cell of such a tuple.
 """
@@ -46,7 +46,7 @@ class Column(NamedTuple):
     heading: str
     cell: Callable[..., str]  # of a row
     left: bool = False  # flush left
-    brief: bool = True  # whether the README shows it
+    brief: bool = True  # whether a narrow terminal shows it
     strong: bool = False  # its cells are bold on a page
 
 
@@ -65,6 +65,11 @@ def digits(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if 1e-4 <= value < 1e3 else f"{value:.0f}"
 
 
+def milliseconds(result: Any) -> str:
+    """The time of a result, if there is one."""
+    return digits(result.seconds * 1e3) if result and result.timed else NOTHING
+
+
 def share(value: float) -> str:
     """A share of a bound in few characters: rounded up beyond it, so that only what is within reads as 100%."""
     if not math.isfinite(value):
@@ -75,12 +80,12 @@ def share(value: float) -> str:
     return f"{math.ceil(value)}×" if value <= 999 else f"{value:.0e}×".replace("e+0", "e").replace("e+", "e")
 
 
-def markdown_table(columns: Iterable[Column], rows: Iterable[tuple[Any, ...]], brief: bool) -> str:
+def markdown_table(columns: Iterable[Column], rows: Iterable[tuple[Any, ...]]) -> str:
     """A table of Markdown, without the columns that have no value."""
     rows, table = list(rows), []
     for column in columns:
         cells = [column.cell(*row) for row in rows]
-        if (column.brief or not brief) and any(cell != NOTHING for cell in cells):
+        if any(cell != NOTHING for cell in cells):
             cells = [f"**{cell}**" if column.strong else cell for cell in cells]
             table.append([column.heading, "---" if column.left else "---:", *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*table, strict=True))
@@ -157,15 +162,10 @@ def split(file: Path, name: str) -> tuple[str, str]:
     return text[: text.find(begin) + len(begin)], text[text.find(end) :]
 
 
-def pages(root: Path, name: str) -> list[Path]:
-    """The pages of a checkout that have a table of this name: ``docs/results.md``, and the README if it has one, too;
-    ValueError if a marker is missing."""
-    results, readme = root / "docs" / "results.md", root / "README.md"
-    has_one = readme.is_file() and f"results:{name} -->" in readme.read_text(encoding="utf-8")
-    found = [results, readme] if has_one else [results]
-    for page in found:
-        split(page, name)
-    return found
+def page_of(root: Path, name: str) -> Path:
+    """The page of a checkout that has the table of this name; ValueError if a marker is missing."""
+    split(page := root / "docs" / "results.md", name)
+    return page
 
 
 def write(
@@ -179,26 +179,36 @@ def write(
 ) -> list[Path]:
     """Publish a report in a checkout; gives the files that were written.
 
-    The brief tables go between the markers of this name in the README, if it has them, the full ones and the picture,
-    which shows ``picture``, between those in ``docs/results.md``; figures and picture into ``docs/results``.
+    The tables and the picture, which shows ``picture``, go between the markers of this name in ``docs/results.md``;
+    figures and picture into ``docs/results``.
     """
-    found = pages(root, name)
+    found = page_of(root, name)
     folder = root / "docs" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     report.save_json(figures := folder / f"{name}.json")
     plot(report, image := folder / f"{name}.png")
-    full = f"{markdown(report)}\n\n![{picture}](results/{name}.png)\n\n{intervals}: [{name}.json](results/{name}.json)."
-    texts = (full, markdown(report, brief=True))
-    for page, text in zip(found, texts, strict=False):  # the README comes second, or not at all
-        head, tail = split(page, name)
-        page.write_text(f"{head}\n{text}\n{tail}", encoding="utf-8")
-    return [*found, figures, image]
+    text = f"{markdown(report)}\n\n![{picture}](results/{name}.png)\n\n{intervals}: [{name}.json](results/{name}.json)."
+    head, tail = split(found, name)
+    found.write_text(f"{head}\n{text}\n{tail}", encoding="utf-8")
+    return [found, figures, image]
 
 
 def changed_since(results: Path) -> list[str]:
     """Which of ``gsbn`` and ``kernels`` are no longer the sources that a saved report was measured on."""
     measured = json.loads(results.read_text(encoding="utf-8"))["environment"]["digest"]
     return [folder for folder, digest in source_digests().items() if measured.get(folder) != digest]
+
+
+def stamps(root: Path) -> dict[str, list[str]]:
+    """What the published reports of a checkout were measured on, version and digests of the sources: and which they
+    are, each with its date."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((root / "docs" / "results").glob("*.json")):
+        report = json.loads(file.read_text(encoding="utf-8"))
+        environment = report["environment"]
+        sources = " ".join(f"{folder}/ {digest}" for folder, digest in sorted(environment["digest"].items()))
+        found.setdefault(f"{environment['gsbn']}, {sources}", []).append(f"{file.stem} {report['date'][:10]}")
+    return found
 
 
 # ---- pictures ------------------------------------------------------------------------------------------------------

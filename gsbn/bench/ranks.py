@@ -66,10 +66,6 @@ COLOURS = {"gemm": SERIES["gemm-"][1], "pytorch": SERIES["pytorch"][1], "pytorch
            "gsbn": "#e8a2aa", "gsbn-reduce": "#b3767f", "gsbn-peer": SERIES["gsbn"][1], "gsbn-nccl": "#8c2f3d",
            "gsbn-gloo": "#8c2f3d"}  # fmt: skip
 TITLES = {"forward": "Forward in training", "step": "Training step (forward and backward)"}
-BRIEF: dict[str, tuple[str, ...]] = {  # what the README shows of them
-    "called": ("pytorch-sync", "gsbn-peer"),
-    "graph": ("gsbn", "gsbn-reduce", "gsbn-peer"),
-}
 PATIENCE = 300.0  # seconds without a word from rank 0: kernels may have to be compiled
 WORKER = [sys.executable, "-m", "gsbn.bench.rank"]
 
@@ -299,15 +295,15 @@ def _columns() -> list[Column]:
         for name, title in NAMES.items():
             heading, ours = title + suffix, name == GROUPS[0]
             shown_so = f"**{heading}**" if ours else heading
-            columns.append(Column(shown_so, of(name, us), brief=name in BRIEF[way], strong=ours))
+            columns.append(Column(shown_so, of(name, us), strong=ours))
         return columns
 
     columns = [*times("called", ""), Column("SyncBatchNorm / gsbn group", gain)]
     return [*columns, *times("graph", ", in a graph"), Column("gsbn group − local, in a graph", cost)]
 
 
-def markdown(report: RanksReport, *, brief: bool = False) -> str:
-    """The tables of a page, with a line on where they were measured; ``brief`` leaves out what few readers want."""
+def markdown(report: RanksReport) -> str:
+    """The tables of a page, with a line on where they were measured."""
     columns = [
         Column("B, I, O", lambda case, results: _shape(case), left=True),
         Column("dtype", lambda case, results: SHORT[case.kind], left=True),
@@ -316,12 +312,10 @@ def markdown(report: RanksReport, *, brief: bool = False) -> str:
     parts = []
     for direction in DIRECTIONS:
         if rows := report.of(direction):
-            parts += [f"{TITLES[direction]}, µs:", markdown_table(columns, rows.items(), brief)]
+            parts += [f"{TITLES[direction]}, µs:", markdown_table(columns, rows.items())]
+    what = "Of each rank the median, of these the largest; one run, candidates in turns."
     where = f"{report.ranks} ranks{', a GPU each' if report.on_gpu else ''}; {page.measured_on(report)}"
-    if not brief:
-        what = "Of each rank the median, of these the largest; one run, candidates in turns."
-        where = f"{what} {where} {page.sources_of(report)}"
-    return "\n\n".join([*parts, where])
+    return "\n\n".join([*parts, f"{what} {where} {page.sources_of(report)}"])
 
 
 def publish(report: RanksReport, root: Path, name: str) -> list[Path]:
