@@ -135,10 +135,12 @@ def run(xp, number, shape, dtype, clock, rounds):
         outputs = {name: on_host(call()[:, pick]) for name, call in calls.items() if name != GEMM}
         times = medians(calls, clock, rounds)
 
-    print(f"  {'':<28}{'median ms':>12}{'to gsbn':>10}{'error against float64':>25}")
+    lines = [("", f"{'median ms':>12}{'to gsbn':>10}", "error against float64")]
     for name, ms in times.items():
         error = f"{np.linalg.norm(outputs[name] - truth) / np.linalg.norm(truth):.1e}" if name in outputs else ""
-        print(f"  {name:<28}{ms:>12.3f}{ms / times['gsbn']:>9.2f}x{error:>25}")
+        lines.append((name, f"{ms:>12.3f}{ms / times['gsbn']:>9.2f}x", error))
+    for name, time_of, error in lines:  # what counts on a CPU is that it is right
+        print(f"  {name:<28}{error:>25}{time_of}" if xp is np else f"  {name:<28}{time_of}{error:>25}")
     close = np.allclose(outputs["gsbn"], truth, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     print(f"  gsbn is {'within' if close else 'OUT OF'} KernelBench's tolerance of {TOLERANCE[dtype]:g} everywhere")
     return close
@@ -148,9 +150,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, help="timed calls of each candidate; 50 on a GPU, 5 without")
     rounds = parser.parse_args().rounds
+    gpu = cupy is not None and cupy.is_available()
 
+    if not gpu:
+        reason = "CuPy is not installed" if cupy is None else "CuPy finds no CUDA device"
+        print(f"No GPU ({reason}). A CPU is for tests and examples: the problems shrink, and accuracy comes first.")
     print(f"gsbn {gsbn.__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}")
-    if cupy is not None and cupy.is_available():
+    if gpu:
         try:
             import ml_dtypes  # noqa: F401  # teaches NumPy and CuPy "bfloat16"
         except ModuleNotFoundError:
@@ -160,8 +166,6 @@ def main():
         print(f"{name}, CuPy {cupy.__version__}, CUDA driver {cupy.cuda.runtime.driverGetVersion()}")
         xp, problems, dtypes, clock = cupy, PROBLEMS, ("float32", "bfloat16", "float16"), gpu_clock()
     else:
-        reason = "CuPy is not installed" if cupy is None else "CuPy finds no CUDA device"
-        print(f"No GPU: {reason}. The problems shrink, and gsbn computes on the CPU.")
         xp, problems, dtypes, clock = np, REDUCED, ("float32",), cpu_clock
     if torch is None or (xp is not np and not torch.cuda.is_available()):
         print(f"PyTorch {'is not installed' if torch is None else 'sees no GPU'}, and so is not among the peers.")

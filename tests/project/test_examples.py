@@ -53,6 +53,9 @@ def test_quickstart(gpu: bool) -> None:
     if gpu:
         assert len(re.findall(r"path: .*(?:scale_stats, normalize|forward_sm90)", output)) == 6
     else:
+        assert output.startswith("No GPU (") and "A CPU is for tests and examples" in output.splitlines()[0]
+        heading = next(line for line in output.splitlines() if "median ms" in line)
+        assert heading.index("error against float64") < heading.index("median ms")
         assert "NumPy, one by one" in output
 
 
