@@ -15,6 +15,7 @@ import copy
 import importlib.util
 import sys
 import time
+from pathlib import Path
 
 try:
     import torch
@@ -25,6 +26,7 @@ except ModuleNotFoundError as error:
 
 CODE, HELD_OUT, WARM_UP = 128, 360, 3  # the encoder's features; digits for the test; steps that are not timed
 OFF_DIAGONAL = 0.0051  # the weight of the redundancy term in the paper
+CURVES = Path(__file__).resolve().parents[1] / "build" / "barlow_twins.png"  # in a folder that git ignores
 
 
 class BarlowTwins(nn.Module):
@@ -110,6 +112,7 @@ def save_plot(curves, file):
         axes.plot(losses, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="loss", yscale="log")
     axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     print(f"curves in {file}")
 
@@ -121,7 +124,7 @@ def main():
     parser.add_argument("--width", type=int, default=256, help="of the projector; 8192 in the paper")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bfloat16", action="store_true", help="under torch.autocast")
-    parser.add_argument("--plot", default="barlow_twins.png", help="where the curves are saved, if matplotlib is there")
+    parser.add_argument("--plot", type=Path, default=CURVES, help="where the curves are saved, if matplotlib is there")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.convert and device.type == "cuda" and importlib.util.find_spec("cupy") is None:

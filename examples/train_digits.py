@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ except ModuleNotFoundError as error:
     sys.exit(f"train_digits: needs {error.name}: pip install scikit-learn rich matplotlib")
 
 import gsbn
+
+CURVES = Path(__file__).resolve().parents[1] / "build" / "digits.png"  # in a folder that git ignores
 
 
 def arrays_module(device: str) -> Any:
@@ -101,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument("--plot", default="digits.png", help="where the learning curves are saved")
+    parser.add_argument("--plot", type=Path, default=CURVES, help="where the learning curves are saved")
     options = parser.parse_args()
     xp = arrays_module(options.device)
 
@@ -130,6 +133,7 @@ def main() -> None:
     left.set(xlabel="epoch", ylabel="cross entropy", yscale="log")
     right.set(xlabel="epoch", ylabel="share of right answers")
     right.legend()
+    options.plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.plot, dpi=120)
     print(f"test accuracy {curves['test accuracy'][-1]:.1%} after {options.epochs} epochs; curves in {options.plot}")
 

@@ -159,6 +159,17 @@ def test_examples_use_public_names() -> None:
             assert not re.findall(r"\bgsbn\._|from gsbn import .*\b_\w|from gsbn\._", file.read_text()), file
 
 
+def test_no_example_writes_where_git_looks() -> None:
+    """What an example saves lies in build/, unless it is told another place."""
+    for file in EXAMPLES.glob("*.py"):
+        text = file.read_text()
+        for default in re.findall(r'"--plot".*default=([^,)]+)', text):
+            assert re.search(
+                rf'^{default} = Path\(__file__\).resolve\(\).parents\[1\] / "build" / ', text, re.MULTILINE
+            )
+    assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 # ---- training
 
 
