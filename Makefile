@@ -1,5 +1,5 @@
 # make demo    run the main job: both KernelBench problems, full size on a GPU, reduced on a CPU
-# make test    run the tests; GPU tests skip, and say why, where there is no GPU
+# make test    run the tests, 7 minutes on two cores; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make ranks   the same for several GPUs that share a batch; needs two
@@ -21,7 +21,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test kernels bench ranks docs wheel lint format clean
+.PHONY: help demo test tell_test kernels bench ranks docs wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -50,8 +50,15 @@ help:
 demo: $(ready_demo)
 	$(run) examples/quickstart.py $(ARGS)
 
-test: $(ready_test)
+test: tell_test $(ready_test)
 	$(run) -m pytest $(ARGS)
+
+tell_test:
+ifneq ($(strip $(VENV)),)
+	@echo "make test: installs PyTorch, MPICH, scikit-learn, matplotlib, pytest and more into $(VENV) once, 1.4 GB$(if \
+		$(EXTRA), and CUDA$(comma) as PyTorch and CuPy bring it)."
+endif
+	@echo "make test: the tests take about 7 minutes on two cores without a GPU. ARGS=tests/api runs some of them."
 
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)

@@ -103,6 +103,16 @@ def test_metadata(built: tuple[Path, Path]) -> None:
         assert len([line for line in mine if line.startswith("cupy")]) == 1, "two CuPy wheels break each other"
 
 
+def test_the_description_has_no_link_that_leads_nowhere(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        metadata = wheel.read(f"gsbn-{gsbn.__version__}.dist-info/METADATA").decode()
+    description = metadata.partition("\n\n")[2]
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
+    assert "make demo" in description and "Start (`docs/guide/start.md`)" in description
+    code = "from describe_wheel import described; print(described('[a](b.md#c), ![p](q.svg)', 'https://e.org/x'))"
+    assert python(code, ROOT / "tools", cwd=ROOT) == ["[a](https://e.org/x/b.md#c), ![p](https://e.org/x/q.svg)"]
+
+
 def test_the_command_is_there(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         entry = wheel.read(f"gsbn-{gsbn.__version__}.dist-info/entry_points.txt").decode()
