@@ -2,7 +2,8 @@
 # make test    run the tests, 7 minutes on two cores; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
-# make ranks   the same for several GPUs that share a batch; needs two
+# make ranks   of these the tables of GPUs that share a batch: of two, and of four where there are four; part of bench
+# make h100    the tables of an H100, on one
 # make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
 # make lint    ruff, mypy, pyright, clang-format; changes nothing
@@ -21,7 +22,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test tell_test kernels bench ranks docs wheel lint format clean
+.PHONY: help demo test tell_test kernels bench ranks h100 docs wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -73,9 +74,19 @@ bench: $(ready_test)
 	$(run) -m gsbn bench --preset few --direction step --dtype float32 --dtype bfloat16 --publish . \
 		--publish-as few_step $(ARGS)
 	$(run) -m gsbn bench --preset models --publish . --publish-as models $(ARGS)
+	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
+		--plot docs/results/barlow_twins.png
+	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
+	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 4 ]; then \
+		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
+			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --publish . --publish-as ranks4 $(ARGS); fi
+
+h100: $(ready_test)
+	$(run) -m gsbn bench --preset kernelbench --dtype float32 --dtype bfloat16 --publish . --publish-as h100 $(ARGS)
+	$(run) -m gsbn bench --preset models --publish . --publish-as models_h100 $(ARGS)
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs

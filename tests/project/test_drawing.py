@@ -30,22 +30,34 @@ def test_the_picture_is_drawn_by_its_script(script: Any) -> None:
     assert saved == script.picture(), "python docs/draw_call.py"
 
 
-def test_what_gsbn_launches(script: Any) -> None:
+def launches_of(script: Any, dtype: str) -> tuple[list[Any], list[Any]]:
+    """What gsbn launches for the drawn layer on an H200: forward and backward."""
     B, I, O = script.B, script.I, script.O
     with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
-        x, weight, dy = (fake_gpu.Array(shape, "bfloat16") for shape in ((B, I), (O, I), (B, O)))
+        x, weight, dy = (fake_gpu.Array(shape, dtype) for shape in ((B, I), (O, I), (B, O)))
         names = ("scale", "bias", "gamma", "beta", "running_mean", "running_var")
-        vectors = {name: fake_gpu.Array((O,), "bfloat16") for name in names}
+        vectors = {name: fake_gpu.Array((O,), dtype) for name in names}
         _, saved = gsbn.forward(x, weight, **vectors, training=True, return_saved=True)
         forward = list(log)
         log.clear()
         gsbn.backward(dy, saved)
-    for part, launches in (("Forward", forward), ("Backward", log)):
+    return forward, log
+
+
+def test_what_gsbn_launches(script: Any) -> None:
+    forward, backward = launches_of(script, "bfloat16")
+    for part, launches in (("Forward", forward), ("Backward", backward)):
         assert [launch.name for launch in launches] == [launch.name for launch in script.GSBN[part]]
     (launch,) = forward
-    tiles = B // int(dict(launch.defines)["BLOCK_M"]) * (O // 128)
+    tiles = script.B // int(dict(launch.defines)["BLOCK_M"]) * (script.O // 128)
     assert dict(launch.defines)["MODE"] == "MODE_TRAINING"
     assert script.GSBN["Forward"][0].again == 1 - launch.grid / tiles, "the share of tiles that are deferred"
+
+
+def test_what_the_text_below_the_picture_says(script: Any) -> None:
+    text = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    assert "In float32 gsbn launches two kernels in the forward and six in the backward" in text
+    assert [len(launches) for launches in launches_of(script, "float32")] == [2, 6]
 
 
 def test_which_operators_pytorch_runs(script: Any) -> None:
