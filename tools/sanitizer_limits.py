@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gsbn._cuda import tensor_maps as _tma
+from gsbn._plan.tensor_maps import L2_NONE
 
 HAND_OVER = r"""
 extern "C" __global__ void hand_over(int* out) {
@@ -110,7 +111,7 @@ def main(what):
         wrong = (out.get()[::-1] != np.arange(32) ** 2).sum()
     else:
         out = cp.empty((8, 32), cp.float32)
-        owner, at = _tma.tensor_map(out.data.ptr, 8, 32, 128, "float32", 8, 32, _tma.L2_NONE)
+        owner, at = _tma.tensor_map(out.data.ptr, 8, 32, 128, "float32", 8, 32, L2_NONE)
         encoded = np.frombuffer(ctypes.string_at(at, 128), "V128")[0]
         del owner
         cp.RawKernel(STORE, "store", (*options, "-std=c++17"))((1,), (32,), (encoded, out))

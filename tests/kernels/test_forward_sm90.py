@@ -16,7 +16,7 @@ from gsbn._cuda import driver as _driver
 from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._host.call import bare_gemm
-from gsbn._plan import Limits
+from gsbn._plan import Limits, sm90_variants
 from gsbn._plan.sm90_variants import BLOCKS_M, CLUSTERS, LIMBS_RS_TILES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from gsbn._plan.sm90_variants import ELEMENTS as ELEMENTS_OF_KERNEL
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch, assert_right_and_repeated
@@ -188,7 +188,7 @@ def test_products_of_integers_are_exact(
     shape: tuple[int, int, int], mn_major: tuple[bool, bool], dtype: str, tile: Any
 ) -> None:
     """Mode "gemm", as the backward uses it: operands K-major or MN-major, with NaN after each row."""
-    if mn_major[0] and tile and tile[0] // tile[1] < _plan.COLUMN:
+    if mn_major[0] and tile and tile[0] // tile[1] < sm90_variants.COLUMN:
         pytest.skip("a CTA loads whole columns of x")
     (m, n, k), t, device = shape, DTYPES[dtype], cupy.cuda.Device().id
     rng = np.random.default_rng(0)
