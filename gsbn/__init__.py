@@ -1,9 +1,4 @@
-"""Linear, a scale for each feature, BatchNorm1d and ReLU in one call, forward and backward.
-
-`gsbn.forward` and `gsbn.backward` take CuPy arrays and PyTorch tensors on a GPU, where CUDA kernels compute them, and
-NumPy arrays and CPU tensors. `gsbn.torch` is for PyTorch's autograd and converts models; `gsbn.bench` measures.
-`gsbn.reference` is the same mathematics in NumPy.
-"""
+"""gsbn: Linear, per-feature scale, BatchNorm1d and ReLU in one call, as raw CUDA kernels under CuPy."""
 
 from typing import TYPE_CHECKING
 
@@ -46,6 +41,3 @@ else:
         from importlib import import_module
 
         return import_module(f"gsbn.{name}")
-
-    def __dir__():
-        return sorted({*globals(), "bench", "torch"} - {"TYPE_CHECKING"})

@@ -25,7 +25,3 @@ __all__ = [
     "linear_batch_norm",
     "revert",
 ]
-
-for _public in (Conversion, Left, LinearBatchNorm1d, Sequential, SyncBatchNorm):
-    _public.__module__ = __name__  # by which pickles name them
-del _public

@@ -86,15 +86,6 @@ class Sequential(nn.Sequential):
             plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
         return plan[1]
 
-    def extra_repr(self) -> str:
-        names, children = list(self._modules), tuple(self._modules.values())
-        lines = []
-        for i, child in enumerate(children):
-            row = _around(children, i, self._scales) if isinstance(child, _NORMS) else ""
-            if not isinstance(row, str):
-                lines.append(f"one call of gsbn: {' + '.join(names[j] for j in _places(i, row))}")
-        return "\n".join(lines)
-
     def __prepare_scriptable__(self) -> nn.Sequential:
         """For torch.jit.script, which runs PyTorch's own modules."""
         made = nn.Sequential(OrderedDict(self._modules))
@@ -224,7 +215,7 @@ def _module(model: Any) -> None:
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
 
 
-_NO_ROW = "it is not in an nn.Sequential: in code, call LinearBatchNorm1d.from_modules(linear, norm) in place of both"
+_NO_ROW = "it is not in an nn.Sequential"
 
 
 def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ...]:
@@ -275,7 +266,7 @@ def _is_scale(module: Any, features: int) -> bool:
 def _hindrance(parent: Any, row: Row) -> str | None:
     """The reason why a row cannot run as one call now, or None."""
     if type(parent) not in (nn.Sequential, Sequential):
-        return f"its row is a {_title(parent)}, which may have a forward of its own: make it an nn.Sequential"
+        return f"its row is a {_title(parent)}, which may have a forward of its own"
     modules = [module for module in row[:3] if module is not None]
     for module in modules:
         if not is_plain(module, type(module)):

@@ -148,22 +148,12 @@ def _require_tensors(**given: Any) -> None:
             raise TypeError(f"{name}: expected a torch.Tensor, got {shown(tensor)}")
 
 
-def check_features(x: Tensor, features: int) -> None:
-    """Raise ValueError for an x of three dimensions whose second one is not the features."""
-    if x.dim() == 3 and x.shape[1] != features:
-        raise ValueError(
-            f"x: expected (N, {features}, L), got {tuple(x.shape)}, of which the second dimension is read as the "
-            f"features, as nn.BatchNorm1d reads it: for (N, L, {features}) pass x.transpose(1, 2)"
-        )
-
-
 def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
     process_group: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     if x.dim() == 3:
-        check_features(x, weight.shape[1])
         n, features, length = x.shape
         rows = x.transpose(1, 2).reshape(n * length, features)
         y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
-from .._values import choice, type_name
-from ._function import check_features
+from .._values import choice
 from ._groups import check_group
 from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
@@ -114,51 +113,6 @@ class LinearBatchNorm1d(nn.Module):
         self.precision = precision
         self.gemm = gemm
 
-    @classmethod
-    def from_modules(
-        cls,
-        linear: nn.Linear,
-        norm: nn.BatchNorm1d,
-        *,
-        scale: nn.Parameter | None = None,
-        activation: Activation | None = None,
-        precision: Precision = "highest",
-        gemm: Gemm = "auto",
-    ) -> LinearBatchNorm1d:
-        """The layer of two modules that a model has already.
-
-        Parameters
-        ----------
-        linear, norm : nn.Linear, nn.BatchNorm1d
-            They are shared, not copied: parameters, running statistics and optimisers stay what they are.
-        scale : (O,) Parameter or Parameter of one element, optional
-        activation, precision, gemm
-            As for the layer.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A module of another class, a number of features that differs, or a word that is not allowed.
-
-        Examples
-        --------
-        >>> from torch import nn
-        >>> import gsbn.torch
-        >>> fc1, bn1 = nn.Linear(64, 32), nn.BatchNorm1d(32)
-        >>> gsbn.torch.LinearBatchNorm1d.from_modules(fc1, bn1, activation="relu").linear is fc1
-        True
-        """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: expected an nn.Linear, got {type_name(linear)}")
-        if not isinstance(norm, nn.BatchNorm1d | nn.SyncBatchNorm):
-            raise TypeError(f"norm: expected an nn.BatchNorm1d, got {type_name(norm)}")
-        if norm.num_features != linear.out_features:
-            raise ValueError(f"norm: expected {linear.out_features} features like linear, got {norm.num_features}")
-        made = cls(1, 1, activation=activation, precision=precision, gemm=gemm, device="meta")
-        made.linear, made.norm, made.scale = linear, norm, scale
-        made.training = norm.training
-        return made
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute y from x."""
         modules, parameters = self._modules, self._parameters
@@ -167,8 +121,6 @@ class LinearBatchNorm1d(nn.Module):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
-        if linear.__class__ is nn.Linear:
-            check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
         y = norm(z.transpose(1, 2) if x.dim() == 3 else z)

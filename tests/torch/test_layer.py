@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import warnings
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from gsbn.torch import LinearBatchNorm1d, Sequential, convert, linear_batch_norm  # noqa: E402
+from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
@@ -189,41 +188,3 @@ def test_fold(device: str, options: dict[str, Any]) -> None:
 def test_fold_without_statistics() -> None:
     with pytest.raises(ValueError, match="fold: expected running statistics"):
         pair(track_running_stats=False)[0].fold()
-
-
-def test_a_layer_of_modules_that_are_there() -> None:
-    fc1, bn1, x = nn.Linear(8, 6), nn.BatchNorm1d(6), torch.randn(20, 8)
-    layer = LinearBatchNorm1d.from_modules(fc1, bn1, activation="relu")
-    want = torch.relu(copy.deepcopy(bn1)(fc1(x)))
-    torch.testing.assert_close(layer(x), want)
-    assert (layer.linear, layer.norm) == (fc1, bn1) and bn1.num_batches_tracked == 1
-    assert not LinearBatchNorm1d.from_modules(fc1, bn1.eval()).training
-    with pytest.raises(TypeError, match=r"^linear: expected an nn.Linear"):
-        LinearBatchNorm1d.from_modules(bn1, bn1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^norm: expected an nn.BatchNorm1d"):
-        LinearBatchNorm1d.from_modules(fc1, nn.BatchNorm2d(6))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^norm: expected 6 features like linear, got 5"):
-        LinearBatchNorm1d.from_modules(fc1, nn.BatchNorm1d(5))
-
-
-def test_a_checkpoint_of_two_modules_loads() -> None:
-    model = nn.Sequential(OrderedDict(fc1=nn.Linear(8, 6), bn1=nn.BatchNorm1d(6)))
-    names = {"fc1.": "linear.", "bn1.": "norm."}
-    state = {names[key[:4]] + key[4:]: array for key, array in model.state_dict().items()}
-    layer = LinearBatchNorm1d(8, 6, bias=True)
-    layer.load_state_dict(state)
-    assert layer.linear.weight.equal(model[0].weight)
-
-
-def test_three_dimensions_the_other_way_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^x: expected \(N, 8, L\), got \(2, 5, 8\).* pass x.transpose\(1, 2\)"):
-        LinearBatchNorm1d(8, 6)(torch.randn(2, 5, 8))
-
-
-def test_a_converted_model_shows_its_calls_and_pickles_by_public_names() -> None:
-    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    convert(model)
-    assert "one call of gsbn: 0 + 1 + 2" in repr(model)
-    pickled = pickle.dumps(model)
-    assert b"gsbn.torch" in pickled and b"_convert" not in pickled
-    assert type(pickle.loads(pickled)) is Sequential
