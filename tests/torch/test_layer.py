@@ -91,6 +91,70 @@ def test_what_it_prints() -> None:
     assert layer.extra_repr() == "scale=True, activation=relu, precision=high, gemm=sm90"
 
 
+@pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_layer_of_modules_that_exist(options: dict[str, Any], sync: bool, shape: tuple[int, ...]) -> None:
+    theirs = pair(**options)[1]
+    own = copy.deepcopy(theirs)
+    if sync:
+        nn.SyncBatchNorm.convert_sync_batchnorm(own)
+    own.norm.train(not sync)
+    layer = LinearBatchNorm1d.from_modules(own.linear, own.norm, own.scale, own.activation)
+    assert (layer.linear, layer.norm, layer.scale) == (own.linear, own.norm, own.scale)
+    assert layer.training is own.norm.training
+    x = batch(shape=shape)
+    for training in (True, False):
+        found, wanted = (step(model.train(training), x) for model in (layer, theirs))
+        assert_same(found[:2], wanted[:2])
+        assert all(own_p is p for own_p, p in zip(own.parameters(), layer.parameters(), strict=True))
+        assert_same(list(own.buffers()), list(theirs.buffers()))
+
+
+def test_a_checkpoint_of_two_modules_is_loaded_before_or_with_other_names() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.bn1, self.head = nn.Linear(I, O), nn.BatchNorm1d(O), nn.Linear(O, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.bn1(self.fc1(x)).relu())
+
+    plain, before, after = (Model().double() for _ in range(3))
+    step(plain, batch())
+    checkpoint = plain.state_dict()
+    before.load_state_dict(checkpoint)
+    for model in (before, after):  # the forward stays as it is
+        model.fc1 = LinearBatchNorm1d.from_modules(model.fc1, model.bn1)
+        model.bn1 = nn.Identity()
+    names = {"fc1": "fc1.linear", "bn1": "fc1.norm"}
+    parts = {key: key.rpartition(".") for key in checkpoint}
+    after.load_state_dict({f"{names.get(m, m)}{dot}{k}": checkpoint[key] for key, (m, dot, k) in parts.items()})
+    for training in (True, False):
+        wanted = plain.train(training)(batch())
+        assert_same([before.train(training)(batch()), after.train(training)(batch())], [wanted, wanted])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((nn.ReLU(), nn.BatchNorm1d(O)), {}, TypeError, r"linear: expected an nn\.Linear .* got .*ReLU"),
+        ((nn.LazyLinear(O), nn.BatchNorm1d(O)), {}, TypeError, "linear: .* not lazy"),
+        ((nn.Linear(I, O), nn.LayerNorm(O)), {}, TypeError, r"norm: expected an nn\.BatchNorm1d"),
+        ((nn.Linear(I, O), nn.LazyBatchNorm1d()), {}, TypeError, "norm: .* not lazy"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O + 1)), {}, ValueError, f"norm: expected {O} features.* got {O + 1}"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O), torch.ones(O)), {}, TypeError, r"scale: expected an nn\.Parameter"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O), nn.Parameter(torch.ones(2))), {}, ValueError, "scale: expected shape"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"activation": "gelu"}, ValueError, "activation: expected one of"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"precision": "low"}, ValueError, "precision: expected one of"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"gemm": "sm80"}, ValueError, "gemm: expected one of"),
+    ],
+)
+def test_modules_that_make_no_layer(arguments: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        LinearBatchNorm1d.from_modules(*arguments, **options)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
 def test_copies(how: str) -> None:
     layer, _ = pair(**OPTIONS["all"])
