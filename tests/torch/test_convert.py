@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -44,6 +45,17 @@ class Backwards(nn.Sequential):
         for module in reversed(self):
             x = module(x)
         return x
+
+
+class Block(nn.Sequential):
+    """A subclass without a forward of its own, as torchvision has them."""
+
+    def __init__(self, out: int = 6, between: Any = ()) -> None:
+        super().__init__(nn.Linear(I, out), *between, nn.BatchNorm1d(out), nn.ReLU())
+        self.out = out
+
+    def extra_repr(self) -> str:
+        return f"out={self.out}"
 
 
 def row(*between: nn.Module, out: int = 6, **options: Any) -> nn.Sequential:
@@ -132,8 +144,55 @@ def test_twice_is_once() -> None:
     assert convert(model).replaced == (("0", "1", "2"),)
 
 
+@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle", "torch.save"])
+def test_a_subclass_without_a_forward_of_its_own(calls: list[Any], how: str) -> None:
+    ours, plain = converted(Block(between=[Scale(6)]).double(), scales=(Scale,))
+    assert type(ours) is not Block and isinstance(ours, Block) and isinstance(ours, gsbn.torch.Sequential)
+    assert type(ours).__name__ == "Block" and ours.out == 6
+    assert convert(ours, scales=(Scale,)).replaced == (("0", "1", "2", "3"),), "twice is once"
+    made = ours
+    if how == "deepcopy":
+        made = copy.deepcopy(ours)
+    elif how == "pickle":
+        made = pickle.loads(pickle.dumps(ours))
+    elif how == "torch.save":
+        torch.save(ours, memory := io.BytesIO())
+        made = torch.load(io.BytesIO(memory.getvalue()), weights_only=False)
+    assert type(made) is type(ours)
+    assert_same(step(made, batch()), step(copy.deepcopy(plain), batch()))
+    assert calls == ["relu"]
+    revert(made)
+    assert type(made) is Block and set(vars(made)) == set(vars(plain))
+    assert_same([made.eval()(batch())], [step(plain, batch()) and plain.eval()(batch())])
+    assert calls == ["relu"]
+
+
+def test_a_forward_that_an_instance_has_is_seen() -> None:
+    model = row()
+    model.forward = lambda x: x
+    assert "which has a forward of its own" in convert(model).left[0].why and type(model) is nn.Sequential
+
+
+def test_a_subclass_of_gsbns_own_sequential_keeps_its_class(calls: list[Any]) -> None:
+    class Mine(gsbn.torch.Sequential):
+        pass
+
+    model = Mine(*row())
+    assert convert(model).replaced == (("0", "1", "2"),) and type(model) is Mine
+    model(torch.randn(8, I))
+    revert(model)
+    assert type(model) is Mine and calls == ["relu"]
+
+
+def test_the_compiler_takes_a_subclass() -> None:
+    ours, plain = converted(Block().double())
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_same([compiled(batch())], [plain(batch())])
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "not in a row": (lambda: nn.ModuleList([nn.Linear(I, 6), nn.BatchNorm1d(6)]), "1", "not in an nn.Sequential"),
+    "not in a row": (lambda: nn.ModuleList([nn.Linear(I, 6), nn.BatchNorm1d(6)]), "1",
+                     "use LinearBatchNorm1d.from_modules"),
     "alone": (lambda: nn.BatchNorm1d(6), "", "not in an nn.Sequential"),
     "first": (lambda: nn.Sequential(nn.BatchNorm1d(I)), "0", "no nn.Linear stands before it"),
     "behind ReLU": (lambda: row(nn.ReLU()), "2", "follows a ReLU, not an nn.Linear or a class in scales="),
@@ -142,7 +201,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "other features": (lambda: nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(5)), "1", "5 features, its nn.Linear 6"),
     "a subclass": (lambda: nn.Sequential(nn.Linear(I, 6), Doubled(6)), "1", "it is a Doubled"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "1", "follows a LazyLinear"),
-    "a subclass of Sequential": (lambda: Backwards(*row()), "1", "its row is a Backwards"),
+    "a subclass of Sequential": (lambda: Backwards(*row()), "1",
+                                 "its row is a Backwards, which has a forward of its own: put the modules in an nn."),
     "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(I, 6)), nn.BatchNorm1d(6)), "1",
                     "follows a ParametrizedLinear"),
     "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(I, 6), "weight", 0.5), nn.BatchNorm1d(6)), "1",
