@@ -29,6 +29,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+for _class in (Description, Group, Prepared, Saved):
+    _class.__module__ = __name__  # in pickles, too, so that the files may change
+
 if TYPE_CHECKING:
     from . import bench as bench
     from . import torch as torch

@@ -89,6 +89,17 @@ class Sequential(nn.Sequential):
             plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
         return plan[1]
 
+    def extra_repr(self) -> str:
+        """One line for each call of gsbn: the names of the modules that it runs."""
+        names = tuple(self._modules)
+        shown, at = [super().extra_repr()], 0
+        for step in _steps(tuple(self._modules.values()), self._scales):
+            count = sum(module is not None for module in step) if step.__class__ is Row else 1
+            if step.__class__ is Row and _hindrance(self, step) is None:
+                shown.append(f"one call of gsbn: {' + '.join(names[at : at + count])}")
+            at += count
+        return "\n".join(filter(None, shown))
+
     @classmethod
     def of_class(cls, type_: Any) -> nn.Sequential:
         """For pickle and copy: a converted instance of this subclass of ``nn.Sequential``, without its state."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -190,6 +192,39 @@ def test_the_compiler_takes_a_subclass() -> None:
     assert_same([compiled(batch())], [plain(batch())])
 
 
+def test_what_it_prints() -> None:
+    model = nn.Sequential(nn.Flatten(), *row(Scale(6)), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model.add_module("last", Block(4))
+    before = repr(model)
+    convert(model, scales=(Scale,))
+    ours = ["  one call of gsbn: 1 + 2 + 3 + 4", "  one call of gsbn: 5 + 6", "    one call of gsbn: 0 + 1 + 2"]
+    assert [line for line in repr(model).splitlines() if line not in before.splitlines()] == ours
+    assert repr(model).splitlines()[:3] == ["Sequential(", *ours[:2]] and "    out=4\n    one call of" in repr(model)
+    model[5].register_forward_hook(lambda *a: None)
+    assert ours[1] not in repr(model) and ours[0] in repr(model)
+    revert(model)
+    assert repr(model) == before
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_pickles_name_public_modules_only(protocol: int) -> None:
+    model = nn.Sequential(row(), Block(), nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)))
+    report = convert(model)
+    model.append(gsbn.torch.LinearBatchNorm1d(6, 6))
+    saved = gsbn.forward(np.ones((20, 3)), np.ones((2, 3)), training=True, return_saved=True)[1]
+    plan = gsbn.describe(np.ones((20, 3)), np.ones((2, 3)), training=True)
+    for thing in (model, report, saved, plan, gsbn.torch.convert):
+        data = pickle.dumps(thing, protocol)
+        assert {b"gsbn" + rest for rest in re.findall(rb"gsbn([.\w]*)", data) if b"._" in rest} == set()
+        assert type(pickle.loads(data)) is type(thing)
+
+
+def test_pickles_of_earlier_versions_can_be_loaded() -> None:
+    assert pickle.loads(b"cgsbn.torch._convert\nSequential\n.") is gsbn.torch.Sequential
+    assert pickle.loads(b"cgsbn.torch._layer\nLinearBatchNorm1d\n.") is gsbn.torch.LinearBatchNorm1d
+    assert pickle.loads(b"cgsbn._saved\nSaved\n.") is gsbn.Saved
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "not in a row": (lambda: nn.ModuleList([nn.Linear(I, 6), nn.BatchNorm1d(6)]), "1",
                      "use LinearBatchNorm1d.from_modules"),
@@ -337,9 +372,10 @@ def test_sync_batch_norm_of_one_process(device: str, calls: list[Any], training:
     plain = row(Scale(6), momentum=None).to(device, torch.float64).train(training)
     ours = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     norm, printed, state = ours[2], repr(ours), list(ours.state_dict())
+    shown = printed.replace("(\n", "(\n  one call of gsbn: 0 + 1 + 2 + 3\n", 1)
     assert str(convert(ours, scales=(Scale,))) == "replaced 0 + 1 + 2 + 3" == str(convert(ours, scales=(Scale,)))
     assert ours[2] is norm and type(norm) is gsbn.torch.SyncBatchNorm
-    assert repr(ours) == printed and list(ours.state_dict()) == state
+    assert repr(ours) == shown and list(ours.state_dict()) == state
     for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert_same(step(model, batch(device)), step(copy.deepcopy(plain), batch(device)))
     assert calls == ["relu"] * 3
