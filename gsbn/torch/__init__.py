@@ -28,3 +28,4 @@ __all__ = [
 
 for _name in __all__:
     globals()[_name].__module__ = __name__  # in pickles, too, so that the files may change
+del _name
