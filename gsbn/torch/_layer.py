@@ -11,6 +11,7 @@ from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
 from .._values import choice, type_name
+from ._function import check_features
 from ._groups import check_group
 from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
@@ -59,7 +60,8 @@ class LinearBatchNorm1d(nn.Module):
     Notes
     -----
     The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L); the output is (N, out_features) or
-    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass its transpose, which is not copied.
+    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass ``x.transpose(1, 2)``, which is not
+    copied. Without it a ValueError says how x was read, unless L and in_features are equal.
     ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. Names in the ``state_dict``:
     ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
     ``norm.running_var`` and ``norm.num_batches_tracked``.
@@ -212,6 +214,8 @@ class LinearBatchNorm1d(nn.Module):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
+        if x.dim() == 3 and linear.__class__ is nn.Linear and not torch.jit.is_tracing():
+            check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
         y = norm(z.transpose(1, 2) if x.dim() == 3 else z)

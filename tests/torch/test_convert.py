@@ -355,7 +355,12 @@ def test_three_dimensions_are_left_to_the_modules(calls: list[Any]) -> None:
     """There the features are the last dimension for Linear, and the middle one for BatchNorm1d."""
     ours, plain = converted(nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6)).double())
     assert_same(step(ours, batch(shape=(4, 6, I))), step(plain, batch(shape=(4, 6, I))))
-    assert calls == []
+    errors = []
+    for model in (ours, plain):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            model(batch(shape=(4, 5, I)))  # (N, L, C), which BatchNorm1d reads as (N, C, L)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and calls == []
 
 
 def test_where_the_modules_win_they_run(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,22 @@ def test_a_row_of_three_dimensions_is_not_copied() -> None:
     assert y.transpose(1, 2).reshape(24, O).data_ptr() == y.data_ptr()
 
 
+@pytest.mark.parametrize("here", ["gsbn", "the modules"])
+@pytest.mark.parametrize(("shape", "use"), [((4, 6, I), r"; use x\.transpose\(1, 2\), as this is \(N, L, 7\)$"),
+                                            ((4, 6, 3), r"got shape \(4, 6, 3\)$")])  # fmt: skip
+def test_how_three_dimensions_are_read_is_said(here: str, shape: tuple[int, ...], use: str) -> None:
+    layer, _ = pair()
+    if here == "the modules":
+        layer.norm.register_forward_hook(lambda *a: None)
+    with pytest.raises(ValueError, match=r"^x: read as \(N, C, L\), .* C = 7 features; .*" + use):
+        layer(batch(shape=shape))
+    with pytest.raises(ValueError, match=use):
+        linear_batch_norm(batch(shape=shape), layer.linear.weight, training=True)
+    x = batch(shape=(4, 6, I)).transpose(1, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    assert_same([compiled(x)], [layer(x)])
+
+
 def test_initialised_as_pytorchs() -> None:
     torch.manual_seed(3)
     linear, norm = nn.Linear(I, O), nn.BatchNorm1d(O)
