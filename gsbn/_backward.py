@@ -38,7 +38,7 @@ def backward(
 ) -> Gradients[Any]: ...
 @outside_graphs
 def backward(
-    dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+    dy: Array[Any] | AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]:
     """Compute the gradients of `forward`'s y from what the forward saved.
 

@@ -31,14 +31,14 @@ def fold(
 ) -> tuple[Any, Any]: ...  # fmt: skip
 @outside_graphs
 def fold(
-    weight: Any,
-    scale: Any,
-    running_mean: Any,
-    running_var: Any,
+    weight: Array[Any] | AnyArray,
+    scale: AnyArray | float | None,
+    running_mean: AnyArray,
+    running_var: AnyArray,
     *,
-    bias: Any = None,
-    gamma: Any = None,
-    beta: Any = None,
+    bias: AnyArray | None = None,
+    gamma: AnyArray | None = None,
+    beta: AnyArray | None = None,
     eps: float = 1e-5,
 ) -> tuple[Any, Any]:
     """Fold the scale and the batch normalisation of inference into the linear layer, which is then ``x wᵀ + b``.
@@ -84,7 +84,7 @@ def fold(
         raise ValueError("weight: expected an array to fold, got a prepared weight: fold what it was prepared from")
     number = 1.0
     if isinstance(scale, NUMBERS):
-        number, scale = scale, None  # type: ignore[assignment]
+        number, scale = scale, None
     given = (weight, scale, running_mean, running_var, bias, gamma, beta)
     return call(FOLD, given, (eps, number))  # type: ignore[no-any-return]
 

@@ -25,3 +25,7 @@ __all__ = [
     "linear_batch_norm",
     "revert",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = __name__  # in pickles, too, so that the files may change
+del _name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cache
+from types import new_class
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +60,8 @@ class Conversion(NamedTuple):
 class Sequential(nn.Sequential):
     """An ``nn.Sequential`` that `convert` changed: it has the same children, and gsbn runs some of them as one call.
 
-    It can be sliced, extended and changed: it detects when its children have changed.
+    An instance of a subclass of ``nn.Sequential`` gets a class that inherits from this one and from its own. It can be
+    sliced, extended and changed: it detects when its children have changed.
     """
 
     _scales: tuple[type, ...] = ()
@@ -86,6 +89,23 @@ class Sequential(nn.Sequential):
             plan = self.__dict__["_plan"] = key, _steps(children, self._scales)
         return plan[1]
 
+    def extra_repr(self) -> str:
+        """One line for each call of gsbn: the names of the modules that it runs."""
+        names = tuple(self._modules)
+        shown, at = [super().extra_repr()], 0
+        for step in _steps(tuple(self._modules.values()), self._scales):
+            count = sum(module is not None for module in step) if step.__class__ is Row else 1
+            if step.__class__ is Row and _hindrance(self, step) is None:
+                shown.append(f"one call of gsbn: {' + '.join(names[at : at + count])}")
+            at += count
+        return "\n".join(filter(None, shown))
+
+    @classmethod
+    def of_class(cls, type_: Any) -> nn.Sequential:
+        """For pickle and copy: a converted instance of this subclass of ``nn.Sequential``, without its state."""
+        made: nn.Sequential = _class_for(type_).__new__(_class_for(type_))
+        return made
+
     def __prepare_scriptable__(self) -> nn.Sequential:
         """For torch.jit.script, which runs PyTorch's own modules."""
         made = nn.Sequential(OrderedDict(self._modules))
@@ -96,12 +116,39 @@ class Sequential(nn.Sequential):
         return {name: value for name, value in self.__dict__.items() if name != "_plan"}
 
 
+@cache
+def _class_for(type_: Any) -> Any:
+    """The class that an instance of this class gets by `convert`."""
+    if type_ is nn.Sequential:
+        return Sequential
+    if issubclass(type_, Sequential):
+        return type_
+    members = {"__module__": type_.__module__, "__qualname__": type_.__qualname__, "__doc__": type_.__doc__}
+    return new_class(
+        type_.__name__, (Sequential, type_), exec_body=lambda body: body.update(members, __reduce_ex__=_reduce)
+    )
+
+
+def _own_class(module: Any) -> Any:
+    """The class that a `gsbn.torch.Sequential` had before `convert`."""
+    type_ = type(module)
+    if type_ is Sequential:
+        return nn.Sequential
+    return type_.__bases__[1] if vars(type_).get("__reduce_ex__") is _reduce else type_
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """How an instance of a class that `_class_for` made is pickled and copied: no module has its class."""
+    return Sequential.of_class, (_own_class(self),), self.__getstate__()
+
+
 def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest") -> Conversion:
     """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
-    `gsbn.torch.Sequential`, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`.
+    `gsbn.torch.Sequential`, that of an instance of a subclass without a ``forward`` of its own becomes a subclass of
+    both, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`.
     ``print`` the result to see what was converted.
 
     Parameters
@@ -169,13 +216,14 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
                     if child.__class__ is nn.SyncBatchNorm:
                         child.__class__ = SyncBatchNorm
         if len(replaced) > before:
-            parent.__class__ = Sequential
+            type_: Any = type(parent)
+            parent.__class__ = _class_for(type_)
             parent.__dict__.update(_scales=scales, _precision=precision, _plan=None)
     return Conversion(tuple(replaced), tuple(left))
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`: every `gsbn.torch.Sequential` in the model, or the model itself, is an ``nn.Sequential`` again.
+    """Undo `convert`: every `gsbn.torch.Sequential` in the model, or the model itself, has its own class again.
 
     Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a `LinearBatchNorm1d`.
 
@@ -201,8 +249,8 @@ def revert(model: nn.Module) -> None:
     """
     _module(model)
     for module in model.modules():
-        if type(module) is Sequential:
-            module.__class__ = nn.Sequential
+        if isinstance(module, Sequential) and _own_class(module) is not type(module):
+            module.__class__ = _own_class(module)
             for name in _OURS:
                 module.__dict__.pop(name, None)
         for child in () if isinstance(module, LinearBatchNorm1d) else module._modules.values():
@@ -215,7 +263,8 @@ def _module(model: Any) -> None:
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
 
 
-_NO_ROW = "it is not in an nn.Sequential"
+_INSTEAD = "put the modules in an nn.Sequential, or use LinearBatchNorm1d.from_modules"
+_NO_ROW = f"it is not in an nn.Sequential, so code in a forward calls it: {_INSTEAD}"
 
 
 def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ...]:
@@ -265,8 +314,8 @@ def _is_scale(module: Any, features: int) -> bool:
 
 def _hindrance(parent: Any, row: Row) -> str | None:
     """The reason why a row cannot run as one call now, or None."""
-    if type(parent) not in (nn.Sequential, Sequential):
-        return f"its row is a {_title(parent)}, which may have a forward of its own"
+    if "forward" in vars(parent) or type(parent).forward not in (nn.Sequential.forward, Sequential.forward):
+        return f"its row is a {_title(parent)}, which has a forward of its own: {_INSTEAD}"
     modules = [module for module in row[:3] if module is not None]
     for module in modules:
         if not is_plain(module, type(module)):

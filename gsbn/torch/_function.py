@@ -114,9 +114,9 @@ def linear_batch_norm(
     Raises
     ------
     TypeError, ValueError, RuntimeError, ImportError
-        As `gsbn.forward` and, with `process_group`, as `gsbn.group`. RuntimeError also for second derivatives under
-        autocast or with a process group, and inside ``torch.jit.trace``, forward-mode differentiation and the
-        transforms of ``torch.func``.
+        As `gsbn.forward` (x of three dimensions is read as (N, I, L)) and, with `process_group`, as `gsbn.group`.
+        RuntimeError also for second derivatives under autocast or with a process group, and inside
+        ``torch.jit.trace``, forward-mode differentiation and the transforms of ``torch.func``.
 
     Examples
     --------
@@ -154,6 +154,7 @@ def call(
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     if x.dim() == 3:
+        check_features(x, weight.shape[1])
         n, features, length = x.shape
         rows = x.transpose(1, 2).reshape(n * length, features)
         y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)
@@ -182,6 +183,15 @@ def call(
     if dtype is not None:
         x, weight = _cast(x, dtype), _cast(weight, dtype)
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
+
+
+def check_features(x: Any, features: int) -> None:
+    """Raise ValueError if x of three dimensions is not (N, features, L)."""
+    if x.shape[1] != features:
+        use = f"; use x.transpose(1, 2), as this is (N, L, {features})" if x.shape[2] == features else ""
+        raise ValueError(
+            f"x: read as (N, C, L), as BatchNorm1d does, with C = {features} features; got shape {tuple(x.shape)}{use}"
+        )
 
 
 def _cast(array: Any, dtype: Any) -> Any:

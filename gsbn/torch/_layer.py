@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
-from .._values import choice
+from .._values import choice, type_name
+from ._function import check_features
 from ._groups import check_group
 from ._modules import NAMES, SyncBatchNorm, are_plain, fused
 
@@ -59,7 +60,8 @@ class LinearBatchNorm1d(nn.Module):
     Notes
     -----
     The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L); the output is (N, out_features) or
-    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass its transpose, which is not copied.
+    (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass ``x.transpose(1, 2)``, which is not
+    copied. Without it a ValueError says how x was read, unless L and in_features are equal.
     ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. Names in the ``state_dict``:
     ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
     ``norm.running_var`` and ``norm.num_batches_tracked``.
@@ -113,6 +115,97 @@ class LinearBatchNorm1d(nn.Module):
         self.precision = precision
         self.gemm = gemm
 
+    @classmethod
+    def from_modules(
+        cls,
+        linear: nn.Linear,
+        norm: nn.BatchNorm1d | nn.SyncBatchNorm,
+        scale: nn.Parameter | None = None,
+        activation: Activation | None = None,
+        *,
+        precision: Precision = "highest",
+        gemm: Gemm = "auto",
+    ) -> LinearBatchNorm1d:
+        """Make a layer of modules that exist.
+
+        The layer uses the modules themselves, not copies: parameters, running statistics, hooks, mode and device are
+        shared, and an optimiser that exists continues to work.
+
+        Parameters
+        ----------
+        linear : nn.Linear
+            Becomes `layer.linear`.
+        norm : nn.BatchNorm1d or nn.SyncBatchNorm
+            Becomes `layer.norm`; of as many features as `linear` has outputs.
+        scale : Parameter, optional
+            (out_features,) or one element; becomes `layer.scale`.
+        activation, precision, gemm
+            As for `LinearBatchNorm1d`.
+
+        Returns
+        -------
+        LinearBatchNorm1d
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is of another type, a module is lazy and has not run, or the numbers of features differ.
+
+        Notes
+        -----
+        The names in the state_dict are those of any layer, ``linear.*`` and ``norm.*``. To load a checkpoint that has
+        the names of the modules, load it before this call, or rename its keys as in the second example.
+
+        Examples
+        --------
+        In a model whose ``forward`` computes ``relu(bn1(fc1(x)))``:
+
+        >>> from torch import nn
+        >>> import gsbn.torch
+        >>> model = nn.ModuleDict({"fc1": nn.Linear(64, 32), "bn1": nn.BatchNorm1d(32)})
+        >>> checkpoint = model.state_dict()
+        >>> layer = gsbn.torch.LinearBatchNorm1d.from_modules(model["fc1"], model["bn1"], activation="relu")
+        >>> layer.linear.weight is model["fc1"].weight
+        True
+
+        A checkpoint of ``fc1`` and ``bn1`` in a model that has the layer as ``layer1``:
+
+        >>> names = {"fc1": "layer1.linear", "bn1": "layer1.norm"}
+        >>> parts = {key: key.rpartition(".") for key in checkpoint}
+        >>> renamed = {f"{names.get(m, m)}{dot}{name}": checkpoint[key] for key, (m, dot, name) in parts.items()}
+        >>> nn.ModuleDict({"layer1": gsbn.torch.LinearBatchNorm1d(64, 32, bias=True)}).load_state_dict(renamed)
+        <All keys matched successfully>
+        """
+        if not isinstance(linear, nn.Linear) or isinstance(linear, nn.LazyLinear):
+            raise TypeError(f"linear: expected an nn.Linear that is not lazy, got {type_name(linear)}")
+        if not isinstance(norm, (nn.BatchNorm1d, nn.SyncBatchNorm)) or isinstance(norm, nn.LazyBatchNorm1d):
+            raise TypeError(
+                f"norm: expected an nn.BatchNorm1d or nn.SyncBatchNorm that is not lazy, got {type_name(norm)}"
+            )
+        if scale is not None and not isinstance(scale, nn.Parameter):
+            raise TypeError(f"scale: expected an nn.Parameter or None, got {type_name(scale)}")
+        features = linear.out_features
+        if norm.num_features != features:
+            raise ValueError(
+                f"norm: expected {features} features, as many as linear has outputs, got {norm.num_features}"
+            )
+        if scale is not None and tuple(scale.shape) != (features,) and scale.numel() != 1:
+            raise ValueError(f"scale: expected shape ({features},) or one element, got shape {tuple(scale.shape)}")
+        if activation is not None:
+            choice("activation", activation, ACTIVATIONS)
+        choice("precision", precision, PRECISIONS)
+        choice("gemm", gemm, GEMMS)
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.training = norm.training
+        made.linear = linear
+        made.norm = cast(nn.BatchNorm1d, norm)
+        made.register_parameter("scale", scale)
+        made.activation = activation
+        made.precision = precision
+        made.gemm = gemm
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute y from x."""
         modules, parameters = self._modules, self._parameters
@@ -121,6 +214,8 @@ class LinearBatchNorm1d(nn.Module):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
+        if x.dim() == 3 and linear.__class__ is nn.Linear and not torch.jit.is_tracing():
+            check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
         y = norm(z.transpose(1, 2) if x.dim() == 3 else z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,19 @@ def test_the_public_names() -> None:
     assert gsbn.__version__.count(".") == 2
     with pytest.raises(TypeError, match="unexpected keyword"):
         gsbn.forward(None, None, None, affine=None)
+    assert {"torch", "bench"} <= {*dir(gsbn)} or not find_spec("torch")
+    assert "TYPE_CHECKING" not in dir(gsbn) and {*gsbn.__all__} <= {*dir(gsbn)}
+
+
+def test_help_works_without_torch() -> None:
+    script = """
+import pydoc
+import gsbn
+
+assert "torch" not in dir(gsbn) and "bench" in dir(gsbn)
+text = pydoc.plain(pydoc.render_doc(gsbn))
+assert "gsbn - Linear, per-feature scale, BatchNorm1d and ReLU in one call" in text
+print(text[text.index("    forward(") :].partition(")")[0])
+"""
+    signature = python(BLOCKER + script)
+    assert "x: 'Array[Any] | AnyArray', weight: 'AnyArray | Prepared'" in signature and ": 'Any'" not in signature

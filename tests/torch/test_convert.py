@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -44,6 +47,17 @@ class Backwards(nn.Sequential):
         for module in reversed(self):
             x = module(x)
         return x
+
+
+class Block(nn.Sequential):
+    """A subclass without a forward of its own, as torchvision has them."""
+
+    def __init__(self, out: int = 6, between: Any = ()) -> None:
+        super().__init__(nn.Linear(I, out), *between, nn.BatchNorm1d(out), nn.ReLU())
+        self.out = out
+
+    def extra_repr(self) -> str:
+        return f"out={self.out}"
 
 
 def row(*between: nn.Module, out: int = 6, **options: Any) -> nn.Sequential:
@@ -132,8 +146,88 @@ def test_twice_is_once() -> None:
     assert convert(model).replaced == (("0", "1", "2"),)
 
 
+@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle", "torch.save"])
+def test_a_subclass_without_a_forward_of_its_own(calls: list[Any], how: str) -> None:
+    ours, plain = converted(Block(between=[Scale(6)]).double(), scales=(Scale,))
+    assert type(ours) is not Block and isinstance(ours, Block) and isinstance(ours, gsbn.torch.Sequential)
+    assert type(ours).__name__ == "Block" and ours.out == 6
+    assert convert(ours, scales=(Scale,)).replaced == (("0", "1", "2", "3"),), "twice is once"
+    made = ours
+    if how == "deepcopy":
+        made = copy.deepcopy(ours)
+    elif how == "pickle":
+        made = pickle.loads(pickle.dumps(ours))
+    elif how == "torch.save":
+        torch.save(ours, memory := io.BytesIO())
+        made = torch.load(io.BytesIO(memory.getvalue()), weights_only=False)
+    assert type(made) is type(ours)
+    assert_same(step(made, batch()), step(copy.deepcopy(plain), batch()))
+    assert calls == ["relu"]
+    revert(made)
+    assert type(made) is Block and set(vars(made)) == set(vars(plain))
+    assert_same([made.eval()(batch())], [step(plain, batch()) and plain.eval()(batch())])
+    assert calls == ["relu"]
+
+
+def test_a_forward_that_an_instance_has_is_seen() -> None:
+    model = row()
+    model.forward = lambda x: x
+    assert "which has a forward of its own" in convert(model).left[0].why and type(model) is nn.Sequential
+
+
+def test_a_subclass_of_gsbns_own_sequential_keeps_its_class(calls: list[Any]) -> None:
+    class Mine(gsbn.torch.Sequential):
+        pass
+
+    model = Mine(*row())
+    assert convert(model).replaced == (("0", "1", "2"),) and type(model) is Mine
+    model(torch.randn(8, I))
+    revert(model)
+    assert type(model) is Mine and calls == ["relu"]
+
+
+def test_the_compiler_takes_a_subclass() -> None:
+    ours, plain = converted(Block().double())
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_same([compiled(batch())], [plain(batch())])
+
+
+def test_what_it_prints() -> None:
+    model = nn.Sequential(nn.Flatten(), *row(Scale(6)), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model.add_module("last", Block(4))
+    before = repr(model)
+    convert(model, scales=(Scale,))
+    ours = ["  one call of gsbn: 1 + 2 + 3 + 4", "  one call of gsbn: 5 + 6", "    one call of gsbn: 0 + 1 + 2"]
+    assert [line for line in repr(model).splitlines() if line not in before.splitlines()] == ours
+    assert repr(model).splitlines()[:3] == ["Sequential(", *ours[:2]] and "    out=4\n    one call of" in repr(model)
+    model[5].register_forward_hook(lambda *a: None)
+    assert ours[1] not in repr(model) and ours[0] in repr(model)
+    revert(model)
+    assert repr(model) == before
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_pickles_name_public_modules_only(protocol: int) -> None:
+    model = nn.Sequential(row(), Block(), nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)))
+    report = convert(model)
+    model.append(gsbn.torch.LinearBatchNorm1d(6, 6))
+    saved = gsbn.forward(np.ones((20, 3)), np.ones((2, 3)), training=True, return_saved=True)[1]
+    plan = gsbn.describe(np.ones((20, 3)), np.ones((2, 3)), training=True)
+    for thing in (model, report, saved, plan, gsbn.torch.convert):
+        data = pickle.dumps(thing, protocol)
+        assert {b"gsbn" + rest for rest in re.findall(rb"gsbn([.\w]*)", data) if b"._" in rest} == set()
+        assert type(pickle.loads(data)) is type(thing)
+
+
+def test_pickles_of_earlier_versions_can_be_loaded() -> None:
+    assert pickle.loads(b"cgsbn.torch._convert\nSequential\n.") is gsbn.torch.Sequential
+    assert pickle.loads(b"cgsbn.torch._layer\nLinearBatchNorm1d\n.") is gsbn.torch.LinearBatchNorm1d
+    assert pickle.loads(b"cgsbn._saved\nSaved\n.") is gsbn.Saved
+
+
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "not in a row": (lambda: nn.ModuleList([nn.Linear(I, 6), nn.BatchNorm1d(6)]), "1", "not in an nn.Sequential"),
+    "not in a row": (lambda: nn.ModuleList([nn.Linear(I, 6), nn.BatchNorm1d(6)]), "1",
+                     "use LinearBatchNorm1d.from_modules"),
     "alone": (lambda: nn.BatchNorm1d(6), "", "not in an nn.Sequential"),
     "first": (lambda: nn.Sequential(nn.BatchNorm1d(I)), "0", "no nn.Linear stands before it"),
     "behind ReLU": (lambda: row(nn.ReLU()), "2", "follows a ReLU, not an nn.Linear or a class in scales="),
@@ -142,7 +236,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "other features": (lambda: nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(5)), "1", "5 features, its nn.Linear 6"),
     "a subclass": (lambda: nn.Sequential(nn.Linear(I, 6), Doubled(6)), "1", "it is a Doubled"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6), nn.BatchNorm1d(6)), "1", "follows a LazyLinear"),
-    "a subclass of Sequential": (lambda: Backwards(*row()), "1", "its row is a Backwards"),
+    "a subclass of Sequential": (lambda: Backwards(*row()), "1",
+                                 "its row is a Backwards, which has a forward of its own: put the modules in an nn."),
     "weight_norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(I, 6)), nn.BatchNorm1d(6)), "1",
                     "follows a ParametrizedLinear"),
     "pruned": (lambda: nn.Sequential(prune.l1_unstructured(nn.Linear(I, 6), "weight", 0.5), nn.BatchNorm1d(6)), "1",
@@ -260,7 +355,12 @@ def test_three_dimensions_are_left_to_the_modules(calls: list[Any]) -> None:
     """There the features are the last dimension for Linear, and the middle one for BatchNorm1d."""
     ours, plain = converted(nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6)).double())
     assert_same(step(ours, batch(shape=(4, 6, I))), step(plain, batch(shape=(4, 6, I))))
-    assert calls == []
+    errors = []
+    for model in (ours, plain):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            model(batch(shape=(4, 5, I)))  # (N, L, C), which BatchNorm1d reads as (N, C, L)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1] and calls == []
 
 
 def test_where_the_modules_win_they_run(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +377,10 @@ def test_sync_batch_norm_of_one_process(device: str, calls: list[Any], training:
     plain = row(Scale(6), momentum=None).to(device, torch.float64).train(training)
     ours = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
     norm, printed, state = ours[2], repr(ours), list(ours.state_dict())
+    shown = printed.replace("(\n", "(\n  one call of gsbn: 0 + 1 + 2 + 3\n", 1)
     assert str(convert(ours, scales=(Scale,))) == "replaced 0 + 1 + 2 + 3" == str(convert(ours, scales=(Scale,)))
     assert ours[2] is norm and type(norm) is gsbn.torch.SyncBatchNorm
-    assert repr(ours) == printed and list(ours.state_dict()) == state
+    assert repr(ours) == shown and list(ours.state_dict()) == state
     for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert_same(step(model, batch(device)), step(copy.deepcopy(plain), batch(device)))
     assert calls == ["relu"] * 3

@@ -71,6 +71,22 @@ def test_a_row_of_three_dimensions_is_not_copied() -> None:
     assert y.transpose(1, 2).reshape(24, O).data_ptr() == y.data_ptr()
 
 
+@pytest.mark.parametrize("here", ["gsbn", "the modules"])
+@pytest.mark.parametrize(("shape", "use"), [((4, 6, I), r"; use x\.transpose\(1, 2\), as this is \(N, L, 7\)$"),
+                                            ((4, 6, 3), r"got shape \(4, 6, 3\)$")])  # fmt: skip
+def test_how_three_dimensions_are_read_is_said(here: str, shape: tuple[int, ...], use: str) -> None:
+    layer, _ = pair()
+    if here == "the modules":
+        layer.norm.register_forward_hook(lambda *a: None)
+    with pytest.raises(ValueError, match=r"^x: read as \(N, C, L\), .* C = 7 features; .*" + use):
+        layer(batch(shape=shape))
+    with pytest.raises(ValueError, match=use):
+        linear_batch_norm(batch(shape=shape), layer.linear.weight, training=True)
+    x = batch(shape=(4, 6, I)).transpose(1, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    assert_same([compiled(x)], [layer(x)])
+
+
 def test_initialised_as_pytorchs() -> None:
     torch.manual_seed(3)
     linear, norm = nn.Linear(I, O), nn.BatchNorm1d(O)
@@ -89,6 +105,70 @@ def test_what_it_prints() -> None:
     assert "LinearBatchNorm1d(\n  (linear): Linear(in_features=7" in repr(LinearBatchNorm1d(I, O))
     layer = LinearBatchNorm1d(I, O, scale=True, activation="relu", precision="high", gemm="sm90")
     assert layer.extra_repr() == "scale=True, activation=relu, precision=high, gemm=sm90"
+
+
+@pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_layer_of_modules_that_exist(options: dict[str, Any], sync: bool, shape: tuple[int, ...]) -> None:
+    theirs = pair(**options)[1]
+    own = copy.deepcopy(theirs)
+    if sync:
+        nn.SyncBatchNorm.convert_sync_batchnorm(own)
+    own.norm.train(not sync)
+    layer = LinearBatchNorm1d.from_modules(own.linear, own.norm, own.scale, own.activation)
+    assert (layer.linear, layer.norm, layer.scale) == (own.linear, own.norm, own.scale)
+    assert layer.training is own.norm.training
+    x = batch(shape=shape)
+    for training in (True, False):
+        found, wanted = (step(model.train(training), x) for model in (layer, theirs))
+        assert_same(found[:2], wanted[:2])
+        assert all(own_p is p for own_p, p in zip(own.parameters(), layer.parameters(), strict=True))
+        assert_same(list(own.buffers()), list(theirs.buffers()))
+
+
+def test_a_checkpoint_of_two_modules_is_loaded_before_or_with_other_names() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.bn1, self.head = nn.Linear(I, O), nn.BatchNorm1d(O), nn.Linear(O, 3)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(self.bn1(self.fc1(x)).relu())
+
+    plain, before, after = (Model().double() for _ in range(3))
+    step(plain, batch())
+    checkpoint = plain.state_dict()
+    before.load_state_dict(checkpoint)
+    for model in (before, after):  # the forward stays as it is
+        model.fc1 = LinearBatchNorm1d.from_modules(model.fc1, model.bn1)
+        model.bn1 = nn.Identity()
+    names = {"fc1": "fc1.linear", "bn1": "fc1.norm"}
+    parts = {key: key.rpartition(".") for key in checkpoint}
+    after.load_state_dict({f"{names.get(m, m)}{dot}{k}": checkpoint[key] for key, (m, dot, k) in parts.items()})
+    for training in (True, False):
+        wanted = plain.train(training)(batch())
+        assert_same([before.train(training)(batch()), after.train(training)(batch())], [wanted, wanted])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((nn.ReLU(), nn.BatchNorm1d(O)), {}, TypeError, r"linear: expected an nn\.Linear .* got .*ReLU"),
+        ((nn.LazyLinear(O), nn.BatchNorm1d(O)), {}, TypeError, "linear: .* not lazy"),
+        ((nn.Linear(I, O), nn.LayerNorm(O)), {}, TypeError, r"norm: expected an nn\.BatchNorm1d"),
+        ((nn.Linear(I, O), nn.LazyBatchNorm1d()), {}, TypeError, "norm: .* not lazy"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O + 1)), {}, ValueError, f"norm: expected {O} features.* got {O + 1}"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O), torch.ones(O)), {}, TypeError, r"scale: expected an nn\.Parameter"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O), nn.Parameter(torch.ones(2))), {}, ValueError, "scale: expected shape"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"activation": "gelu"}, ValueError, "activation: expected one of"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"precision": "low"}, ValueError, "precision: expected one of"),
+        ((nn.Linear(I, O), nn.BatchNorm1d(O)), {"gemm": "sm80"}, ValueError, "gemm: expected one of"),
+    ],
+)
+def test_modules_that_make_no_layer(arguments: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        LinearBatchNorm1d.from_modules(*arguments, **options)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
