@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from typer.core import TyperCommand
 
 import gsbn
 
@@ -33,13 +34,23 @@ app: typer.Typer = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Linear, per-feature scale and BatchNorm1d as CUDA kernels: what this machine has, and how good it is.",
 )  # fmt: skip
-out: Console = Console()
-err: Console = Console(stderr=True)
+PLAIN = bool(os.environ.get("NO_COLOR"))  # then no escape codes at all: neither bold letters nor a progress bar
+out: Console = Console(color_system=None if PLAIN else "auto")
+err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 
 STDOUT = Path("-")
 DAY, MILLION = 86400.0, 10**6  # what is longer or more than that is a slip of the finger
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
 Shape = tuple[int, int, int]
+
+
+class _Command(TyperCommand):
+    """A command that says what an option without its file could have."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[-1] in ("--json", "--csv"):
+            raise typer.BadParameter(f"expected a file, or - for stdout: {args[-1]} -", param_hint=f"'{args[-1]}'")
+        return super().parse_args(ctx, args)
 
 
 def _file(file: Path | None) -> Path | None:
@@ -77,6 +88,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _any_of(names: Iterable[str], several: bool = True) -> str:
+    """What an option takes, for its help: in the column of types the terminal would break the names."""
+    return f"{', '.join(names)}{'; may be given again' if several else ''}."
+
+
 AsJson = Annotated[
     Path | None,
     typer.Option(
@@ -98,6 +114,10 @@ _OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the 
 def main() -> None:
     """Run the command line. Streams of any encoding will do, such as a pipe's that is not UTF-8."""
     spell_out(sys.stdout, sys.stderr)
+    if PLAIN:
+        from typer import rich_utils
+
+        rich_utils.COLOR_SYSTEM = None
     app()
 
 
@@ -110,7 +130,7 @@ def common(
     pass
 
 
-@app.command()
+@app.command(cls=_Command)
 def info(
     as_json: AsJson = None,
     shape: Annotated[str, typer.Option(help="B,I,O that the paths are told for.")] = "1024,8192,8192",
@@ -129,17 +149,20 @@ def info(
     _save(as_json, environment | content)
 
 
-@app.command()
+@app.command(cls=_Command)
 def check(
     as_json: AsJson = None,
-    dtype: Annotated[list[_Kind] | None, typer.Option(help="Only these.")] = None,
-    family: Annotated[list[_Family] | None, typer.Option(help="Only these inputs.")] = None,
+    dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=f"Only this of {_any_of(DTYPES)}")] = None,
+    family: Annotated[
+        list[_Family] | None, typer.Option(metavar="NAME", help=f"Only this input of {_any_of(FAMILIES)}")
+    ] = None,
     shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
     activation: _OfActivation = None,
     scale: _OfScale = True,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Every error, and what the bound is.")] = False,
 ) -> None:
-    """Correctness and accuracy on this machine against float64.
+    """Correctness and accuracy on this machine against float64: the verdict, and what is nearest to its bound.
 
     Exit status 1 if gsbn leaves its bound, or if nothing could be checked.
     """
@@ -154,7 +177,8 @@ def check(
     failed = [c for c in checks if not c.passed]
     passed = bool(checks) and not failed
     show = _console(as_json)
-    tables.print_checks(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
+    print_tables = tables.print_checks if verbose else tables.print_nearest
+    print_tables(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
     for c in failed:
         where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
         what = c.failure or f"{page.share(c.share)} of the bound"
@@ -162,24 +186,30 @@ def check(
     held = sum(c.candidate.startswith("gsbn") for c in checks)
     said = f"{held - len(failed)} of {held} within the bound." if checks else "Nothing was checked."
     show.print(Text(said, style="green" if passed else "red"))
+    if checks and not verbose:
+        show.print(Text("--verbose shows every error, and what the bound is.", style="dim"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
     content |= {"activation": _value(activation), "scale": scale}
     _save(as_json, content | {"skipped": skipped, "checks": [c.row() for c in checks]})
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command(name="bench")
+@app.command(name="bench", cls=_Command)
 def bench_command(
     shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
-    preset: Annotated[_Preset | None, typer.Option(help=(
-        "Named shapes, before those of --shape. With neither: kernelbench, or small without a GPU. "
+    preset: Annotated[_Preset | None, typer.Option(metavar="NAME", help=(
+        f"{_any_of(_Preset.__members__, False)} Named shapes, before those of --shape. "
+        "With neither: kernelbench, or small without a GPU. "
         "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = None,
     of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
-    dtype: Annotated[list[_Kind] | None, typer.Option(help="May be given again; all but float64.")] = None,
-    mode: Annotated[_Mode, typer.Option()] = "training",  # type: ignore[assignment]
-    direction: Annotated[list[_Direction] | None, typer.Option(help="May be given again; forward.")] = None,
+    dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=(
+        f"{_any_of(DTYPES)} By default all but float64."))] = None,
+    mode: Annotated[_Mode, typer.Option(metavar="NAME", help=(
+        _any_of(_Mode.__members__, False)))] = "training",  # type: ignore[assignment]
+    direction: Annotated[list[_Direction] | None, typer.Option(metavar="NAME", help=(
+        f"{_any_of(GEMMS_BY_DIRECTION)} By default forward."))] = None,
     activation: _OfActivation = None,
     scale: _OfScale = True,
     only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
@@ -303,7 +333,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
         raise typer.BadParameter(why, param_hint=f"'{option}'")
 
 
-@app.command()
+@app.command(cls=_Command)
 def warmup(
     arch: Annotated[str | None, typer.Option(help="Compile for this GPU, such as sm_90, and need none.")] = None,
 ) -> None:
@@ -323,7 +353,9 @@ def _bar(unit: str) -> Iterator[turns.Progress]:
     It is drawn at each step and never by a thread of its own, which would disturb what is being timed.
     """
     columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=err, transient=True, auto_refresh=False, disable=not err.is_terminal) as progress:
+    with Progress(
+        *columns, console=err, transient=True, auto_refresh=False, disable=PLAIN or not err.is_terminal
+    ) as progress:
         task = progress.add_task(unit)
         yield lambda done, total, text: progress.update(
             task, completed=done, total=total, description=text, refresh=True

@@ -75,7 +75,7 @@ def _legend(report: Report) -> str:
         "interval that holds the true median with 95 % confidence, or the interval itself where that is more than a "
         "tenth (the machine was busy: try more --seconds). floor: share of the larger of FLOPs over the matrix rate "
         f"(TFLOP/s: {matrix or 'not measured'}{third}) and least bytes over the copy rate "
-        f"({report.rates.copy / 1e9:.4g} GB/s), measured in this run."
+        f"({report.rates.copy / 1e9:.4g} GB/s), measured in this run. gsbn ×: how many times as long as gsbn."
         + (" MB: peak beyond operands and result." if gpu else "")
     )
 

@@ -58,6 +58,29 @@ LEGEND = (
 )
 
 
+NEAREST = 5  # lines without --verbose
+
+
+def print_nearest(console: Console, checks: Sequence[Check], skipped: dict[str, str], variant: str = "") -> None:
+    """The few results of gsbn that are nearest to their bound or beyond it; and what was skipped, and why."""
+    ours = sorted((c for c in checks if c.candidate.startswith("gsbn")), key=lambda c: c.share, reverse=True)
+    rows = []
+    for c in ours[:NEAREST]:
+        named = {"y": c.y, "mean": c.running_mean, "variance": c.running_var}
+        named |= {f"d{name}": judged for name, judged in c.gradients.items()}
+        judged = {name: judged for name, judged in named.items() if judged}
+        result = max(judged, key=lambda name: judged[name].share, default=NOTHING)
+        error = f"{judged[result].norm_error:.1e}{'' if judged[result].relative else '*'}" if judged else NOTHING
+        mode = "training" if c.training else "inference"
+        style = "" if c.passed else "red"
+        rows.append(Row([f"{c.kind}, {c.family}", mode, NAMES[c.candidate], result, error, share(c.share)], style))
+    columns = ["", "mode", "path", "result", "error", "of its bound"]
+    print_table(console, f"gsbn against float64{variant}, nearest to the bound", columns, rows, columns[1:4])
+    if any(str(row.cells[4]).endswith("*") for row in rows):
+        console.print(Text("*: the norm of the error itself, not over the truth's.", style="dim"))
+    _print_skipped(console, skipped)
+
+
 def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, str], variant: str = "") -> None:
     """Every error beside its share of the bound; what was skipped, and why; what the bound is. ``variant`` tells in
     the titles what sets the layer apart, as ``Case.variant``."""
@@ -74,6 +97,10 @@ def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, s
     _print_errors(console, f"Others in training{variant}, which are not held to the bound", groups, peers)
     if checks:
         console.print(Text(f"{LEGEND}\n{DERIVATION}", style="dim"))
+    _print_skipped(console, skipped)
+
+
+def _print_skipped(console: Console, skipped: dict[str, str]) -> None:
     for name, why in skipped.items():
         console.print(Text(f"{NAMES.get(name, name)}: skipped, because {why}", style="yellow"), soft_wrap=True)
 

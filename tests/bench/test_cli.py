@@ -94,7 +94,10 @@ def test_the_remedy_fits_the_trouble(
 
 
 def test_check_passes_here_and_shows_the_bound() -> None:
-    output = run("check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20").stdout
+    quick = ["check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20"]
+    short = run(*quick).stdout
+    assert "32 of 32 within the bound" in short and "--verbose" in short and len(short.splitlines()) <= 14
+    output = run(*quick, "--verbose").stdout
     assert "32 of 32 within the bound" in output
     assert "sqrt(g²" in output
     for family in bounds.FAMILIES:
@@ -111,7 +114,8 @@ def test_check_passes_here_and_shows_the_bound() -> None:
 
 def test_check_knows_an_activation_and_a_layer_without_scale() -> None:
     quick = ["check", "--dtype", "float32", "--dtype", "bfloat16", "--shape", "40,30,20", "--activation", "relu"]
-    result = run(*quick, "--no-scale")
+    assert "gsbn against float64, relu, no scale, nearest" in run(*quick, "--no-scale").stdout
+    result = run(*quick, "--no-scale", "--verbose")
     assert "32 of 32 within the bound" in result.stdout
     assert "gsbn against float64, relu, no scale" in result.stdout
     assert "dscale" not in result.stdout, "a column without a value"
@@ -196,7 +200,9 @@ def test_an_error_beside_a_truth_of_zero_is_absolute() -> None:
     assert (weight["relative"], beta["relative"]) == (False, True)
     assert weight["norm_error"] <= weight["norm_bound"] < 1e-6
     assert 0 < beta["norm_error"] < beta["norm_bound"] < 1e-12
-    (line,) = [line for line in run(*command).stdout.split("dweight")[1].splitlines() if "constant" in line][:1]
+    (line,) = [
+        line for line in run(*command, "--verbose").stdout.split("dweight")[1].splitlines() if "constant" in line
+    ][:1]
     errors = [float(error) for error in re.findall(r"\d\.\de[+-]\d\d|(?<= )0(?= )", line)]
     assert len(errors) == 5 and max(errors) < 1e-6
     assert f"{weight['norm_error']:.1e}* " in line
@@ -244,6 +250,7 @@ def test_shapes_of_a_preset_and_shapes_of_their_own(monkeypatch: pytest.MonkeyPa
 def test_a_cpu_has_no_device_time() -> None:
     result = run(*QUICK, "--only", "gsbn,gemm-numpy")
     assert "wall-clock time" in result.stdout
+    assert "gsbn ×: how many times as long as gsbn" in " ".join(result.stdout.split())
     for absent in ("device", "host µs", "MB", "GPU"):
         assert absent not in result.stdout
 
@@ -339,7 +346,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
         (["bench", "--preset", "models", "--only", "jax"], "--only"),
         (["bench", "--json", "-", "--csv", "-"], "--csv"),
-        (["check", "--json"], "--json"),
+        (["check", "--json"], "expected a file, or - for stdout: --json -"),
+        (["bench", "--csv"], "--csv -"),
         (["--no-such-option"], "--no-such-option"),
     ],
 )

@@ -77,6 +77,14 @@ def test_check_shows_the_same_numbers_at_any_width(width: int) -> None:
         assert whole in text
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_check_shows_what_is_nearest_to_its_bound(width: int) -> None:
+    text = printed(width, tables.print_nearest, checks(), {"tf32": "no"}, ", relu")
+    assert re.findall(r"(\d+)%", text) == ["56", "56", "49", "49", "42"]
+    assert "tf32: skipped, because no" in text and "PyTorch" not in text and "constant" in text
+    assert text.startswith("gsbn against float64, relu, nearest")
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 99])
 def test_bench_shows_the_same_numbers_at_any_width(width: int) -> None:
     text, wide = (printed(w, layers_page.print_report, report()) for w in (width, 99))
@@ -173,7 +181,14 @@ for command in sys.argv[1:]:
         print(f"status {status.code}")
 """
     quick = "--dtype float32 --shape 12,12,12"
-    commands = ["--help", "bench --help", "info", f"check {quick}", "check --shape ☃", f"check {quick} --json -"]
+    commands = [
+        "--help",
+        "bench --help",
+        "info",
+        f"check --verbose {quick}",
+        "check --shape ☃",
+        f"check {quick} --json -",
+    ]
     commands += [f"bench {quick} --seconds 0.01 --settle 0 --calls 1"]
     environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
     run = subprocess.run(
@@ -187,3 +202,26 @@ for command in sys.argv[1:]:
     assert "->" in out
     assert "--shape" in errors
     assert "?" not in out + errors and "\\u" not in (out + errors).replace("\\u2603", "")
+
+
+@pytest.mark.parametrize("command", ["", "info", "check", "bench", "warmup"])
+def test_help_at_80_columns_breaks_no_word(command: str) -> None:
+    def words(width: int) -> set[str]:
+        environment = os.environ | {"COLUMNS": str(width), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+        line = [sys.executable, "-m", "gsbn", *command.split(), "--help"]
+        run = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, check=True, timeout=120)
+        return set(re.sub(r"[│╭╮╰╯─]", " ", run.stdout.decode()).split())
+
+    assert words(80) == words(300)
+
+
+def test_no_color_leaves_no_escape_codes() -> None:
+    commands = ["--help", "info", "info --help", "check --dtype float32 --shape 12,12,12", "check --json", "warmup"]
+    environment = os.environ | {"FORCE_COLOR": "1", "PYTHONIOENCODING": "utf-8", "CUDA_VISIBLE_DEVICES": ""}
+    for no_color in ("1", ""):
+        coloured = 0
+        for command in commands:
+            line = [sys.executable, "-m", "gsbn", *command.split()]
+            run = subprocess.run(line, cwd=ROOT, env=environment | {"NO_COLOR": no_color}, capture_output=True)
+            coloured += b"\x1b" in run.stdout + run.stderr
+        assert coloured == 0 if no_color else coloured > 0
