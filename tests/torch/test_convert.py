@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -21,77 +18,9 @@ import gsbn.torch  # noqa: E402
 from gsbn.torch import _modules as modules  # noqa: E402
 from gsbn.torch import convert, revert  # noqa: E402
 from tests.torch.layers import assert_same, batch, step  # noqa: E402
+from tests.torch.models import Backwards, Doubled, I, Scale, call, converted, network, row  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
-I = 7
-
-
-class Scale(nn.Module):
-    """As in KernelBench's problems."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(shape) + 0.5)
-
-    def forward(self, x: Any) -> Any:
-        return x * self.scale
-
-
-class Doubled(nn.BatchNorm1d):
-    def forward(self, x: Any) -> Any:
-        return 2 * super().forward(x)
-
-
-class Backwards(nn.Sequential):
-    def forward(self, x: Any) -> Any:
-        for module in reversed(self):
-            x = module(x)
-        return x
-
-
-class Block(nn.Sequential):
-    """A subclass without a forward of its own, as torchvision has them."""
-
-    def __init__(self, out: int = 6, between: Any = ()) -> None:
-        super().__init__(nn.Linear(I, out), *between, nn.BatchNorm1d(out), nn.ReLU())
-        self.out = out
-
-    def extra_repr(self) -> str:
-        return f"out={self.out}"
-
-
-def row(*between: nn.Module, out: int = 6, **options: Any) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(I, out), *between, nn.BatchNorm1d(out, **options), nn.ReLU())
-
-
-def network() -> nn.Module:
-    """Nested modules; some can be converted, others cannot."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict()
-    model["encoder"] = nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.0), nn.Linear(6, I))
-    model["blocks"] = nn.Sequential(row(Scale(6), momentum=None), nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
-    model["head"] = nn.Linear(4, 3)
-    model.forward = None  # never called: `call` replaces it
-    return model.double()
-
-
-def call(model: Any) -> Callable[[Any], Any]:
-    return lambda x: model["head"](model["blocks"](model["encoder"](x)))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The activations of the calls of gsbn."""
-    made: list[Any] = []
-    fused = modules.fused
-    monkeypatch.setattr(modules, "fused", lambda *a: made.append(a[4]) or fused(*a))
-    return made
-
-
-def converted(model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    plain = copy.deepcopy(model)
-    convert(model, **options)
-    return model, plain
 
 
 def test_a_network(device: str, calls: list[Any]) -> None:
@@ -144,85 +73,6 @@ def test_twice_is_once() -> None:
     model = row()
     assert convert(model) == convert(model)
     assert convert(model).replaced == (("0", "1", "2"),)
-
-
-@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle", "torch.save"])
-def test_a_subclass_without_a_forward_of_its_own(calls: list[Any], how: str) -> None:
-    ours, plain = converted(Block(between=[Scale(6)]).double(), scales=(Scale,))
-    assert type(ours) is not Block and isinstance(ours, Block) and isinstance(ours, gsbn.torch.Sequential)
-    assert type(ours).__name__ == "Block" and ours.out == 6
-    assert convert(ours, scales=(Scale,)).replaced == (("0", "1", "2", "3"),), "twice is once"
-    made = ours
-    if how == "deepcopy":
-        made = copy.deepcopy(ours)
-    elif how == "pickle":
-        made = pickle.loads(pickle.dumps(ours))
-    elif how == "torch.save":
-        torch.save(ours, memory := io.BytesIO())
-        made = torch.load(io.BytesIO(memory.getvalue()), weights_only=False)
-    assert type(made) is type(ours)
-    assert_same(step(made, batch()), step(copy.deepcopy(plain), batch()))
-    assert calls == ["relu"]
-    revert(made)
-    assert type(made) is Block and set(vars(made)) == set(vars(plain))
-    assert_same([made.eval()(batch())], [step(plain, batch()) and plain.eval()(batch())])
-    assert calls == ["relu"]
-
-
-def test_a_forward_that_an_instance_has_is_seen() -> None:
-    model = row()
-    model.forward = lambda x: x
-    assert "which has a forward of its own" in convert(model).left[0].why and type(model) is nn.Sequential
-
-
-def test_a_subclass_of_gsbns_own_sequential_keeps_its_class(calls: list[Any]) -> None:
-    class Mine(gsbn.torch.Sequential):
-        pass
-
-    model = Mine(*row())
-    assert convert(model).replaced == (("0", "1", "2"),) and type(model) is Mine
-    model(torch.randn(8, I))
-    revert(model)
-    assert type(model) is Mine and calls == ["relu"]
-
-
-def test_the_compiler_takes_a_subclass() -> None:
-    ours, plain = converted(Block().double())
-    compiled = torch.compile(ours, fullgraph=True, backend="eager")
-    assert_same([compiled(batch())], [plain(batch())])
-
-
-def test_what_it_prints() -> None:
-    model = nn.Sequential(nn.Flatten(), *row(Scale(6)), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout())
-    model.add_module("last", Block(4))
-    before = repr(model)
-    convert(model, scales=(Scale,))
-    ours = ["  one call of gsbn: 1 + 2 + 3 + 4", "  one call of gsbn: 5 + 6", "    one call of gsbn: 0 + 1 + 2"]
-    assert [line for line in repr(model).splitlines() if line not in before.splitlines()] == ours
-    assert repr(model).splitlines()[:3] == ["Sequential(", *ours[:2]] and "    out=4\n    one call of" in repr(model)
-    model[5].register_forward_hook(lambda *a: None)
-    assert ours[1] not in repr(model) and ours[0] in repr(model)
-    revert(model)
-    assert repr(model) == before
-
-
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_pickles_name_public_modules_only(protocol: int) -> None:
-    model = nn.Sequential(row(), Block(), nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6)))
-    report = convert(model)
-    model.append(gsbn.torch.LinearBatchNorm1d(6, 6))
-    saved = gsbn.forward(np.ones((20, 3)), np.ones((2, 3)), training=True, return_saved=True)[1]
-    plan = gsbn.describe(np.ones((20, 3)), np.ones((2, 3)), training=True)
-    for thing in (model, report, saved, plan, gsbn.torch.convert):
-        data = pickle.dumps(thing, protocol)
-        assert {b"gsbn" + rest for rest in re.findall(rb"gsbn([.\w]*)", data) if b"._" in rest} == set()
-        assert type(pickle.loads(data)) is type(thing)
-
-
-def test_pickles_of_earlier_versions_can_be_loaded() -> None:
-    assert pickle.loads(b"cgsbn.torch._convert\nSequential\n.") is gsbn.torch.Sequential
-    assert pickle.loads(b"cgsbn.torch._layer\nLinearBatchNorm1d\n.") is gsbn.torch.LinearBatchNorm1d
-    assert pickle.loads(b"cgsbn._saved\nSaved\n.") is gsbn.Saved
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {

@@ -1,0 +1,18 @@
+"""Fixtures of the tests of gsbn.torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The activations of the calls of gsbn."""
+    from gsbn.torch import _modules as modules
+
+    made: list[Any] = []
+    fused = modules.fused
+    monkeypatch.setattr(modules, "fused", lambda *a: made.append(a[4]) or fused(*a))
+    return made
