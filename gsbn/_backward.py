@@ -286,7 +286,7 @@ def _program(
         training=how.training,
         needs=tuple(name for name in how.needs if name in ("x", "weight") or name in dtypes),
         vectors=Vectors(dtypes, how.scale_shape),
-        precision=_plan.precision_for(how.precision, n),
+        precision=_plan.precision_for(how.precision, n, k if how.linear else None),
         gemm=how.gemm,
         activation=how.activation,
         norm=how.norm,

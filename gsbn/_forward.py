@@ -374,7 +374,7 @@ def _program(
         training=bool(training),
         momentum=momentum,
         eps=eps,
-        precision=_plan.precision_for(precision, n),
+        precision=_plan.precision_for(precision, n, k),
         gemm=gemm,
         prepared=limbs,
         saves=bool(return_saved),

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (p.splits == 0) await_kernel_ahead();
     __shared__ uint4 pipeline[STAGES * CHUNKS * THREADS];
     __shared__ alignas(VEC * sizeof(G)) G stored[DG_ROWS][COLUMNS];
-    __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
+    __shared__ double scratch[MERGED_BY_MANY ? SUMS * THREADS : 1];
     extern __shared__ T tile[];  // with TRANSPOSED [VEC][LANES][TILE + 1]: an odd pitch keeps lanes in different banks
 
     const Places<THREADS, VEC> at_once(TRANSPOSED ? LANES : p.row_threads);
@@ -70,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             // read until here.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
-                         [&](long long c, int column, double S, double E) {
-                             store_feature(p, Factors{saved, p.n, c}, S, E, item < blocks, to_bias, to_scale, to_gamma,
+                         [&](long long c, int column, const ColumnSums& sums) {
+                             store_feature(p, Factors{saved, p.n, c}, sums, item < blocks, to_bias, to_scale, to_gamma,
                                            to_beta, &stored[0][0], COLUMNS, column);
                          });
         }
@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 // merge_sums: turns the sums of each rank into those of all ranks, in training. A thread has one column. First, unless
 // `gathered` is given, it merges the splits, stores the gradients of size O, and posts S and D: to the other ranks or,
 // for another library to gather, to `posted`. Then, unless `totals` is null, it collects those of all ranks, adds them
-// in the order of the ranks, and writes them to `totals` (2, n). It waits for other ranks as merge_statistics does.
+// in the order of the ranks, and writes them to `totals` (SUMS, n). It waits for other ranks as merge_statistics does.
+// Ranks do not exchange F and Q: `totals` has those of deviations that were not rounded.
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_sums(const __grid_constant__ BackwardProblem p, const double* saved, const char* workspace, double* posted,
                Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
@@ -126,10 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         posted[ROWS_AT] = static_cast<double>(p.m);
         posted[CALL_AT] = static_cast<double>(p.signature);
     }
-    __shared__ double scratch[MERGED_BY_MANY ? 2 * THREADS : 1];
+    __shared__ double scratch[MERGED_BY_MANY ? SUMS * THREADS : 1];
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
-        const auto post = [&](long long c, int, double S, double E) {
+        const auto post = [&](long long c, int, const ColumnSums& sums) {
+            const double S = sums.of[0], E = sums.of[1];
             store_gradients(p, Factors{saved, p.n, c}, S, E, to_bias, to_scale, to_gamma, to_beta);
             const double unit = saved[SAVED_UNIT * p.n + c];
             if (posted == nullptr) {
@@ -148,6 +150,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         merge_totals(exchange, p, c, saved[SAVED_UNIT * p.n + c], S, E);
         totals[c] = S;
         totals[p.n + c] = E;
+        if constexpr (ROUNDED) {
+            const double rate = saved[SAVED_RATE * p.n + c], rest = saved[SAVED_REST * p.n + c];
+            totals[2 * p.n + c] = 0.0;
+            totals[3 * p.n + c] = rate == 0.0 ? 0.0 : static_cast<double>(p.m) * (1.0 - rest) / rate;
+        }
     });
     __syncthreads();
     if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);

@@ -22,11 +22,11 @@ struct Shared {
     uint4 pipeline[STAGES * CHUNKS * THREADS];
     Totals<THREADS, VEC> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
-    ClusterTotals<WIDEST> of_cluster;
+    ClusterTotals<WIDEST, true, SUMS / 2> of_cluster;
 };
 // Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
 constexpr int TOTALS_BYTES = 2 * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
-constexpr int CLUSTER_BYTES = 16 * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
+constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
 constexpr int SHARED_BYTES =
     (16 * STAGES * CHUNKS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
 static_assert(sizeof(Shared) <= SHARED_BYTES, "a launch gives less than is used");
@@ -56,23 +56,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
 
-        double sum[VEC] = {}, dot[VEC] = {};
-        add_rows<false>(rows, centre, before, sum, dot);
-        double S, E;
-        total(memory.totals, static_cast<int>(p.row_threads), sum, dot, S, E);
-        memory.of_cluster.add(rank, column, part == 0, S, E);
+        double sums[SUMS][VEC] = {};
+        add_rows<false>(rows, centre, before, sums);
+        ColumnSums all;
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 2)
+            total(memory.totals, static_cast<int>(p.row_threads), sums[i], sums[i + 1], all.of[i], all.of[i + 1]);
+        memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
-            double S_of_all = S, E_of_all = E;
+            const double S = all.of[0], E = all.of[1];
+            const Projection own = ranks == nullptr ? Projection(p, of, all) : Projection(S, E);
+            Projection of_all = own;
             if (TRAINING && ranks != nullptr && part == 0) {
                 const Exchange exchange(ranks, nullptr, 0, p.signature);
                 const double unit = of(SAVED_UNIT);
                 post_sums(exchange, p, of.c, unit, S, E);
-                merge_totals(exchange, p, of.c, unit, S_of_all, E_of_all);
+                merge_totals(exchange, p, of.c, unit, of_all.S, of_all.E);
             }
-            if (part == 0) store_coefficients(p, of, S_of_all, E_of_all, &memory.coefficients[0][0], WIDEST, column);
+            if (part == 0) store_coefficients(p, of, of_all, &memory.coefficients[0][0], WIDEST, column);
 #pragma unroll 1
             for (int i = parts - 1 - part; rank == 0 && i < GRADIENTS; i += parts)
-                store_gradient(i, p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
+                store_gradient(i, p, of, own.S, own.E, to_bias, to_scale, to_gamma, to_beta);
         }
         if (dg == nullptr) return;
         __syncthreads();

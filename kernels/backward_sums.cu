@@ -1,8 +1,9 @@
-// backward_sums: the sums S and E of the columns of dy and d (backward.cu has the formulas), the first of two passes.
+// backward_sums: the sums of the columns of dy and d (ColumnSums in backward/columns.cuh; backward.cu has the formulas),
+// the first of two passes.
 //
 //   dy (m, n) of T: rows on 16 bytes, or columns of stride 0
 //   d (m, n) of D, row pitch ldd, rows on 16 bytes, or null if no gradient needs E
-//   workspace (splits, 2, n): S and E of some rows each, in float64
+//   workspace (splits, SUMS, n): the sums of some rows each, in float64
 //
 // A CTA has a block of columns and sums_rows rows. A thread has VEC columns of every at_once.rows-th of these;
 // `row_threads` threads share a row (Places), and rows come through the thread's own pipeline in shared memory
@@ -22,9 +23,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
     clear(zeros, p.words);
     __shared__ alignas(16) union {
         uint4 pipeline[STAGES * CHUNKS * THREADS];
-        double sums[2][VEC][THREADS];  // the words of neighbouring threads are adjacent
+        double sums[2][VEC][THREADS];  // two at a time; the words of neighbouring threads are adjacent
     } memory;
-    __shared__ ClusterTotals<LANES * VEC, false> of_cluster;
+    __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2> of_cluster;
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();
@@ -43,31 +44,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
             count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.pipeline));
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
-        double sum[VEC] = {}, dot[VEC] = {};
-        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sum, dot);
-        __syncthreads();  // all rows have been read: the pipeline is free
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            memory.sums[0][j][threadIdx.x] = sum[j];
-            memory.sums[1][j][threadIdx.x] = dot[j];
-        }
-        __syncthreads();
+        double sums[SUMS][VEC] = {};
+        add_rows<true>(rows, centre, BeforeY(p, saved, col, inside), sums);
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // from here on a thread has one column
         const long long c = block * at_once.columns + column;
-        double S = 0.0, E = 0.0;
-        if (part == 0) {
-            const int row_threads = at_once.columns / VEC, j = column % VEC;
+        ColumnSums all;
+#pragma unroll
+        for (int pair = 0; pair < SUMS; pair += 2) {
+            __syncthreads();  // all rows, or sums, have been read: the memory is free
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                memory.sums[0][j][threadIdx.x] = sums[pair][j];
+                memory.sums[1][j][threadIdx.x] = sums[pair + 1][j];
+            }
+            __syncthreads();
+            if (part == 0) {
+                const int row_threads = at_once.columns / VEC, j = column % VEC;
 #pragma unroll 8
-            for (int i = column / VEC; i < at_once.rows * row_threads; i += row_threads) {
-                S += memory.sums[0][j][i];
-                E += memory.sums[1][j][i];
+                for (int i = column / VEC; i < at_once.rows * row_threads; i += row_threads) {
+                    all.of[pair] += memory.sums[0][j][i];
+                    all.of[pair + 1] += memory.sums[1][j][i];
+                }
             }
         }
-        of_cluster.add(rank, column, part == 0, S, E);
+        of_cluster.add(rank, column, part == 0, all.of);
         if (part > 0 || c >= p.n || column % CLUSTER != rank) return;
-        double* partials = reinterpret_cast<double*>(workspace) + split * 2 * p.n + c;
-        partials[0] = S;
-        partials[p.n] = E;
+        double* partials = reinterpret_cast<double*>(workspace) + split * SUMS * p.n + c;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) partials[i * p.n] = all.of[i];
     };
     if constexpr (CLUSTER == 1)
         for_each_item(at_once.blocks(p.n) * p.splits, work);

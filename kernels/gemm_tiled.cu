@@ -12,7 +12,9 @@
 // barrier a step.
 //
 // Accuracy: a plain sum over k errs by about u sqrt(k/6) norm-wise. Every PROMOTE columns the partial sum is added to a
-// second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6).
+// second register tile, which leaves about u sqrt(PROMOTE/6 + k/PROMOTE/6). The narrow tile of float64, for few
+// features, also keeps what these additions round off (Knuth's two-sum), which leaves u sqrt(PROMOTE/6): cuBLAS adds up
+// such products in a tree, and PyTorch takes them from it.
 //
 // Bytes moved: each x tile is read once for each column of tiles and each w tile once for each row of tiles: m n k
 // (1/BLOCK_M + 1/BLOCK_N) elements; the minimum is (m + n) k. Tiles run down the columns, so that a wave shares its w
@@ -43,7 +45,8 @@ struct GemmTiledProblem {
 };
 
 constexpr int BLOCK_K = 16;
-constexpr int PROMOTE = sizeof(G) == 8 ? 16 : 64;
+constexpr bool COMPENSATED = sizeof(G) == 8 && BLOCK_N < 32;
+constexpr int PROMOTE = COMPENSATED ? 8 : BLOCK_K;
 constexpr int THREADS_N = BLOCK_N / THREAD_N;
 constexpr int THREADS = (BLOCK_M / THREAD_M) * THREADS_N;
 
@@ -112,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         Stage<BLOCK_M, X_MN_MAJOR> x_stage;
         Stage<BLOCK_N, W_MN_MAJOR> w_stage;
         G sum[THREAD_M][THREAD_N] = {};
-        G part[THREAD_M][THREAD_N] = {};
+        G low[THREAD_M][THREAD_N] = {};  // if COMPENSATED, what `sum` rounded off
 
         x_stage.fetch(x_tile, x_rows, p.k, p.ldx, 0, x_aligned);
         w_stage.fetch(w_tile, w_rows, p.k, p.ldw, 0, w_aligned);
@@ -128,32 +131,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 w_stage.fetch(w_tile, w_rows, p.k, p.ldw, k0 + BLOCK_K, w_aligned);
             }
 #pragma unroll
-            for (int kk = 0; kk < BLOCK_K; ++kk) {
-                Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
-                Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
-                // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of
-                // conflicts.
+            for (int first = 0; first < BLOCK_K; first += PROMOTE) {
+                G part[THREAD_M][THREAD_N] = {};
 #pragma unroll
-                for (int f = 0; f < THREAD_M / FRAG_M; ++f)
-                    xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(
-                        &xs[buffer][kk][f * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M]);
+                for (int kk = first; kk < first + PROMOTE; ++kk) {
+                    Vector<G, FRAG_M> xf[THREAD_M / FRAG_M];
+                    Vector<G, FRAG_N> wf[THREAD_N / FRAG_N];
+                    // A thread's fragments lie BLOCK / fragments apart: its neighbours' reads are adjacent, free of
+                    // conflicts.
 #pragma unroll
-                for (int f = 0; f < THREAD_N / FRAG_N; ++f)
-                    wf[f] = *reinterpret_cast<const Vector<G, FRAG_N>*>(
-                        &ws[buffer][kk][f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N]);
+                    for (int f = 0; f < THREAD_M / FRAG_M; ++f)
+                        xf[f] = *reinterpret_cast<const Vector<G, FRAG_M>*>(
+                            &xs[buffer][kk][f * (BLOCK_M * FRAG_M / THREAD_M) + tm * FRAG_M]);
 #pragma unroll
-                for (int i = 0; i < THREAD_M; ++i)
+                    for (int f = 0; f < THREAD_N / FRAG_N; ++f)
+                        wf[f] = *reinterpret_cast<const Vector<G, FRAG_N>*>(
+                            &ws[buffer][kk][f * (BLOCK_N * FRAG_N / THREAD_N) + tn * FRAG_N]);
 #pragma unroll
-                    for (int j = 0; j < THREAD_N; ++j)
-                        part[i][j] += xf[i / FRAG_M].at[i % FRAG_M] * wf[j / FRAG_N].at[j % FRAG_N];
-            }
-            if ((k0 + BLOCK_K) % PROMOTE == 0 || !more) {
+                    for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+                        for (int j = 0; j < THREAD_N; ++j)
+                            part[i][j] += xf[i / FRAG_M].at[i % FRAG_M] * wf[j / FRAG_N].at[j % FRAG_N];
+                }
 #pragma unroll
                 for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
                     for (int j = 0; j < THREAD_N; ++j) {
-                        sum[i][j] += part[i][j];
-                        part[i][j] = 0;
+                        const G before = sum[i][j], v = part[i][j], all = before + v, back = all - before;
+                        if constexpr (COMPENSATED) low[i][j] += (before - (all - back)) + (v - back);
+                        sum[i][j] = all;
                     }
             }
             if (more) {
@@ -173,7 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                 C* to = g + row * p.ldg + col;
                 Vector<C, FRAG_N> out;
 #pragma unroll
-                for (int j = 0; j < FRAG_N; ++j) from_float(sum[i][f * FRAG_N + j], out.at[j]);
+                for (int j = 0; j < FRAG_N; ++j) {
+                    const G high = sum[i][f * FRAG_N + j];
+                    from_float(COMPENSATED && isfinite(high) ? high + low[i][f * FRAG_N + j] : high, out.at[j]);
+                }
                 if (col + FRAG_N <= p.n && p.ldg % FRAG_N == 0) {
                     *reinterpret_cast<Vector<C, FRAG_N>*>(to) = out;
                 } else {

@@ -7,7 +7,7 @@
 //
 // A thread has 16 bytes of a row of g (VEC columns); `row_threads` threads share a row, and a thread has every
 // at_once.rows-th row (Places). Rows come through the thread's own pipeline in shared memory (common/walk.cuh). It adds
-// them up in float64, about the mean of the first PIVOT rows. Then several threads know the moments of a column: one
+// them up in float64, about a value near the first rows. Then several threads know the moments of a column: one
 // computes its constants, another what the backward needs, a third the running statistics.
 //
 // Bytes moved: g, y and the deviations once, the minimum; and from L2 once more what of g did not fit into the
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const G* first_g = g + at_once.row * p.ldg + col;
         const Walk<STAGES, RowsOfG> rows(count,
                                          RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
-        Vector<G, VEC> pivot = mean_of_first(g + col, p.ldg, p.m, inside);
+        Vector<G, VEC> pivot = near_first(g + col, p.ldg, p.m, inside);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
         const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
 
-        Vector<G, VEC> pivot = mean_of_first(g + begin * p.ldg + col, p.ldg, end - begin, inside);
+        Vector<G, VEC> pivot = near_first(g + begin * p.ldg + col, p.ldg, end - begin, inside);
         const long long row = begin + at_once.row, c = block * at_once.columns + threadIdx.x;
         const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread then has a column
         Moments pooled = {};
@@ -44,14 +44,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
             bool far = false;
             if (mine) {
-                double sum = 0.0, squares = 0.0;
+                LongSum sum, squares;
 #pragma unroll 8
                 for (int i = threadIdx.x; i < at_once.rows * at_once.columns; i += at_once.columns) {
-                    sum += first_of[i];
-                    squares += second_of[i];
+                    sum.add(first_of[i]);
+                    squares.add(second_of[i]);
                 }
                 const double rows = static_cast<double>(end - begin), about = pivot_of[threadIdx.x];
-                pooled = Moments(about, sum, squares, rows);
+                pooled = Moments(about, sum.total(), squares.total(), rows);
                 far = pooled.far(about, rows);
             }
             if (sizeof(G) == 4 || again || !__syncthreads_or(far)) break;
@@ -122,24 +122,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     shift += (i + 1 < splits ? rows_of : rows_of_last) * (of_split[i * 2 * p.ldg] - mean_0);
                 mean_0 += shift / rows;
             }
-            double first = 0.0, second = 0.0;
+            LongSum first, second;
             of_split += part * 2 * p.ldg;
 #pragma unroll 4
             for (int i = part; there && i < splits; i += parts, of_split += parts * 2 * p.ldg) {
                 const double d = of_split[0] - mean_0, n_d = (i + 1 < splits ? rows_of : rows_of_last) * d;
-                first += n_d;
-                second += of_split[p.ldg] + n_d * d;
+                first.add(n_d);
+                second.add(of_split[p.ldg] + n_d * d);
             }
-            first_of[threadIdx.x] = first;
-            second_of[threadIdx.x] = second;
+            first_of[threadIdx.x] = first.total();
+            second_of[threadIdx.x] = second.total();
             __syncthreads();
             if (part == 0) {
 #pragma unroll 4
                 for (int i = at + columns; i < THREADS; i += columns) {
-                    first += first_of[i];
-                    second += second_of[i];
+                    first.add(first_of[i]);
+                    second.add(second_of[i]);
                 }
-                const Moments of_all(mean_0, first, second, rows);
+                const Moments of_all(mean_0, first.total(), second.total(), rows);
                 mean = of_all.mean;
                 m2 = of_all.m2 * (p.flags & FLAG_LIMBS ? M2_OF_LIMBS : 1.0);
             }

@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
     double* scratch =
         reinterpret_cast<double*>(skinny_shared + PIPELINE_WORDS - TILE);  // the last stage of the last team
     // two warpgroups leave no room for coefficients to stay: threads keep their own in registers
-    G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + 2 * THREADS) : coefficients;
+    G* const stored = GROUPS > 1 ? reinterpret_cast<G*>(scratch + SUMS * THREADS) : coefficients;
+    static_assert(8 * SUMS * THREADS + (GROUPS > 1 ? DG_ROWS * FEATURES * sizeof(G) : 0) <= 16 * TILE, "in one stage");
     // dg of absent columns is zero: products read it
     for (int i = threadIdx.x; i < DG_ROWS * FEATURES; i += THREADS_HERE)
         if (i % FEATURES >= features) stored[i] = G(0);
@@ -115,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS_HERE, 1) IN_CLUSTERS
 #pragma unroll 1
     for (int at = 0; at < features; at += columns) {
         if (at > 0) __syncthreads();
-        merge_splits(p, workspace, columns, col0 + at, scratch, [&](long long c, int column, double S, double E) {
+        merge_splits(p, workspace, columns, col0 + at, scratch, [&](long long c, int column, const ColumnSums& sums) {
             if (at + column < features)
-                store_feature(p, Factors{saved, p.n, c}, S, E, blockIdx.x < CLUSTER, to_bias, to_scale, to_gamma,
+                store_feature(p, Factors{saved, p.n, c}, sums, blockIdx.x < CLUSTER, to_bias, to_scale, to_gamma,
                               to_beta, stored, FEATURES, at + column);
         });
     }

@@ -21,6 +21,7 @@ from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .ranks import Ranks, letters, posts_at
 from .skinny import skinny_backward
+from .variants import column_sums
 
 
 class Vectors(NamedTuple):
@@ -107,8 +108,9 @@ def plan_backward(
         dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
     # ---- the workspace: sums of each split, sums of all ranks, dg or the partial products of dw, dg's transpose, limbs
-    totals_at = round_up(cut.splits * 2 * n * 8, 256)
-    dg_at = round_up(totals_at + (2 * n * 8 if ranks else 0), 256)
+    of_sums_bytes = column_sums(cut.sums_kernel) * n * 8
+    totals_at = round_up(cut.splits * of_sums_bytes, 256)
+    dg_at = round_up(totals_at + (of_sums_bytes if ranks else 0), 256)
     of_dg = p.m * pitch * size if dg and linear and not in_place else 0
     transposed_at = round_up(dg_at + (of_dg if skinny is None else skinny.parts.nbytes), 256)
     limbs, weight_first = split_limbs_of(dx, dw, round_up(transposed_at + n * ld_transposed * size, 256), own=norm)

@@ -21,6 +21,7 @@ from .problem import (
 )
 from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
+from .variants import NARROW
 
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
 
@@ -97,6 +98,8 @@ def _fastest(
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours
+    if p.dtype == "float64" and 1 < p.n <= NARROW:
+        return "tiled", "more accurate for few features", 0.0
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
     return chosen, better[-1] if better and chosen == "tiled" else "fastest of those that serve", 0.0

@@ -24,6 +24,7 @@ def _names(file: str, prefix: str) -> dict[str, str]:
 # Values of the macros ELEMENT and MODE. Only the skinny kernels have "float32", with multiply-adds.
 ELEMENTS = {name: macro for name, macro in _names("common/elements.cuh", "ELEMENT_").items() if name != "float32"}
 MODES = _names("sm90/modes.cuh", "MODE_")
+TF32_INPUTS = 16  # the least input features of a call that uses TF32
 BLOCKS_M = (256, 128, 64, 32)  # rows of x in a tile
 CLUSTERS = (2, 1)  # CTAs that share an x tile
 # (BLOCK_M, CLUSTER) of mode "cluster_batch", where CTAs share a weight tile. Other tiles were faster by at most 12 %
@@ -139,9 +140,11 @@ def by_limbs(element: str) -> bool:
     return element in ("limbs", "limbs_rs")
 
 
-def precision_for(precision: str, features: int) -> str:
-    """The precision of a call. With one feature it is "highest": PyTorch has no TF32 for matrix-vector products."""
-    return "highest" if features == 1 else precision
+def precision_for(precision: str, features: int, inputs: int | None) -> str:
+    """The precision of a call; `inputs` is None if it has no product. With one feature or few inputs it is "highest":
+    PyTorch has no TF32 for such products, and IEEE arithmetic takes no longer, as their kernels wait for memory."""
+    few = features == 1 or (inputs is not None and inputs < TF32_INPUTS)
+    return "highest" if few else precision
 
 
 def element_for(dtype: str, precision: str) -> str:

@@ -25,9 +25,12 @@ SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants o
 SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these; wide variants are apart
 _TALL = Constants("tall_product.cu", {})
 TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of a CTA's block; threads
-TILES = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
+NARROW = 8  # columns of the tile for few features
+TILES: dict[
+    str, tuple[tuple[int, int, int, int], ...]
+] = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
-    "double": ((64, 64, 4, 4), (32, 32, 2, 2)),
+    "double": ((64, 64, 4, 4), (32, 32, 2, 2), (128, NARROW, 4, 1)),
 }
 
 
@@ -229,6 +232,11 @@ def backward_kernels(
         dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
         dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])
     return sums, dg, fused, *others
+
+
+def column_sums(kernel: Kernel) -> int:
+    """How many sums of each column backward_sums writes."""
+    return Constants("backward/columns.cuh", dict(kernel.defines))["SUMS"]
 
 
 def _in_clusters(kernel: Kernel, cluster: int) -> Kernel:

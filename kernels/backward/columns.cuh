@@ -5,6 +5,13 @@
 
 constexpr int GROUP = 16;
 
+// The sums of a column: S of dy, E of dy (d - centre), and of deviations in 16 bits F of d and Q of d^2 (Projection).
+constexpr bool ROUNDED = TRAINING && sizeof(D) == 2;
+constexpr int SUMS = ROUNDED ? 4 : 2;
+struct ColumnSums {
+    double of[SUMS] = {};
+};
+
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
 // A sum of G: of a few float32 numbers; of float64 numbers with the rounding errors (Knuth's two-sum).
@@ -59,26 +66,29 @@ struct BeforeY {
     }
 };
 
-// Adds all rows to sum[j] and dot[j], j < VEC. LONG: see Walk.
+// Adds all rows to the sums of VEC columns. LONG: see Walk.
 template <bool LONG>
 __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
-                                         const BeforeY& before, double (&sum)[VEC], double (&dot)[VEC]) {
+                                         const BeforeY& before, double (&sums)[SUMS][VEC]) {
 #pragma unroll 1
     for (int first = 0; first < rows.count; first += GROUP) {
-        Sum sum_of[VEC], dot_of[VEC];
+        Sum sums_of[SUMS][VEC];
         rows.template down<LONG>(first, min(first + GROUP, rows.count), [&](int, const Row& row) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
                 const G d = to_float(row.d.at[j]), u = before.gradient(j, to_float(row.dy.at[j]), d);
-                sum_of[j].add(u);
-                dot_of[j].add_product(u, TRAINING ? d : d - centre[j]);
+                sums_of[0][j].add(u);
+                sums_of[1][j].add_product(u, TRAINING ? d : d - centre[j]);
+                if constexpr (ROUNDED) {
+                    sums_of[2][j].add(d);
+                    sums_of[3][j].add_product(d, d);
+                }
             }
         });
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            sum[j] += static_cast<double>(sum_of[j].high) + sum_of[j].low;
-            dot[j] += static_cast<double>(dot_of[j].high) + dot_of[j].low;
-        }
+        for (int i = 0; i < SUMS; ++i)
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) sums[i][j] += static_cast<double>(sums_of[i][j].high) + sums_of[i][j].low;
     }
 }
 
@@ -92,56 +102,52 @@ __device__ inline void load_centre(const BackwardProblem& p, const double* saved
     }
 }
 
-// Merges S and E of all splits for the CTA's `columns` columns from col0 on, in float64, and calls then(c, column, S,
-// E) in one thread for each column. THREADS / columns threads share a column and its splits; their sums are added in a
-// fixed order in `scratch` (2, THREADS), in shared memory. Without scratch, for which float64 leaves no room, one
+// Merges the sums of all splits for the CTA's `columns` columns from col0 on, in float64, and calls then(c, column,
+// sums) in one thread for each column. THREADS / columns threads share a column and its splits; their sums are added in
+// a fixed order in `scratch` (SUMS, THREADS), in shared memory. Without scratch, for which float64 leaves no room, one
 // thread has a column.
 template <typename Then>
 __device__ inline void merge_splits(const BackwardProblem& p, const char* workspace, int columns, long long col0,
                                     double* scratch, const Then& then) {
-    constexpr int AT_ONCE = 8;  // splits whose sums are in flight
+    constexpr int AT_ONCE = 16 / SUMS;  // splits whose sums are in flight
     const auto [column, part, sharers] = Sharers<THREADS>(columns);
     const int parts = scratch == nullptr ? 1 : sharers;
-    const long long c = col0 + column, step = parts * 2 * p.n;
-    double S = 0.0, E = 0.0;
+    const long long c = col0 + column, step = parts * SUMS * p.n;
+    ColumnSums sums;
     if (part < parts && c < p.n) {
-        const double* at = reinterpret_cast<const double*>(workspace) + part * 2 * p.n + c;
+        const double* at = reinterpret_cast<const double*>(workspace) + part * SUMS * p.n + c;
 #pragma unroll 1
         for (int left = count_every(static_cast<int>(p.splits), part, parts); left > 0; left -= AT_ONCE) {
-            double S_of[AT_ONCE], E_of[AT_ONCE];
+            ColumnSums of[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i, at += step) {
-                S_of[i] = i < left ? at[0] : 0.0;
-                E_of[i] = i < left ? at[p.n] : 0.0;
-            }
+            for (int i = 0; i < AT_ONCE; ++i, at += step)
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                S += S_of[i];
-                E += E_of[i];
-            }
+                for (int j = 0; j < SUMS; ++j) of[i].of[j] = i < left ? at[j * p.n] : 0.0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                for (int j = 0; j < SUMS; ++j) sums.of[j] += of[i].of[j];
         }
     }
     if (parts > 1) {
-        if (part < parts) {
-            scratch[threadIdx.x] = S;
-            scratch[THREADS + threadIdx.x] = E;
-        }
+        if (part < parts)
+#pragma unroll
+            for (int j = 0; j < SUMS; ++j) scratch[j * THREADS + threadIdx.x] = sums.of[j];
         __syncthreads();
         if (part == 0)
 #pragma unroll 4
-            for (int i = column + columns; i < THREADS; i += columns) {
-                S += scratch[i];
-                E += scratch[THREADS + i];
-            }
+            for (int i = column + columns; i < THREADS; i += columns)
+#pragma unroll
+                for (int j = 0; j < SUMS; ++j) sums.of[j] += scratch[j * THREADS + i];
     }
-    if (part == 0 && c < p.n) then(c, column, S, E);
+    if (part == 0 && c < p.n) then(c, column, sums);
 }
 
 // What the forward saved of feature c, one number in each row (SAVED_).
 struct Factors {
     const double* saved;
     long long n, c;
-    static constexpr int ROWS = TRAINING ? SAVED_RATE + 1 : SAVED_S + 1;  // that gradients and coefficients need
+    static constexpr int ROWS = TRAINING ? SAVED_REST + 1 : SAVED_S + 1;  // that gradients and coefficients need
 
     __device__ double operator()(int row) const { return saved[row * n + c]; }
     // Loads every `step`-th of them into L1, so that they are there once the sums are known.
@@ -149,6 +155,30 @@ struct Factors {
 #pragma unroll 1
         for (int row = first; row < ROWS; row += step)
             asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
+    }
+};
+
+// S and E of a column over all rows, and how they follow from its sums.
+//
+// Deviations in 16 bits have neither the mean 0 nor the variance v that the forward computed. In dg of an outlier two
+// terms cancel almost completely (dy and its projection on d), if r is that of the same deviations; otherwise dg is
+// their rounding error. So everything is computed of d - e and its own r' = t r:
+//   e = F/B     V = Q/B - e^2     t = 1 / sqrt(eps r^2 + s^2 r^2 V)     E = t (sum dy d - e S)
+//   dg = a (dy - S/B - t rate (d - e) E/B)
+// with s^2 r^2 in units of the deviations (SAVED_RATE).
+struct Projection {
+    double S, E, centre = 0.0, stretch = 1.0;  // e and t
+
+    // of sums over ranks, or whose deviations are not rounded
+    __device__ Projection(double S, double E) : S(S), E(E) {}
+    __device__ Projection(const BackwardProblem& p, const Factors& of, const ColumnSums& sums)
+        : S(sums.of[0]), E(sums.of[1]) {
+        if constexpr (ROUNDED) {
+            const double inverse = 1.0 / static_cast<double>(p.m);
+            centre = sums.of[2] * inverse;
+            stretch = rsqrt(of(SAVED_REST) + of(SAVED_RATE) * (sums.of[3] * inverse - centre * centre));
+            E = stretch * (E - centre * S);
+        }
     }
 };
 
@@ -185,11 +215,11 @@ __device__ inline void store_gradients(const BackwardProblem& p, const Factors& 
 }
 
 // In training, stores the coefficients of dg of a feature, in rows of `pitch`, at `at`.
-__device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, double S, double E,
+__device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, const Projection& by,
                                           G* coefficients, long long pitch, long long at) {
     if (!TRAINING) return;
     const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-    const double mean = S / rows, rate = of(SAVED_RATE) * E / rows;
+    const double rate = by.stretch * of(SAVED_RATE) * by.E / rows, mean = by.S / rows - by.centre * rate;
     const G mean_high = static_cast<G>(mean);
     coefficients[DG_A * pitch + at] = static_cast<G>(a);
     coefficients[DG_MEAN * pitch + at] = mean_high;
@@ -198,11 +228,12 @@ __device__ inline void store_coefficients(const BackwardProblem& p, const Factor
 }
 
 // Stores everything of size O of feature c: its gradients, if `gradients`, and the coefficients.
-__device__ inline void store_feature(const BackwardProblem& p, const Factors& of, double S, double E, bool gradients,
-                                     void* to_bias, void* to_scale, void* to_gamma, void* to_beta, G* coefficients,
-                                     long long pitch, long long at) {
-    if (gradients) store_gradients(p, of, S, E, to_bias, to_scale, to_gamma, to_beta);
-    store_coefficients(p, of, S, E, coefficients, pitch, at);
+__device__ inline void store_feature(const BackwardProblem& p, const Factors& of, const ColumnSums& sums,
+                                     bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
+                                     G* coefficients, long long pitch, long long at) {
+    const Projection by(p, of, sums);
+    if (gradients) store_gradients(p, of, by.S, by.E, to_bias, to_scale, to_gamma, to_beta);
+    store_coefficients(p, of, by, coefficients, pitch, at);
 }
 
 // Posts S and D of feature c of this rank; and with the first feature the header.

@@ -53,11 +53,11 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_thre
     second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
 }
 
-// The sums over all CTAs of a cluster, of up to WIDEST columns; for one use. With EVERYWHERE each CTA gets those of
-// every column; otherwise CTA column % CLUSTER alone gets them.
-template <int WIDEST, bool EVERYWHERE = true>
+// The sums over all CTAs of a cluster, PAIRS pairs of each of up to WIDEST columns; for one use. With EVERYWHERE each
+// CTA gets those of every column; otherwise CTA column % CLUSTER alone gets them.
+template <int WIDEST, bool EVERYWHERE = true, int PAIRS = 1>
 struct ClusterTotals {
-    double2 of_rank[CLUSTER][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
+    double2 of_rank[CLUSTER][PAIRS][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all sums are here
 
     // Called by all threads before anything is sent.
@@ -67,7 +67,7 @@ struct ClusterTotals {
                 mbar_init(&here, 1);
                 asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
                 const int own = EVERYWHERE ? columns : (columns + CLUSTER - 1 - rank) / CLUSTER;
-                mbar_expect(&here, CLUSTER * own * static_cast<int>(sizeof(double2)));
+                mbar_expect(&here, CLUSTER * own * PAIRS * static_cast<int>(sizeof(double2)));
             }
             __syncthreads();
             asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -76,20 +76,26 @@ struct ClusterTotals {
     // Called by all threads, each with one column: turns the CTA's sums into the cluster's. Of the threads with the
     // same column one `sends`. Sums are pushed, so that a CTA that has received all of its own may end; they are added
     // in the order of the ranks.
-    __device__ __forceinline__ void add(int rank, int column, bool sends, double& first, double& second) {
+    __device__ __forceinline__ void add(int rank, int column, bool sends, double (&sums)[2 * PAIRS]) {
         if constexpr (CLUSTER > 1) {
             asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
             const int at = EVERYWHERE ? column : column / CLUSTER;
             if (sends)
 #pragma unroll
                 for (int i = 0; i < (EVERYWHERE ? CLUSTER : 1); ++i)
-                    send(&of_rank[rank][at], first, second, &here, EVERYWHERE ? i : column % CLUSTER);
-            mbar_wait_sent(&here, 0);
-            first = second = 0.0;
 #pragma unroll
-            for (int cta = 0; cta < CLUSTER; ++cta) {
-                first += of_rank[cta][at].x;
-                second += of_rank[cta][at].y;
+                    for (int j = 0; j < PAIRS; ++j)
+                        send(&of_rank[rank][j][at], sums[2 * j], sums[2 * j + 1], &here,
+                             EVERYWHERE ? i : column % CLUSTER);
+            mbar_wait_sent(&here, 0);
+#pragma unroll
+            for (int j = 0; j < PAIRS; ++j) {
+                sums[2 * j] = sums[2 * j + 1] = 0.0;
+#pragma unroll
+                for (int cta = 0; cta < CLUSTER; ++cta) {
+                    sums[2 * j] += of_rank[cta][j][at].x;
+                    sums[2 * j + 1] += of_rank[cta][j][at].y;
+                }
             }
         }
     }

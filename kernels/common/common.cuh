@@ -179,6 +179,7 @@ enum : int {
     SAVED_GAMMA = 2,   // training: s r unit; inference: r
     SAVED_RATE = 3,    // training: s^2 r^2 unit^2
     SAVED_UNIT = 4,    // training: the unit of the deviations
+    SAVED_REST = 5,    // training: eps r^2, which is 1 - s^2 r^2 var
     SAVED_CENTRE = 3,  // inference: what is subtracted from g
     SAVED_BIASED = 4,  // inference: centre + b
     SAVED_Z = 5,       // inference: s (centre + b) - running_mean
@@ -198,6 +199,7 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_GAMMA * n + i] = in_units;
     saved[SAVED_RATE * n + i] = in_units * in_units;
     saved[SAVED_UNIT * n + i] = unit;
+    saved[SAVED_REST * n + i] = eps * r * r;
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
 }
@@ -224,6 +226,7 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
 // for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients are not affected: they use g and M2 as
 // computed.
 constexpr double M2_OF_LIMBS = 1.0 + 0x1p-23, M2_AS_MADE = 1.0 - 0x1p-23;
+constexpr float TRUNCATED = 0x1p-24f;  // of g
 
 // Distributes `count` items of work; a launch may have fewer CTAs than that (`sms`). CTA b takes the items b, b +
 // gridDim.x, ... All of its threads end one item before any begins the next, so that shared memory is free again.

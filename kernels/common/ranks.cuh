@@ -156,8 +156,9 @@ struct Exchange {
     }
 
     // Mean and M2 of feature c over the rows of all ranks: in the order of the ranks, about the mean of the first one
-    // that has rows, so that equal means stay exact. Every rank computes the same bits. In float64; beside a mainloop
-    // in float32, because the tensor core waits tens of cycles for every float64 instruction.
+    // that has rows, so that equal means stay exact; and once more about the mean that was found, in case the first
+    // rank is unlike the others. Every rank computes the same bits. In float64; beside a mainloop in float32, because
+    // the tensor core waits tens of cycles for every float64 instruction.
     template <typename R>
     __device__ GroupStatistics<R> statistics(long long c) const {
         GroupStatistics<R> all = {R(0), R(0), R(0), true};
@@ -180,8 +181,8 @@ struct Exchange {
             return all;
         }
         if (all.rows == R(0)) return all;
-        const R shift = sum / all.rows;
-        all.mean = pivot + shift;
+        const R shift = sum / all.rows, near = pivot + shift;
+        R rest = R(0);
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
             if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // otherwise they are still there
@@ -191,8 +192,10 @@ struct Exchange {
                 if (r == R(0)) continue;
                 const R d = R(mean[i]) - pivot - shift;
                 all.m2 += R(m2[i]) + r * d * d;
+                rest += r * (R(mean[i]) - near);
             }
         }
+        all.mean = near + rest / all.rows;
         if (all.rows == R(1)) {
             fail(STATUS_ONE_ROW);
             all.right = false;

@@ -7,14 +7,14 @@
 // The scale s enters through a and the running statistics alone: z = s (g + b) is never formed, and b cancels in y.
 //
 // A thread has VEC columns of a group of rows in registers. It computes their mean, then the squared deviations about
-// it (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, the mean of its first
-// PIVOT rows:
+// it (never E[g^2] - E[g]^2). A CTA pools its groups (n_i, mean_i, M2_i) in float64 about p, a value near its first
+// rows:
 //   first = sum n_i d_i,  second = sum (M2_i + n_i d_i^2),  d_i = mean_i - p
 //   mean = p + first / n,  M2 = second - first^2 / n
-// so that threads pool by addition. The subtraction cancels at most n / PIVOT of float64's 2^53, since PIVOT (p -
-// mean)^2 <= M2 by convexity. If g itself is float64, and the first rows are so unlike the others that more than a few
-// bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of all sums depends on
-// the shape and the data alone; equal rows give exactly M2 = 0.
+// so that threads pool by addition. For float32 p is the first row: the subtraction cancels at most n of float64's
+// 2^53, since (p - mean)^2 <= M2 by convexity. If g itself is float64, p is a median, which no single row moves; and if
+// still more than a few bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of
+// all sums depends on the shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
 #include "common/common.cuh"
 
@@ -42,7 +42,6 @@ struct ForwardProblem {
 
 constexpr int VEC = 16 / sizeof(G);
 constexpr int THREADS = 256;
-constexpr int PIVOT = sizeof(G) == 8 ? 16 : 1;
 
 // A power of two within a factor of 2 above the spread, in float32's range; 1 if there is no spread. A deviation is at
 // most sqrt(B) of these units.
@@ -110,17 +109,27 @@ struct Feature {
     }
 };
 
-// The mean of the first `rows` rows of VEC columns, at most PIVOT of them.
-__device__ __forceinline__ Vector<G, VEC> mean_of_first(const G* from, long long pitch, long long rows, int inside) {
-    if constexpr (PIVOT == 1) return load<G, VEC>(from, inside);
-    Vector<G, VEC> pivot = {};
-    const int pivots = static_cast<int>(min(rows, static_cast<long long>(PIVOT)));
-    for (int i = 0; i < pivots; ++i) {
-        const Vector<G, VEC> at = load<G, VEC>(from + i * pitch, inside);
+// A value near the first `rows` rows of VEC columns: the first row; of float64, the median of the means of three groups
+// of four rows (so that the mean of equal rows is exact), or the mean of up to 16 rows if there are no more.
+__device__ __forceinline__ Vector<G, VEC> near_first(const G* from, long long pitch, long long rows, int inside) {
+    if (sizeof(G) == 4) return load<G, VEC>(from, inside);
+    const int groups = rows <= 16 ? 1 : 3, of_group = rows <= 16 ? static_cast<int>(rows) : 4;
+    const G inverse = G(1) / of_group;
+    Vector<G, VEC> mean[3] = {};
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) pivot.at[j] += at.at[j] / pivots;
+    for (int group = 0; group < 3; ++group)
+        for (int i = 0; i < of_group && group < groups; ++i) {
+            const Vector<G, VEC> at = load<G, VEC>(from + (group * of_group + i) * pitch, inside);
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) mean[group].at[j] += at.at[j] * inverse;
+        }
+    if (groups == 1) return mean[0];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        const G a = mean[0].at[j], b = mean[1].at[j];
+        mean[0].at[j] = fmax(fmin(a, b), fmin(fmax(a, b), mean[2].at[j]));
     }
-    return pivot;
+    return mean[0];
 }
 
 // 1 / n for the rows of a group: a division of float64 is some twenty instructions, each of which waits for the one
@@ -170,6 +179,21 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
     }
 }
 
+// A sum in float64, for G of float64 with its rounding errors (Knuth's two-sum).
+struct LongSum {
+    double high = 0.0, low = 0.0;
+    __device__ __forceinline__ void add(double v) {
+        if constexpr (sizeof(G) == 8) {
+            const double sum = high + v, back = sum - high;
+            low += (high - (sum - back)) + (v - back);
+            high = sum;
+        } else {
+            high += v;
+        }
+    }
+    __device__ __forceinline__ double total() const { return sizeof(G) == 8 && isfinite(high) ? high + low : high; }
+};
+
 struct Moments {
     double mean, m2;
     Moments() = default;
@@ -188,13 +212,16 @@ struct Moments {
 
 // What a backward subtracts from a feature of g so that its sums do not cancel. It is `middle`, where z equals the
 // running mean (for s = 0, where g + b is zero), if that is near a few rows sampled from the batch; otherwise it is the
-// first of these rows.
+// first of these rows. It is rounded to a 256th of the spread: with more digits than g it would round g - centre in the
+// same direction in all rows.
 __device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
     const long long step = max(p.m / 8, 1LL);  // not the first eight rows: they may be padding
     for (long long i = step; i < p.m; i += step) spread = fmax(spread, fabs(g[i * p.ldg] - first));
-    return fabs(middle - first) <= 4.0 * spread ? static_cast<double>(static_cast<G>(middle)) : first;
+    if (!(fabs(middle - first) <= 4.0 * spread)) return first;
+    const double unit = unit_near(spread) / 256.0;
+    return static_cast<double>(static_cast<G>(rint(middle / unit) * unit));
 }
 
 // The constants of feature c from the running statistics, for inference.

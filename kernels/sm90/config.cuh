@@ -107,10 +107,13 @@ constexpr int STAGINGS = MODE == MODE_CLUSTER_BATCH ? 1 : 2;  // buffers of so m
 constexpr int DEFERRED_ROWS = BLOCK_M < 64 ? BLOCK_M : 64;
 constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
-// Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes) or two constants
-// (16); in MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH mean and M2 from each CTA, too.
-// 256 bytes are for barriers and counters.
-constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE ? 20 : MODE == MODE_CLUSTER_BATCH ? 16 + 8 * CLUSTER_CTAS : 16;
+// Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes), or the constants
+// of two runs (8 each, or 10 of limbs); in MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH
+// mean and M2 from each CTA, too. 256 bytes are for barriers and counters.
+constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
+                              : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS
+                              : MODE == MODE_INFERENCE && BY_LIMBS ? 20
+                                                                   : 16;
 constexpr int SHARED_BYTES =
     STAGES * STAGE_BYTES + WARPGROUPS * STAGINGS * STAGING_BYTES + BLOCK_N * FEATURE_BYTES + 256;
 

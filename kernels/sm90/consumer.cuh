@@ -271,7 +271,7 @@ struct Consumer : Cta {
         }
     }
 
-    // MODE_INFERENCE: d = f(a g + c) for the thread's two features.
+    // MODE_INFERENCE: d = f(y before the activation) for the thread's two features.
     __device__ __forceinline__ void apply_constants(float (&d)[ACC], int block) {
         run_of_tile.ends_before(block);
         const int slot = run_of_tile.number % 2;
@@ -279,12 +279,13 @@ struct Consumer : Cta {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const float2 ac = sh.constants[slot][within + 8 * h];
+            const float low = WITH_LOWS ? __bfloat162float(sh.lows[slot][within + 8 * h]) : 0.f;
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float& v = d[Accumulator::at(j, h, e)];
-                    v = Activation<Y>::of(line(ac, v));
+                    v = Activation<Y>::of(WITH_LOWS ? line(ac, v) + low : line(ac, v));
                 }
         }
     }

@@ -6,6 +6,8 @@
 // Whether consumers need beta alone of a feature's arguments, because the merger publishes a.
 constexpr bool LOADS_BETA = MODE == MODE_RECOMPUTE || (MODE == MODE_TRAINING && SAVE_DEVIATIONS);
 
+constexpr bool WITH_LOWS = MODE == MODE_INFERENCE && BY_LIMBS;
+
 struct Shared {                       // starts on 1024 bytes, as swizzled stages must
     char stage[STAGES][STAGE_BYTES];  // w tile, then x tile, limb by limb, all swizzled
     char staging[WARPGROUPS][STAGINGS]
@@ -27,6 +29,7 @@ struct Shared {                       // starts on 1024 bytes, as swizzled stage
                    [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster
     u64 here[WARPGROUPS];  // barriers: all of these that a warpgroup needs have arrived
     u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
+    __nv_bfloat16 lows[2][WITH_LOWS ? BLOCK_N : 1];  // of the constants; float32 would not fit
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the planner gives less than is used");

@@ -53,8 +53,11 @@ __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank
         for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);
         start = nth;
 #pragma unroll 1
-        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS)  // beyond n: any
-            sh.constants[run.number % 2][c] = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
+        for (int c = 32 * (warp - 1) + lane; c < BLOCK_N; c += 32 * CONSTANT_WARPS) {  // beyond n: any
+            const Frozen of = f.frozen(min(block * BLOCK_N + c, (int)n - 1));
+            sh.constants[run.number % 2][c] = make_float2(of.a, of.c);
+            if constexpr (WITH_LOWS) sh.lows[run.number % 2][c] = __float2bfloat16(of.low);
+        }
         __syncwarp();
         if (lane == 0) count_up(&sh.constants_ready[run.number % 2]);
     }

@@ -12,6 +12,19 @@ struct Affine {  // of one feature
     }
 };
 
+// What the rounding of sum = a + b lost (Knuth's two-sum).
+__device__ __forceinline__ float rest_of_sum(float a, float b, float sum) {
+    const float back = sum - a;
+    return (a - (sum - back)) + (b - back);
+}
+
+// Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c, and
+// for what the tensor core truncates (M2_OF_LIMBS), at the g for which z is the running mean: there a g and c cancel,
+// and these errors are common to all rows.
+struct Frozen {
+    float a, c, low;
+};
+
 struct Features {  // the caller's per-feature arguments
     const void* bias;
     long long bias_code;
@@ -32,30 +45,38 @@ struct Features {  // the caller's per-feature arguments
         return {s.or_else(number), g.or_else(1.f), b.or_else(0.f)};
     }
 
-    // a and c of y = a g + c with the running statistics
-    __device__ float2 frozen(int i) const {
+    __device__ Frozen frozen(int i) const {
         const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
                       of_rv = fetch(running_var, running_var_code, i);
         const Affine u = affine(i);
         const float b = of_b.or_else(0.f), rm = of_rm.or_else(0.f), rv = of_rv.or_else(1.f);
-        const float gr = u.gamma / sqrtf(rv + eps);
-        return make_float2(multiply_no_ftz(gr, u.scale), fmaf(gr, fmaf(u.scale, b, -rm), u.beta));
+        const float gr = u.gamma / sqrtf(rv + eps), a = multiply_no_ftz(gr, u.scale);
+        if constexpr (!BY_LIMBS) {
+            return {a, fmaf(gr, fmaf(u.scale, b, -rm), u.beta), 0.f};
+        } else {
+            const float sb = __fmul_rn(u.scale, b), at = sb - rm, scaled = __fmul_rn(gr, at), c = scaled + u.beta;
+            const float of_at = fmaf(u.scale, b, -sb) + rest_of_sum(sb, -rm, at);
+            const float of_c = fmaf(gr, at, -scaled) + rest_of_sum(scaled, u.beta, c) + gr * of_at;
+            const float low = of_c + fmaf(a, TRUNCATED, fmaf(gr, u.scale, -a)) * (rm / u.scale - b);
+            return {a, c, isfinite(low) ? low : 0.f};
+        }
     }
 };
 
 // Mean and M2 of a feature over the tiles so far, merged tile by tile (Welford's algorithm, by Chan's formula).
 struct Welford {
-    float pivot, shift, m2;  // shift: mean - pivot
+    // the mean is high + low: neither a large mean nor a first tile unlike the others costs digits
+    float high, low, m2;
 
-    // Merges a tile's. It works about the mean of the first tile (the pivot), so that a large mean loses no digits.
     __device__ __forceinline__ void merge(float mean, float of_tile, int rows_before, int rows) {
         const float before = (float)rows_before, weight = (float)rows / (before + (float)rows);
-        if (rows_before == 0) pivot = mean, shift = 0.f, m2 = 0.f;
-        const float d = mean - pivot - shift;
+        if (rows_before == 0) high = mean, low = 0.f, m2 = 0.f;
+        const float d = mean - high - low, shift = fmaf(d, weight, low), sum = high + shift;
         m2 += fmaf(d * d, before * weight, of_tile);
-        shift = fmaf(d, weight, shift);
+        low = rest_of_sum(high, shift, sum);
+        high = sum;
     }
-    __device__ __forceinline__ float mean() const { return pivot + shift; }
+    __device__ __forceinline__ float mean() const { return high + low; }
 };
 
 // The m rows of a feature in parts: mean and M2 of each are published. Part i has the tiles i, i + count, ... The CTA
@@ -103,7 +124,8 @@ struct Gathered {
 // member, member + lanes, ..., with BATCH words in flight. All lanes of a warp call it together. It adds in float32
 // about a pivot, the mean of the first part: deviations are then as small as the data allow, and a sum of a few hundred
 // terms of similar size, most of it a tree, loses a bit or two of 24. (Measured: no worse than float64, each of whose
-// instructions costs the tensor core tens of cycles.)
+// instructions costs the tensor core tens of cycles.) If the first part is unlike the others, pivot and shift cancel:
+// the second pass adds up what is left about their sum.
 template <typename Source>
 __device__ __forceinline__ void merge_feature(const Source& source, const RowParts& parts, int member, int lanes,
                                               float& mean, float& m2) {
@@ -132,7 +154,8 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    const float shift = sum / (float)parts.m;
+    const float shift = sum / (float)parts.m, near = pivot + shift;
+    float rest = 0.f;  // of the mean about `near`, times m
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
         if (count > BATCH * lanes) {  // otherwise part still holds them all
@@ -146,12 +169,16 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
             if (t < count) {
                 const float d = part[i].x - pivot - shift;
                 m2 += fmaf(parts.rows(t) * d, d, part[i].y);
+                rest = fmaf(parts.rows(t), part[i].x - near, rest);
             }
         }
     }
 #pragma unroll 1
-    for (int bit = 1; bit < lanes; bit *= 2) m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
-    mean = pivot + shift;
+    for (int bit = 1; bit < lanes; bit *= 2) {
+        m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
+        rest += __shfl_xor_sync(0xFFFFFFFF, rest, bit);
+    }
+    mean = near + rest / (float)parts.m;
 }
 
 // The sum of the thread's elements of feature h in COUNT blocks of eight rows from FIRST on, by a tree of halves. A

@@ -47,6 +47,8 @@ def test_launches_that_overlap_hold_the_other_sms(path: str, probe: vacancy.Prob
     with vacancy.overlapping():
         found = probe.wait(PATHS[path](probe.sms))
     assert len(found.waits) >= 16
+    if found.shared:
+        pytest.skip("other processes have the GPU: run this test alone")
     assert np.quantile(found.waits, 0.9) > found.call / 2, found
 
 

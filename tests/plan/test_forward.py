@@ -78,12 +78,18 @@ def test_sm90_refuses_sums_too_long_for_the_tensor_core(dtype: str, precision: s
         assert decided.x is not None and decided.x.gemm == "cublas"
 
 
+def test_few_inputs_are_multiplied_in_ieee_arithmetic() -> None:
+    """For which PyTorch takes no TF32 either; a call without a product has no inputs."""
+    assert [precision_for("high", 40, k) for k in (1, 5, 15, 16)] == ["highest"] * 3 + ["high"]
+    assert precision_for("high", 40, None) == "high"
+
+
 @pytest.mark.parametrize("shape", [(3, 8192, 1), (64, 4096, 1), (4096, 512, 1)])
 def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     p = contiguous(m, n, k, "float32")
-    assert precision_for("high", n) == "highest"
-    assert precision_for("high", 2) == "high"
+    assert precision_for("high", n, k) == "highest"
+    assert precision_for("high", 2, k) == "high"
     assert plan(p, training=True, precision="highest").gemm == "cublas"
     backward = backward_plan(p, training=True, needs=("x", "weight"), precision="highest")
     assert backward.x is not None

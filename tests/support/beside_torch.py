@@ -2,6 +2,9 @@
 
 A result is right if ‖Δ‖ / ‖truth‖ of y, of a running statistic or of a gradient is at most 1.1 times PyTorch's and
 half a unit in the last place. The truth is float64's on the same device, and for float64 np.longdouble's on the CPU.
+In 16 bits gsbn keeps deviations from the mean, where PyTorch keeps z. If one row moves the mean far from all others,
+theirs are rounded at the size of that move. A gradient may therefore also have 1.1 times the error of exact arithmetic
+on deviations in x's dtype.
 PyTorch uses TF32 if gsbn does, and adds no partial sums of a 16-bit product in 16 bits.
 
 With few features an error is chance: the norm of n independent errors varies by 1 / sqrt(2 n). A family that fails is
@@ -23,9 +26,12 @@ from gsbn import reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
+from gsbn._plan.problem import deviations_dtype
 from tests.support.families import spoil
 
 FACTOR, EPS = 1.1, 1e-5
+# By limbs, a large constant column leaves fewer digits to the products that the tensor core adds to it (docs/trust.md).
+UNPROMISED = {("constant input", "float32", "running_var"): 2.0}  # times FACTOR
 KINDS = {
     "float32": ("float32", "highest"),
     "tf32": ("float32", "high"),
@@ -105,17 +111,41 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
         d, mean = d.sub_(rest), mean + rest
         var = d.square().mean(0)
         r = (s * s * var + EPS).rsqrt()
-        dots = (dy * d).sum(0)
-        dg = (gamma * s * r) * (dy - total / B - d * (s * s * r * r * dots / B))
-        found |= {"y": d * (gamma * s * r) + beta, "dgamma": s * r * dots, "dscale": gamma * EPS * r**3 * dots}
+        found |= _through_deviations(o, d, r, r)
+        found |= {"y": d * (gamma * s * r) + beta}
         found |= {"running_mean": s * (mean + b), "running_var": s * s * var * (B / (B - 1))}
-    else:
-        mean, r = state["running_mean"].double(), (state["running_var"].double() + EPS).rsqrt()
-        z = (g + b) * s - mean
-        dg = dy * (gamma * s * r)
-        found |= {"y": z * (gamma * r) + beta, "dgamma": r * (dy * z).sum(0), "dbias": gamma * s * r * total}
-        found["dscale"] = gamma * r * (dy * (g + b)).sum(0)
+        return found
+    mean, r = state["running_mean"].double(), (state["running_var"].double() + EPS).rsqrt()
+    z = (g + b) * s - mean
+    dg = dy * (gamma * s * r)
+    found |= {"y": z * (gamma * r) + beta, "dgamma": r * (dy * z).sum(0), "dbias": gamma * s * r * total}
+    found["dscale"] = gamma * r * (dy * (g + b)).sum(0)
     return found | {"dx": dg @ w, "dweight": dg.T @ x}
+
+
+def _through_deviations(o: Tensors, d: Any, r: Any, own: Any) -> Tensors:
+    """The gradients through deviations d, whose factor 1 / sqrt(s² var + eps) is `own`; r is the batch's."""
+    x, w, dy, s, gamma = (o[name].double() for name in ("x", "weight", "dy", "scale", "gamma"))
+    dots = own * (dy * d).sum(0)
+    dg = (gamma * s * r) * (dy - dy.mean(0) - d * (s * s * own * dots / len(x)))
+    return {"dgamma": s * dots, "dscale": gamma * EPS * r * r * dots, "dx": dg @ w, "dweight": dg.T @ x}
+
+
+def kept_in_16_bits(o: Tensors) -> Tensors:
+    """The gradients of exact arithmetic on deviations in x's dtype, float16 in units of their spread; {} if gsbn keeps
+    more digits."""
+    x, w, s = (o[name] for name in ("x", "weight", "scale"))
+    name = str(x.dtype).removeprefix("torch.")
+    if name not in ("float16", "bfloat16") or deviations_dtype(name, len(x), training=True) != name:
+        return {}
+    g, s = x.double() @ w.double().T, s.double()
+    d = g - g.mean(0)
+    var = d.square().mean(0)
+    unit = torch.exp2(torch.floor(torch.log2(var.sqrt().clamp(2.0**-126))) + 1) if name == "float16" else 1.0
+    kept = (d / unit).to(x.dtype).double() * unit
+    kept -= kept.mean(0)
+    factors = ((s * s * v + EPS).rsqrt() for v in (var, kept.square().mean(0)))
+    return _through_deviations(o, kept, *factors)
 
 
 def theirs(o: Tensors, state: Tensors, training: bool, precision: str) -> Tensors:
@@ -171,10 +201,12 @@ def as_torch(a: Any) -> Any:
 
 
 def squares(got: Any, truth: Any) -> tuple[Any, Any]:
-    """Σ Δ² and Σ truth², which are added up over seeds."""
+    """Σ Δ² and Σ truth², which are added up over seeds. Elements that got's dtype cannot hold are left out."""
     if isinstance(truth, np.ndarray):
         return np.sum((as_torch(got).cpu().numpy() - truth) ** 2), np.sum(truth**2)
-    return (as_torch(got).double() - truth).square_().sum(), truth.square().sum()
+    got = as_torch(got)
+    within = truth.abs() <= torch.finfo(got.dtype).max
+    return (got.double() - truth)[within].square_().sum(), truth[within].square().sum()
 
 
 class Tally:
@@ -199,11 +231,14 @@ class Tally:
         """The worse error of each quantity, with saved deviations and without; no limit if PyTorch overflows."""
         found: dict[tuple[str, ...], Row] = {}
         for key in self.sums:
-            if key[0] == "torch":
+            if key[0] in ("torch", "16 bits"):
                 continue
             path, gemm, kind, mode, quantity = *key[:4], key[4].partition(",")[0]
             mine, its = self.error(key), self.error(("torch", "", kind, mode, quantity))
-            limit = FACTOR * its + self.roundoff[key]
+            exact = ("16 bits", "", kind, mode, quantity)
+            kept = self.error(exact) if exact in self.sums else 0.0
+            limit = FACTOR * max(its, kept if np.isfinite(kept) else 0.0) + self.roundoff[key]
+            limit *= UNPROMISED.get((family, kind, quantity), 1.0)
             share = 0.0 if not np.isfinite(limit) else mine / limit if np.isfinite(mine) else np.inf
             row = {"family": family, "path": path, "gemm": gemm, "shape": list(shape), "kind": kind, "mode": mode}
             row |= {"quantity": quantity, "ours": mine, "pytorch": its, "share": share}
@@ -271,6 +306,8 @@ def _draw(
             for kind in dtypes[dtype]:
                 precision = KINDS[kind][1]
                 tally.add(("torch", "", kind, mode), theirs(o, state, training, precision), found)
+                if training and device == "cuda":
+                    tally.add(("16 bits", "", kind, mode), kept_in_16_bits(o), found)
                 for library, gemm in ways:
                     try:
                         results, path = ours(library, o, state, training, precision, gemm, limits)

@@ -10,6 +10,7 @@ last CTA is how long a user of these SMs waits. (If calls have all SMs the first
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from gsbn._host import run as _run
 
 LEFT = 12  # SMs
 PROBES = 64
+IN_GRAPH = 4  # calls in a graph
 CUBLAS = "cuBLAS and passes, bfloat16"  # cuBLAS takes the number of SMs as a target
 STAMP = r"""
 // The time at which each CTA began.
@@ -35,10 +37,16 @@ extern "C" __global__ void stamp(unsigned long long* begun) {
 
 
 class Waited(NamedTuple):
-    """In microseconds: a call's time, and how long each pair of kernels waited."""
+    """In microseconds: a call's time on average and at least, and how long each pair of kernels waited."""
 
     call: float
+    least: float
     waits: np.ndarray
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes had the GPU for much of the time: the calls then seldom follow each other."""
+        return self.call > 1.3 * self.least
 
 
 class Probe:
@@ -56,13 +64,26 @@ class Probe:
         """The waiting times of pairs of kernels, while calls follow each other on another stream for so long."""
         ends, asked, begun = (cupy.zeros(shape, np.uint64) for shape in (2, PROBES, (PROBES, LEFT)))
         call()  # compiles
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            for _ in range(IN_GRAPH):  # a slow host then leaves no gaps between the calls
+                call()
+            graph = stream.end_capture()
+        events = [cupy.cuda.Event() for _ in range(9)]
+        with cupy.cuda.Stream(non_blocking=True):
+            for event in events:
+                event.record()
+                graph.launch()
+        cupy.cuda.runtime.deviceSynchronize()
+        pairs = itertools.pairwise(events)
+        least = min(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) * 1e3 / IN_GRAPH
         count = 8
         for measured in (False, True):  # first a few calls, whose time determines the number of calls
             cupy.cuda.runtime.deviceSynchronize()
             with cupy.cuda.Stream(non_blocking=True):
                 self._stamp((1,), (32,), (ends,))
-                for _ in range(count):
-                    call()
+                for _ in range(count // IN_GRAPH):
+                    graph.launch()
                 self._stamp((1,), (32,), (ends[1:],))
                 for i in range(PROBES if measured else 1):
                     with self._stream:
@@ -72,10 +93,10 @@ class Probe:
                 cupy.cuda.runtime.deviceSynchronize()
             begin, end = (int(at) for at in ends)
             us = (end - begin) / 1e3 / count
-            count = max(8, min(int(seconds * 1e6 / us), 300))
+            count = IN_GRAPH * max(2, min(int(seconds * 1e6 / us), 300) // IN_GRAPH)
         times = asked.get()
         during = (begin < times) & (times < end)
-        return Waited(us, (begun.get().max(axis=1) - times)[during] / 1e3)
+        return Waited(us, least, (begun.get().max(axis=1) - times)[during] / 1e3)
 
 
 def calls() -> dict[str, Callable[[int | None], Callable[[], Any]]]:
