@@ -20,12 +20,12 @@ constexpr int WIDEST = 16 * VEC;  // columns of a CTA
 
 struct Shared {
     uint4 pipeline[STAGES * CHUNKS * THREADS];
-    Totals<THREADS, VEC> totals;
+    Totals<THREADS, VEC, SUMS> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
     ClusterTotals<WIDEST, true, SUMS / 2> of_cluster;
 };
 // Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
-constexpr int TOTALS_BYTES = 2 * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
+constexpr int TOTALS_BYTES = SUMS * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);
 constexpr int CLUSTER_BYTES = 8 * SUMS * (CLUSTER == 1 ? 1 : CLUSTER * WIDEST) + 16;
 constexpr int SHARED_BYTES =
     (16 * STAGES * CHUNKS * THREADS + TOTALS_BYTES + DG_ROWS * WIDEST * sizeof(G) + CLUSTER_BYTES + 63) / 64 * 64;
@@ -59,9 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         double sums[SUMS][VEC] = {};
         add_rows<false>(rows, centre, before, sums);
         ColumnSums all;
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 2)
-            total(memory.totals, static_cast<int>(p.row_threads), sums[i], sums[i + 1], all.of[i], all.of[i + 1]);
+        total(memory.totals, static_cast<int>(p.row_threads), sums, all.of);
         memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
             const double S = all.of[0], E = all.of[1];

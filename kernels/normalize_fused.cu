@@ -72,22 +72,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         Moments moments;
 #pragma unroll 1
         for (bool again = false;; again = true) {
-            double first[VEC] = {}, second[VEC] = {};
+            double sums[2][VEC] = {}, of_column[2];  // of d and d^2
             rows.down(0, count, [&](int, const Vector<G, VEC>& in) {
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
                     const double d = static_cast<double>(in.at[j]) - pivot.at[j];
-                    first[j] += d;
-                    second[j] = fma(d, d, second[j]);
+                    sums[0][j] += d;
+                    sums[1][j] = fma(d, d, sums[1][j]);
                 }
             });
-            double first_of_column, second_of_column;
             if (at_once.row == 0)
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) memory.pivot[at_once.column + j] = pivot.at[j];
-            total(memory.totals, static_cast<int>(p.row_threads), first, second, first_of_column, second_of_column);
+            total(memory.totals, static_cast<int>(p.row_threads), sums, of_column);
             const double about = memory.pivot[column];
-            moments = Moments(about, first_of_column, second_of_column, m);
+            moments = Moments(about, of_column[0], of_column[1], m);
             if (sizeof(G) == 4 || again || !__syncthreads_or(c < p.n && moments.far(about, m))) break;
             if (part == 0) memory.pivot[column] = static_cast<G>(moments.mean);
             __syncthreads();

@@ -176,7 +176,9 @@ struct Projection {
         if constexpr (ROUNDED) {
             const double inverse = 1.0 / static_cast<double>(p.m);
             centre = sums.of[2] * inverse;
-            stretch = rsqrt(of(SAVED_REST) + of(SAVED_RATE) * (sums.of[3] * inverse - centre * centre));
+            const double square = of(SAVED_REST) + of(SAVED_RATE) * (sums.of[3] * inverse - centre * centre);
+            stretch = rsqrtf(static_cast<float>(square));
+            stretch *= 1.5 - 0.5 * square * stretch * stretch;  // Newton's step: from 22 bits to 44
             E = stretch * (E - centre * S);
         }
     }

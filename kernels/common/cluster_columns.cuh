@@ -4,53 +4,51 @@
 #include "common/common.cuh"
 #include "common/cluster.cuh"
 
-template <int THREADS, int VEC>
+template <int THREADS, int VEC, int SUMS = 2>
 struct Totals {
     static constexpr int PAD = 16 / VEC;  // keeps writers and readers free of bank conflicts
-    double of_threads[2][VEC][THREADS / 2 + PAD];
-    double of_parts[2][THREADS];
+    double of_threads[SUMS][VEC][THREADS / 2 + PAD];
+    double of_parts[SUMS][THREADS];
 };
 
-// The two sums of each column over the CTA. A thread brings those of its VEC columns (Places, `row_threads` up to 16),
-// and gets those of one column (Sharers). The order of the sums depends on `row_threads` alone.
-template <int THREADS, int VEC>
-__device__ __forceinline__ void total(Totals<THREADS, VEC>& shared, int row_threads, double (&first)[VEC],
-                                      double (&second)[VEC], double& first_of_column, double& second_of_column) {
+// The sums of each column over the CTA. A thread brings those of its VEC columns (Places, `row_threads` up to 16), and
+// gets those of one column (Sharers). The order of the sums depends on `row_threads` alone.
+template <int THREADS, int VEC, int SUMS>
+__device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int row_threads, double (&sums)[SUMS][VEC],
+                                      double (&of_column)[SUMS]) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        first[j] += __shfl_xor_sync(~0u, first[j], 16);
-        second[j] += __shfl_xor_sync(~0u, second[j], 16);
-        if (lane < 16) {
-            shared.of_threads[0][j][thread / 32 * 16 + lane] = first[j];
-            shared.of_threads[1][j][thread / 32 * 16 + lane] = second[j];
+    for (int j = 0; j < VEC; ++j)
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) {
+            sums[i][j] += __shfl_xor_sync(~0u, sums[i][j], 16);
+            if (lane < 16) shared.of_threads[i][j][thread / 32 * 16 + lane] = sums[i][j];
         }
-    }
     __syncthreads();
     const int columns = row_threads * VEC;
     const Sharers<THREADS> of(columns);
-    double of_part[2] = {};
+    double of_part[SUMS] = {};
 #pragma unroll
-    for (int i = 0; i < VEC / 2; ++i) {
-        const int at = (of.part * (VEC / 2) + i) * row_threads + of.column / VEC;
-        of_part[0] += shared.of_threads[0][of.column % VEC][at];
-        of_part[1] += shared.of_threads[1][of.column % VEC][at];
+    for (int k = 0; k < VEC / 2; ++k) {
+        const int at = (of.part * (VEC / 2) + k) * row_threads + of.column / VEC;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) of_part[i] += shared.of_threads[i][of.column % VEC][at];
     }
-    shared.of_parts[0][thread] = of_part[0];
-    shared.of_parts[1][thread] = of_part[1];
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) shared.of_parts[i][thread] = of_part[i];
     __syncthreads();
-    double high[2] = {}, low[2] = {};  // low: the rounding errors of high (Knuth's two-sum); there are up to 32 parts
+    double high[SUMS] = {}, low[SUMS] = {};  // low: rounding errors of high (Knuth's two-sum); there are up to 32 parts
 #pragma unroll 2
     for (int at = of.column; at < THREADS; at += columns) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < SUMS; ++i) {
             const double v = shared.of_parts[i][at], sum = high[i] + v, back = sum - high[i];
             low[i] += (high[i] - (sum - back)) + (v - back);
             high[i] = sum;
         }
     }
-    first_of_column = high[0] + (isfinite(high[0]) ? low[0] : 0.0);
-    second_of_column = high[1] + (isfinite(high[1]) ? low[1] : 0.0);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) of_column[i] = high[i] + (isfinite(high[i]) ? low[i] : 0.0);
 }
 
 // The sums over all CTAs of a cluster, PAIRS pairs of each of up to WIDEST columns; for one use. With EVERYWHERE each

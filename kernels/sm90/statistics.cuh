@@ -131,6 +131,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
                                               float& mean, float& m2) {
     constexpr int BATCH = 4;  // eight were slower
     const int count = parts.count;
+    const float inverse = 1.f / (float)parts.m;  // now: once all parts are there, it would delay what waits for them
     float2 part[BATCH];
     float pivot, sum = 0.f;
     m2 = 0.f;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
     }
 #pragma unroll 1
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, bit);
-    const float shift = sum / (float)parts.m, near = pivot + shift;
+    const float shift = sum * inverse, near = pivot + shift;
     float rest = 0.f;  // of the mean about `near`, times m
 #pragma unroll 1
     for (int t0 = member; t0 < count; t0 += BATCH * lanes) {
@@ -178,7 +179,7 @@ __device__ __forceinline__ void merge_feature(const Source& source, const RowPar
         m2 += __shfl_xor_sync(0xFFFFFFFF, m2, bit);
         rest += __shfl_xor_sync(0xFFFFFFFF, rest, bit);
     }
-    mean = near + rest / (float)parts.m;
+    mean = near + rest * inverse;
 }
 
 // The sum of the thread's elements of feature h in COUNT blocks of eight rows from FIRST on, by a tree of halves. A
