@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-LEAST_ROUNDS = 7  # the fewest samples of which a median is told
+LEAST_ROUNDS = 7  # the fewest samples whose median has an interval
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The median of some samples and an interval that holds the true median with probability ``confidence``."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    confidence: float
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
+    """The median of some samples, and an interval of two of them that holds the true median.
+
+    >>> median_interval([3.0, 1.0, 2.0])
+    Measurement(median=2.0, low=1.0, high=3.0, samples=3, confidence=0.75)
+
+    Of ``n`` independent samples ``X₁ ≤ … ≤ Xₙ`` the number below the true median is binomial (n, ½), whatever their
+    distribution, so ``P(X_k ≤ median ≤ X_{n+1−k}) = 1 − 2 P(Bin(n, ½) < k)``. ``k`` is the largest that keeps at least
+    ``confidence``. Fewer than six samples cannot reach 0.95: the interval is then their range, and the returned
+    ``confidence`` is that of the range (0 for a single sample). ValueError where there is no sample.
+    """
+    if not samples:
+        raise ValueError("samples: expected at least one, got none")
+    ordered, n = sorted(samples), len(samples)
+    k, below = 1, 1  # below / 2ⁿ = P(Bin(n, ½) < k)
+    while 2 * (below + math.comb(n, k)) <= (1 - confidence) * 2**n:
+        below += math.comb(n, k)
+        k += 1
+    return Measurement(statistics.median(ordered), ordered[k - 1], ordered[n - k], n, 1 - 2 * below / 2**n)
 
 
 def wall_clock(call: Callable[[], Any], calls: int, wait: Callable[[], Any]) -> float:
@@ -81,8 +115,8 @@ def balanced_order(n: int, turn: int) -> list[int]:
     return order[::-1] if n % 2 and turn // n % 2 else order
 
 
-def medians_in_turns(trials: Sequence[Callable[[], float]], seconds: float) -> list[float]:
-    """The median of what each trial gives. No round begins after so many seconds, but seven are run at least.
+def in_turns(trials: Sequence[Callable[[], float]], seconds: float) -> list[list[float]]:
+    """What each trial gives in each round. No round begins after so many seconds, but seven are run at least.
 
     A round has each trial once. The first one does not count: in it the clocks settle.
     """
@@ -94,4 +128,4 @@ def medians_in_turns(trials: Sequence[Callable[[], float]], seconds: float) -> l
         for index in balanced_order(len(trials), turn):
             samples[index].append(trials[index]())
         turn += 1
-    return [statistics.median(of_one[1:]) for of_one in samples]
+    return [of_one[1:] for of_one in samples]

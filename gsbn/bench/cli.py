@@ -204,9 +204,9 @@ def bench_command(
     of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=(
-        "Your PyTorch model instead, plain, compiled and converted by gsbn.torch. "
-        "The function returns (model, inputs)."))] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help=(
+        "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
+        "gsbn.torch."))] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=(
         f"{_any_of(DTYPES)} By default all but float64."))] = None,
     mode: Annotated[_Mode, typer.Option(metavar="NAME", help=(

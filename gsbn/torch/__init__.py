@@ -1,5 +1,7 @@
 """gsbn for PyTorch: a layer, a function and a conversion that support autograd, autocast and torch.compile.
 
+`compare` measures whether they help a model.
+
 >>> import gsbn.torch
 >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
 >>> list(layer.state_dict())[:3]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from .._timing import medians_in_turns
+from .._timing import in_turns, median_interval
 from .._typing import Precision
 from .._values import flag, real_number, shown, type_name
 from ._convert import Conversion, convert, revert
@@ -31,7 +31,8 @@ _VARIANTS = {  # whether `convert` changes the model, and whether torch.compile 
 _CALLED, _GRAPH = "as called", "in a CUDA graph"
 _SHARING = (nn.SyncBatchNorm, SyncBatchNorm, nn.parallel.DistributedDataParallel)
 _LEGEND = (
-    "ms: median time of a call. speed: plain's time over this one's. MiB: peak memory of a call, beyond parameters and "
+    "ms: median time of a call. speed: plain's time over this one's; with ~ its 95 % interval is wider than a tenth of "
+    "it, so the machine was busy: try more seconds. MiB: peak memory of a call, beyond parameters and "
     "inputs. outputs, gradients: norm of the difference from plain's, over the norm of plain's."
 )
 
@@ -47,7 +48,9 @@ class Measured(NamedTuple):
     ms : float or None
         The median time of a call in milliseconds; None if there is none, and `why` has the reason.
     speed : float or None
-        The time of "plain" over this one: above 1 this one is faster.
+        The time of "plain" over this one, the median of this ratio in all rounds: above 1 this one is faster.
+    speed_low, speed_high : float or None
+        An interval that holds the true `speed` with 95 % confidence.
     peak_bytes : int or None
         The most memory that a call takes beyond parameters and inputs; None on a CPU.
     outputs, gradients : float or None
@@ -62,6 +65,8 @@ class Measured(NamedTuple):
     variant: str
     ms: float | None = None
     speed: float | None = None
+    speed_low: float | None = None
+    speed_high: float | None = None
     peak_bytes: int | None = None
     outputs: float | None = None
     gradients: float | None = None
@@ -284,15 +289,17 @@ def _measure(work: str, variants: list[Variant], setting: Setting, graph: bool) 
 
 def _timed(way: str, variants: list[Variant], setting: Setting) -> Iterator[Measured]:
     live = [variant for variant in variants if not variant.why]
-    medians = medians_in_turns([variant.trial() for variant in live], setting.seconds)
-    times = {variant.name: median for variant, median in zip(live, medians, strict=True)}
+    samples = in_turns([variant.trial() for variant in live], setting.seconds)
+    times = {variant.name: of_one for variant, of_one in zip(live, samples, strict=True)}
     for variant in variants:
         if variant.why:
             yield Measured(variant.work, way, variant.name, why=variant.why)
-        else:
-            seconds = times[variant.name]
-            speed = times[_PLAIN] / seconds if _PLAIN in times else None
-            yield Measured(variant.work, way, variant.name, 1e3 * seconds, speed, **variant.facts)
+            continue
+        seconds, facts = times[variant.name], dict(variant.facts)
+        if _PLAIN in times:  # ratios within a round, where the clocks and other programs are the same for both
+            speed = median_interval([plain / own for plain, own in zip(times[_PLAIN], seconds, strict=True)])
+            facts |= {"speed": speed.median, "speed_low": speed.low, "speed_high": speed.high}
+        yield Measured(variant.work, way, variant.name, 1e3 * median_interval(seconds).median, **facts)
 
 
 def _difference(found: list[Tensor], wanted: list[Tensor]) -> float | None:
@@ -321,15 +328,15 @@ def _notes(conversion: Conversion, variants: list[Variant], setting: Setting, pr
 
 
 def _figures(row: Measured) -> str:
-    mib = None if row.peak_bytes is None else row.peak_bytes / 2**20
-    cells = (
-        (row.ms, "#.3g" if row.ms is not None and row.ms < 100 else ".0f", 8),
-        (row.speed, ".2f", 7),
-        (mib, ".1f", 9),
-        (row.outputs, ".1e", 9),
-        (row.gradients, ".1e", 10),
-    )
-    return "".join(f"{'-' if value is None else format(value, spec):>{width}}" for value, spec, width in cells)
+    def cell(value: float | None, spec: str) -> str:
+        return "-" if value is None else format(value, spec)
+
+    ms = cell(row.ms, "#.3g" if row.ms is not None and row.ms < 100 else ".0f")
+    speed = cell(row.speed, ".2f")
+    if row.speed and (row.speed_high or 0) - (row.speed_low or 0) > row.speed / 10:
+        speed = f"~{speed}"
+    mib = cell(None if row.peak_bytes is None else row.peak_bytes / 2**20, ".1f")
+    return f"{ms:>8}{speed:>7}{mib:>9}{cell(row.outputs, '.1e'):>9}{cell(row.gradients, '.1e'):>10}"
 
 
 def _in_json(value: Any) -> Any:

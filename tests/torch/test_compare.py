@@ -58,6 +58,7 @@ def test_what_it_gives_on_a_cpu(calls: list[Any]) -> None:
     assert [row[:3] for row in result.rows] == [(w, "as called", v) for w in WORKS for v in ("plain", "gsbn")]
     for row_ in result.rows:
         assert row_.ms > 0 and row_.why == "" and row_.peak_bytes is None
+        assert row_.speed_low <= row_.speed <= row_.speed_high
         assert (row_.speed == 1) >= (row_.variant == "plain")
         assert (row_.outputs is None) == (row_.variant == "plain")
         assert (row_.gradients is None) == (row_.variant == "plain" or row_.work == "inference")
@@ -129,7 +130,9 @@ def test_where_nothing_is_converted_it_says_so(model: nn.Module, said: str) -> N
 
 def test_what_it_prints() -> None:
     rows = compare(row(), batch(), **QUICK).rows
-    measured = gsbn.torch.Measured(*WORKS[:1], "in a CUDA graph", "gsbn, compiled", 12345.6, 1.5, 3 << 40, 1e-7, 0.25)
+    measured = gsbn.torch.Measured(
+        *WORKS[:1], "in a CUDA graph", "gsbn, compiled", 12345.6, 1.5, 1.4, 1.6, 3 << 40, 1e-7, 0.25
+    )
     failed = gsbn.torch.Measured(*WORKS[:1], "in a CUDA graph", "plain", why="it raised " + "word " * 30)
     conversion = gsbn.torch.Conversion((("0", "1"),), (gsbn.torch.Left("5", "why " * 30),))
     result = gsbn.torch.Comparison("a GPU", conversion, ("a note " * 20,), (*rows, measured, failed))
@@ -138,7 +141,11 @@ def test_what_it_prints() -> None:
         assert max(map(len, lines)) <= width
         figures = [line for line in lines if line.startswith("  ") and line[-1] in "-0123456789"]
         assert len(figures) == 5 and {len(line) for line in figures} == {59}, "aligned"
-    assert str(result) == result.table(80) and "inference, in a CUDA graph\n  gsbn, compiled   12346" in str(result)
+    assert str(result) == result.table(80) and "inference, in a CUDA graph\n  gsbn, compiled   12346  ~1.50" in str(
+        result
+    )
+    sure = gsbn.torch.Comparison("a GPU", conversion, (), (measured._replace(speed_low=1.48, speed_high=1.52),))
+    assert "12346   1.50" in str(sure)
     told = json.loads(json.dumps(result.as_dict()))
     assert told["replaced"] == [["0", "1"]] and told["left"][0]["name"] == "5" and told["rows"][-2]["gradients"] == 0.25
     wrong = result.rows[0]._replace(outputs=float("nan"))
@@ -262,14 +269,22 @@ def test_trials_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def trial(index: int) -> Any:
         return lambda: float(order.append(index) or (100 if len(order) <= 3 else len(order) % 3 + 10 * index))
 
-    medians = timing.medians_in_turns([trial(i) for i in range(3)], 1e-9)
+    samples = timing.in_turns([trial(i) for i in range(3)], 1e-9)
     assert len(order) == 3 * (1 + timing.LEAST_ROUNDS)
     assert all(sorted(order[i : i + 3]) == [0, 1, 2] for i in range(0, len(order), 3)), "each once in a round"
     assert {tuple(order[i : i + 3]) for i in range(0, len(order), 3)} == {
         (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1), (0, 1, 2)
     }  # fmt: skip
-    assert [round(m, -1) for m in medians] == [0, 10, 20], "the first round does not count"
-    assert timing.medians_in_turns([], 100) == []
+    assert [{round(sample, -1) for sample in of_one} for of_one in samples] == [{0}, {10}, {20}], "no first round"
+    assert timing.in_turns([], 100) == []
+
+
+def test_a_drifting_clock_does_not_change_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that double from round to round: the ratio within a round stays, that of medians of few rounds need not."""
+    drift = [[2.0**i * factor for i in range(7)] for factor in (1.0, 0.5)]
+    monkeypatch.setattr(gsbn.torch._compare, "in_turns", lambda trials, seconds: drift)
+    for row_ in compare(row(), batch(), **QUICK).rows:
+        assert row_.speed == row_.speed_low == row_.speed_high == (1 if row_.variant == "plain" else 2)
 
 
 def test_reasons() -> None:
