@@ -26,6 +26,7 @@ class Measurement:
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
     """The median of some samples, and an interval of two of them that holds the true median.
 
+    >>> from gsbn._timing import median_interval
     >>> median_interval([3.0, 1.0, 2.0])
     Measurement(median=2.0, low=1.0, high=3.0, samples=3, confidence=0.75)
 
