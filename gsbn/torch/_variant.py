@@ -14,7 +14,7 @@ from .. import _timing as timing
 from .._values import shown
 
 INFERENCE, STEP = WORKS = ("inference", "training step")
-_TRIAL = 0.02  # seconds that a trial takes, of several calls
+_TRIAL, _LEAST_CALL = 0.02, 1e-4  # seconds that a trial takes, of several calls, each counted as so long at least
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Variant:
             self.draws = not torch.equal(before, self.setting.random_state())
         outputs = [tensor.detach() for tensor in tensors_in(output) if tensor.is_floating_point()]
         leaves = self.leaves if self.work == STEP else []
-        return outputs, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        return outputs, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense() for leaf in leaves]
 
     def prepare(self) -> None:
         """Warm up, and measure the memory."""
@@ -141,7 +141,7 @@ class Variant:
 
     def trial(self) -> Callable[[], float]:
         """What gives the seconds of a call, of as many as fill a trial."""
-        calls = max(1, min(200, round(_TRIAL / self.setting.time(self.call, 1))))
+        calls = max(1, round(_TRIAL / max(self.setting.time(self.call, 1), _LEAST_CALL)))
         return lambda: self.setting.time(self.call, calls)
 
     def _autocast(self) -> Any:

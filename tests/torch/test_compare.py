@@ -190,6 +190,12 @@ def test_a_loss() -> None:
     )
 
 
+def test_gradients_that_are_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(9, I, sparse=True), *row())
+    rows = compare(model, torch.arange(20) % 9, **QUICK).rows
+    assert rows[-1].ms and rows[-1].gradients < 1e-5
+
+
 def test_without_gradients_there_is_no_step() -> None:
     rows = compare(row().requires_grad_(False), batch(), **QUICK).rows
     assert rows[0].ms and rows[2].why == "it raised ValueError: no output of the model requires grad"
