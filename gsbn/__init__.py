@@ -4,7 +4,8 @@
 inference; `backward` computes its gradients. Both take CuPy arrays, PyTorch tensors and NumPy arrays, and return the
 same kind. On a CPU they compute in NumPy, for tests and examples.
 
-- `gsbn.torch`, imported on first use, is for PyTorch: a layer, a function, and `convert` for models that exist.
+- `gsbn.torch`, imported on first use, is for PyTorch: a layer, a function, `convert` for models that exist, and
+  `compare`, which measures whether it helps one.
 - `prepare` and `fold` are for inference, `group` is for batches that several GPUs share.
 - `describe` tells how a call is computed, and `warm_up` compiles all kernels ahead.
 - `gsbn.reference` has the same mathematics in plain NumPy, `gsbn.bench` the measurements. The command ``gsbn`` runs

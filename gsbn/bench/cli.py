@@ -23,7 +23,7 @@ import gsbn
 
 from .. import warm_up
 from .._typing import Activation
-from . import layers, layers_page, libraries, machine, models, page, ranks, selfcheck, tables, turns
+from . import compare_model, layers, layers_page, libraries, machine, models, page, ranks, selfcheck, tables, turns
 from .bounds import FAMILIES
 from .candidate import NAMES, names
 from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
@@ -204,6 +204,9 @@ def bench_command(
     of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help=(
+        "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
+        "gsbn.torch."))] = None,
     dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=(
         f"{_any_of(DTYPES)} By default all but float64."))] = None,
     mode: Annotated[_Mode, typer.Option(metavar="NAME", help=(
@@ -243,6 +246,13 @@ def bench_command(
             _fail(str(error))
     kinds, directions = ([each.value for each in given or []] for given in (dtype, direction))
     alone = {"--activation": activation, "--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
+    if model:
+        _refuse(alone | {"--shape": shape, "--preset": preset, "--ranks": of_ranks, "--dtype": dtype, "--only": only,
+                         "--direction": direction, "--calls": calls, "--plot": plot, "--publish": publish},
+                "--model takes no such option")  # fmt: skip
+        return _bench_model(
+            model, as_json, compile=not _names("--skip", skip, ["compile"]), graph=graph, seconds=seconds
+        )
     if of_ranks:
         _refuse(alone | {"--preset": preset}, "ranks take no such option")
         bench = _of_ranks(of_ranks, shape or [], kinds, directions)
@@ -288,6 +298,15 @@ class _Bench(NamedTuple):
     usual: Collection[str]  # without --only
     notice: str
     run: Callable[[list[str], Settings, turns.Progress], Any]
+
+
+def _bench_model(model: str, as_json: Path | None, **options: Any) -> None:
+    try:
+        found, content = compare_model.run(model, **options)
+    except compare_model.CannotLoad as error:
+        raise typer.BadParameter(str(error), param_hint="'--model'") from None
+    _console(as_json).print(Text(found.table(out.width)))
+    _save(as_json, content)
 
 
 def _of_layers(

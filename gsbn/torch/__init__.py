@@ -1,5 +1,7 @@
 """gsbn for PyTorch: a layer, a function and a conversion that support autograd, autocast and torch.compile.
 
+`compare` measures whether they help a model.
+
 >>> import gsbn.torch
 >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
 >>> list(layer.state_dict())[:3]
@@ -8,6 +10,7 @@
 Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` take tensors, but not autograd.
 """
 
+from ._compare import Comparison, Measured, compare
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
 from ._groups import group
@@ -15,11 +18,14 @@ from ._layer import LinearBatchNorm1d
 from ._modules import SyncBatchNorm
 
 __all__ = [
+    "Comparison",
     "Conversion",
     "Left",
     "LinearBatchNorm1d",
+    "Measured",
     "Sequential",
     "SyncBatchNorm",
+    "compare",
     "convert",
     "group",
     "linear_batch_norm",
