@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 from .copies import in_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
-from .gemm import (
-    one_launch,
-    tiled,
-    waiting_grid,
-)
+from .gemm import OfCall, one_launch, tiled, waiting_grid
 from .kernel import with_activation
 from .limbs import lay_out, split_of
 from .problem import (
@@ -176,15 +172,8 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
     of_x, of_w, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
-    one = one_launch(
-        taken,
-        mode_of(call.training),
-        call.precision,
-        prepared=call.prepared,
-        saves=saves,
-        cumulative=call.cumulative,
-        ranks=call.ranks is not None,
-    )
+    of_call = OfCall(call.prepared, saves, call.cumulative, call.ranks is not None)
+    one = one_launch(taken, mode_of(call.training), call.precision, of_call)
     one = one._replace(kernel=with_activation(one.kernel, call.activation))
     if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))
