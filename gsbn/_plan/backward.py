@@ -9,14 +9,7 @@ from .backward_passes import cut_passes, dy_on_words
 from .backward_products import choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
-from .problem import (
-    ITEMSIZE,
-    VECTOR_PARAMETERS,
-    Matmul,
-    Matrix,
-    deviations_dtype,
-    round_up,
-)
+from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, deviations_dtype, round_up
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .ranks import Ranks, letters, posts_at
@@ -91,11 +84,11 @@ def plan_backward(
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
         ld_transposed = round_up(p.m, 16 // size)
     at_dy = in_rows(n, size) if copy_dy else dy
-    skinny = None
+    p, skinny = p._replace(y=at_dy), None
     if gemm in ("auto", "tiled") and norm and linear and training:
-        skinny = skinny_backward(p, at_dy, activation)
+        skinny = skinny_backward(p, activation)
     cut = cut_passes(
-        p, at_dy, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
+        p, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
         precision=precision, activation=activation, where=where,
     )  # fmt: skip
     if "weight" not in needs or cut.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
@@ -137,28 +130,12 @@ def plan_backward(
 
     # ---- from dy to dg and the gradients of vectors
     codes = {name: 8 + kind_code(of) for name, of in vectors.dtypes.items() if name in needs}
-    fields: dict[str, Any] = {
-        "m": m,
-        "n": n,
-        "k": k,
-        "ldx": p.x.strides[0],
-        "ldw": p.w.strides[0],
-        "skinny_rows": skinny.rows if skinny else 0,
-        "skinny_features": skinny.features if skinny else 0,
-        "dy_row": cut.dy.strides[0],
-        "dy_col": cut.dy.strides[1],
-        "ldd": ld_saved if ld_saved is not None else pitch,
-        "lddg": pitch,
-        "ld_transposed": ld_transposed,
-        "row_threads": cut.row_threads,
-        "sums_rows": cut.sums_rows,
-        "dg_rows": cut.dg_rows,
-        "splits": cut.splits if m else 0,
-        "signature": 0 if ranks is None else ranks.signature,
-        "words": limbs.maxima_bytes // 4,
-        "vector_dy": cut.vector_dy,
-        **{f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS},
-    }
+    fields: dict[str, Any] = {"m": m, "n": n, "k": k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "lddg": pitch}
+    fields |= {"ldd": pitch if ld_saved is None else ld_saved, "ld_transposed": ld_transposed, **cut.fields}
+    fields |= {"splits": cut.splits if m else 0, "words": limbs.maxima_bytes // 4}
+    fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
+    fields |= {"signature": 0 if ranks is None else ranks.signature}
+    fields |= {f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS}
     to_vectors = {f"to_{name}": grads[name] for name in VECTOR_PARAMETERS}
     if one_scale:  # first a gradient per feature, in float64; sum_features adds them up
         to_vectors["to_scale"] = place(scales_at)
@@ -169,22 +146,22 @@ def plan_backward(
     of_sums = place(0)
     if cut.fused:
         passed = {**reads, "dg": dg_name, **to_vectors, "zeros": zeros, "ranks": ABSENT if ranks is None else "ranks"}
-        build.launch(cut.sums_kernel, cut.sums_grid, fields, passed)
+        build.launch(*cut.sums, fields, passed)
     elif sums and m:
-        build.launch(cut.sums_kernel, cut.sums_grid, fields, {**reads, "workspace": of_sums, "zeros": zeros})
+        build.launch(*cut.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
     elif grads["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
         build.clear(grads["bias"], n * ITEMSIZE[vectors.dtypes["bias"]])
     if ranks is not None and norm and not cut.fused:
-        assert cut.merge_kernel is not None
+        assert cut.merge is not None
         totals = place(totals_at)
         passed = {"saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
         passed |= {"totals": totals, **to_vectors}
         if not ranks.waits:
             first = {**passed, "posted": place(posted), "totals": ABSENT}
-            build.launch(cut.merge_kernel, cut.merge_grid, fields, first)
+            build.launch(*cut.merge, fields, first)
             build.gather(letters(n), place(posted), place(gathered))
             passed["gathered"] = place(gathered)
-        build.launch(cut.merge_kernel, cut.merge_grid, fields, passed)
+        build.launch(*cut.merge, fields, passed)
         of_sums = totals
         fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # merge_sums has written these
     if m and skinny is not None:
@@ -194,18 +171,11 @@ def plan_backward(
         build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
         reduce_split_k(build, skinny.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
-        passed = {
-            **reads,
-            "d": "deviations",
-            "workspace": of_sums,
-            "dg": dg_name,
-            "transposed": transposed,
-            **to_vectors,
-        }
-        build.launch(cut.dg_kernel, cut.dg_grid, fields, passed)
+        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "transposed": transposed}
+        build.launch(*cut.dg, fields, passed | to_vectors)
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": grads["scale"]}
-        build.launch(cut.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
+        build.launch(*cut.total, {**fields, "to_scale": codes["scale"]}, of_features)
 
     # ---- the products
     if m:

@@ -41,17 +41,6 @@ STATS_CTAS, STATS_GROUP = 2, 16
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
 
 
-class _Names(NamedTuple):
-    """Names of a call's memory: operands or their copies, and results; ABSENT for those that the call does not have."""
-
-    x: str
-    weight: str
-    y: str
-    deviations: str
-    vectors: str
-    batches: str  # num_batches_tracked
-
-
 class _Call(NamedTuple):
     p: Matmul
     taken: Matmul  # with x, weight and y as the kernels take them: the arguments or copies
@@ -63,7 +52,8 @@ class _Call(NamedTuple):
     cumulative: bool
     prepared: bool
     ranks: Ranks | None
-    names: _Names
+    # of the memory of x and weight or their copies, y, deviations, vectors, num_batches_tracked; ABSENT if not there
+    names: tuple[str, str, str, str, str, str]
     fields: dict[str, Any]  # of the kernels' structs, as far as the caller determines them
 
 
@@ -123,21 +113,19 @@ def plan_forward(
     ]
     copied = {copy.name: copy.to for copy in copies}
     y = "out" if out else build.make("y", (m, p.n), p.dtype)
-    fields = {
+    fields: dict[str, Any] = {
         "m": m,
         "n": p.n,
         "k": p.k,
         "ldx": taken.x.strides[0],
         "ldw": taken.w.strides[0],
-        "signature": 0 if ranks is None else ranks.signature,
         **vectors,
-        "momentum": 0.0 if momentum is None else momentum,
-        "eps": eps,
-        "number": number,
     }
+    fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number}
+    fields |= {"signature": 0 if ranks is None else ranks.signature}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
-    names = _Names(copied.get("x", "x"), copied.get("weight", "weight"), y, *saved, count)
+    names = copied.get("x", "x"), copied.get("weight", "weight"), y, *saved, count
     call = _Call(p, taken, m, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields)
     if one_launch_:
         _in_one_launch(build, call, copies)
@@ -218,16 +206,8 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         maps[2] = maps[0]
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
-    build.launch(
-        one.kernel,
-        one.ctas,
-        fields,
-        passed,
-        SM90_THREADS,
-        maps=tuple(maps),
-        cooperative=one.cooperative,
-        made_of=(one, taken),
-    )
+    how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
+    build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if of_y != y:
         build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])
 
@@ -297,18 +277,9 @@ def _in_passes(
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
     of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
-    fields = call.fields | {
-        "ldg": ldg,
-        "y_row": y.strides[0],
-        "y_col": y.strides[1],
-        "row_threads": row_threads,
-        "stats_rows": stats_rows,
-        "normalize_rows": normalize_rows,
-        "splits": splits,
-        "merge_columns": merge_columns,
-        "affine": affine,
-        "partials": partials,
-    }
+    fields = call.fields | {"ldg": ldg, "y_row": y.strides[0], "y_col": y.strides[1], "row_threads": row_threads}
+    fields |= {"stats_rows": stats_rows, "normalize_rows": normalize_rows, "splits": splits}
+    fields |= {"merge_columns": merge_columns, "affine": affine, "partials": partials}
     g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
     fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
 
