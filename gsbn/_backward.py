@@ -116,12 +116,7 @@ def backward(
 
 
 def backward_within(
-    limits: _plan.Limits,
-    dy: Any,
-    saved: Saved,
-    *,
-    needs: Collection[str] = Gradients._fields,
-    sms: int | None = None,
+    limits: _plan.Limits, dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]:
     """`backward` with limits on the planner's choice; they have no effect on the CPU."""
     wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)

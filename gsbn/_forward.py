@@ -26,18 +26,7 @@ from ._saved import Saved, dtypes_of, saved_of
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from ._values import shown, sm_count
 
-ARRAYS = (
-    "x",
-    "weight",
-    "scale",
-    "bias",
-    "gamma",
-    "beta",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-    "out",
-)
+ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
 _TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
     OPTIONS.index, ("training", "precision", "return_saved", "sms", "group")
