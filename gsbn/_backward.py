@@ -94,13 +94,9 @@ def backward(
     rows: their sum over the ranks is the gradient of the whole batch.
 
     Like `forward` it is asynchronous and can be captured. It runs on the current stream, which must be ordered after
-    the forward. In addition to the result it allocates dg, in x's dtype (for TF32 also its transpose), O(O) scratch,
-    the workspace of cuBLAS or the partial sums of dweight (at most 32 MiB), limbs of float32 operands in about as many
-    bytes as these, and copies of operands and results with a layout that the kernels do not support, or for which they
-    are much slower. dg is rounded to x's dtype, as in PyTorch: a float16 gradient overflows beyond 65504. S and D are
+    the forward. dg is rounded to x's dtype, as in PyTorch: a float16 gradient overflows beyond 65504. S and D are
     float32 sums over 16 rows, merged in float64 in a fixed order. For 16-bit dtypes with up to 16 rows everything but
-    the GEMMs is float64. On the CPU arithmetic and memory are as in the forward: float32 BLAS in blocks of rows, dg of
-    one block at a time, and each gradient is rounded once.
+    the GEMMs is float64. On the CPU arithmetic is as in the forward, and each gradient is rounded once.
 
     Examples
     --------

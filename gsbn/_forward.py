@@ -133,14 +133,9 @@ def forward(
         its row contains one that is 2^16 times larger. "cublas" keeps these digits.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "auto" takes the fastest of the others that supports the call. "sm90" computes the whole forward in one launch
-        on Hopper. It supports all dtypes but float64; `return_saved` only in training, for 16-bit dtypes from 17 rows
-        on; and at most 32768 input features, 262144 in bfloat16. float32 at "highest" supports any number of input
-        features and needs one launch before, which makes the limbs; if the rows of y do not start and end on 16 bytes,
-        "sm90" computes only the GEMM, and further launches the rest. In other dtypes such rows of x, weight or y cost
-        one more launch that copies the operands, and one that copies y.
-        "cublas" uses cuBLAS. "tiled" uses gsbn's other kernels: a portable product and, on Hopper, for many short rows
-        of x, two launches that both compute g and never write it. After a first call of the same kind, a call with any
-        `gemm` can be captured in a CUDA graph.
+        on Hopper, "cublas" uses cuBLAS, and "tiled" gsbn's other kernels: a portable product and, on Hopper, for many
+        short rows of x, two launches that both compute g and never write it. `docs/guide/limits.md` says what each
+        supports. After a first call of the same kind, a call with any `gemm` can be captured in a CUDA graph.
     sms : int, optional
         The largest number of the GPU's streaming multiprocessors (SMs) that a launch of this call may occupy; no launch
         then starts before the previous one has ended. None is all SMs, or those of the stream's green context. Set it
@@ -180,23 +175,12 @@ def forward(
 
     Notes
     -----
-    The call is asynchronous on the current stream of x's library; the host never waits. In addition to y it allocates,
-    from that library's allocator: O(O) scratch; the workspace of cuBLAS (at most 32 MiB); a copy of each operand with a
-    layout that the GEMM does not support, or for which it is much slower (rows off a 16-byte boundary); and one B x O
-    array if the memory of y cannot hold intermediate results: y's dtype with "sm90" (rows of y off such a boundary),
-    otherwise float32 for g (such rows, float16 and bfloat16). With `return_saved` the deviations are one more B x O
-    array (see `Saved` for its dtype); except with "sm90", g is computed in this array if its dtype is wide enough.
-    "sm90" instead allocates 16 bytes per feature for each tile of rows, unless one cluster has all rows, and for limbs
-    as many bytes as x and, unless it is prepared, the weight. In training it may store in y, in y's dtype, a tile's
-    deviations from the tile's own means until the means of the batch are known. Memory that a captured call allocates,
-    y included, is freed with the graph.
+    The call is asynchronous on the current stream of x's library; the host never waits. It allocates from that
+    library's allocator; `docs/guide/limits.md` lists what. Memory that a captured call allocates, y included, is freed
+    with the graph. The same call gives the same bits in every run, in a CUDA graph or not.
 
     On the CPU the product is float32 BLAS (float64 for float64), with the threads of BLAS. The rest is computed in
-    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64. In addition to y it
-    allocates a few blocks of 1 MiB or 512 rows each. In training a 16-bit y stores deviations, in its dtype, until the
-    mean of the batch is known.
-
-    The same call gives the same bits in every run, in a CUDA graph or not.
+    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64.
 
     Examples
     --------

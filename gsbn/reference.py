@@ -126,22 +126,10 @@ def forward(
     x : (B, I) array_like
         The input, of any floating dtype, bfloat16 (``ml_dtypes``) included. ``B = 0`` gives an empty result.
     weight : (O, I) array_like
-    scale : (O,) array_like, or a number or array_like of one element, optional
-        One element serves all features. Defaults to 1.
-    bias, gamma, beta : (O,) array_like, optional
-        Default to 0, 1 and 0.
-    running_mean, running_var : (O,) array_like, optional
-        Both or neither; required in inference. They are not written: the result has the updated ones.
-    num_batches_tracked : int or array_like of one element, optional
-        The count of training batches before this one.
-    training : bool
-        Use the statistics of this batch (True) or the running statistics (False).
-    momentum : float or None
-        Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
-    eps : float
-        Added to the variance under the root.
-    activation : {"relu"}, optional
-        Applied to ``y``.
+    scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : array_like, optional
+        As in `gsbn.forward`. The statistics and the count are not written: the result has the updated ones.
+    training, momentum, eps, activation
+        As in `gsbn.forward`.
     dtype : dtype
         The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
 
@@ -360,13 +348,8 @@ def fold(
     Parameters
     ----------
     weight : (O, I) array_like
-    scale : (O,) array_like, a number or array_like of one element, or None
-        One element serves all features; None is 1.
-    running_mean, running_var : (O,) array_like
-    bias, gamma, beta : (O,) array_like, optional
-        Default to 0, 1 and 0.
-    eps : float
-        Added to the variance under the root.
+    scale, running_mean, running_var, bias, gamma, beta, eps
+        As in `gsbn.fold`; the vectors may be any array_like.
     dtype : dtype
         The dtype of the computation.
 

@@ -83,23 +83,8 @@ def linear_batch_norm(
         not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
     weight : (O, I) tensor
         x's dtype, except under autocast.
-    scale : (O,) tensor, tensor of one element, or float, optional
-        x's dtype or float32, as all vectors. Default: 1.
-    bias, gamma, beta : (O,) tensor, optional
-        Default: 0, 1 and 0.
-    running_mean, running_var : (O,) tensor, optional
-        Both or neither; required in inference. Training updates them in place.
-    num_batches_tracked : int64 tensor of one element, optional
-        Training adds 1 to it.
-    training : bool
-        Use the statistics of this batch (True) or the running statistics (False).
-    momentum : float or None
-        Weight of the new batch in the running statistics; None is the cumulative average.
-    eps : float
-        Added to the variance; > 0 in training, >= 0 in inference.
-    activation : {"relu"}, optional
-        Applied to y.
-    precision, gemm : str
+    scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : tensor, optional
+    training, momentum, eps, activation, precision, gemm
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
