@@ -325,7 +325,6 @@ BACKWARD = Operation(
     required=("dy",),
     foreign=1,
     aligned=(0, 1, 2),
-    numeric=(),
     check=_check,
     program=_program,
     returns=_returns,

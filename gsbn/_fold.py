@@ -133,11 +133,9 @@ FOLD = Operation(
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
-    aligned=(0, 0, 0),
     numeric=(0, 1),
     check=_views,
     program=_program,
-    returns=lambda program, views, options: None,
     result=lambda kind, arrays, options, found, made: (made[-2], made[-1]),
     on_cpu=_on_cpu,
 )

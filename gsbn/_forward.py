@@ -28,6 +28,7 @@ from ._values import shown, sm_count
 
 ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
+_COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
     OPTIONS.index, ("training", "precision", "return_saved", "sms", "group")
 )
@@ -193,18 +194,19 @@ def forward(
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
-    return _call(arrays, options, ANY)
+    return forward_of(arrays, options)
 
 
 @outside_graphs
-def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits = ANY) -> Any:
     """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS: less work on the host per call."""
-    return _call(arrays, options, ANY)
+    arrays, options, prepared, own = _given(arrays, options)
+    return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
 
 
 def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
     """`forward` with limits on the planner's choice; they have no effect on the CPU."""
-    return _call(*_bind(arguments, keywords), limits)
+    return forward_of(*_bind(arguments, keywords), limits)
 
 
 def describe(*arguments: Any, **keywords: Any) -> Description:
@@ -252,9 +254,6 @@ def _signature() -> inspect.Signature:
     return inspect.signature(forward)
 
 
-_COUNT = ARRAYS.index("num_batches_tracked")
-
-
 def _given(
     arrays: tuple[Any, ...], options: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Prepared | None, tuple[str, ...]]:
@@ -274,11 +273,6 @@ def _given(
     if weight.precision != precision and precision in check.PRECISIONS:
         raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
-
-
-def _call(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
-    arrays, options, prepared, own = _given(arrays, options)
-    return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
 
 
 def _result(

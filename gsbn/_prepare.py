@@ -105,11 +105,8 @@ PREPARE = Operation(
     arguments=("weight",),
     required=("weight",),
     foreign=1,
-    aligned=(0, 0, 0),
-    numeric=(),
     check=_views,
     program=_program,
-    returns=lambda program, views, options: None,
     result=_result,
     on_cpu=_on_cpu,
 )

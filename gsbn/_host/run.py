@@ -37,16 +37,17 @@ class Operation:
     arguments: tuple[str, ...]
     required: tuple[str, ...]  # arguments, among the first `foreign`, that must be arrays
     foreign: int  # the first `foreign` arguments may come from any DLPack producer
-    aligned: tuple[int, int, int]  # positions of the arguments for which the program depends on a start on 16 bytes
-    numeric: tuple[int, ...]  # positions of the options whose type is a part of the key: True == 1 == 1.0
     check: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Views]  # raises an error if anything is wrong
     # from views, options, device, limits, ranks, and whether there are extra arguments; None if nothing is launched
     program: Callable[[Views, Any, Device, Limits, Ranks | None, bool], Program | None]
-    # `Checked.returns`, which `result` reads after each call
-    returns: Callable[[Program, Views, Any], Any]
     # the caller's result, from what was found (None if nothing was launched) and the arrays that the call allocated
     result: Callable[[Kind, tuple[Any, ...], Any, Checked | None, list[Any]], Any]
     on_cpu: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Any]
+    # positions of the arguments for which the program depends on a start on 16 bytes
+    aligned: tuple[int, int, int] = (0, 0, 0)
+    numeric: tuple[int, ...] = ()  # positions of the options whose type is a part of the key: True == 1 == 1.0
+    # `Checked.returns`, which `result` reads after each call
+    returns: Callable[[Program, Views, Any], Any] = lambda program, views, options: None
     within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
     written: Callable[[Views, Any], tuple[str, ...]] = lambda views, options: ()
     before: Callable[[Kind, Any], None] | None = None  # a check that every call needs
