@@ -140,14 +140,12 @@ def forward(
     sms : int, optional
         The largest number of the GPU's streaming multiprocessors (SMs) that a launch of this call may occupy; no launch
         then starts before the previous one has ended. None is all SMs, or those of the stream's green context. Set it
-        if another kernel on the GPU waits for this call, such as a collective of another library: in training "sm90"
-        needs all its SMs at the same time (up to 16 where one cluster has all rows), and would wait for the other
-        kernel to leave them. cuBLAS treats the number as a target, and does not wait. No effect on the CPU.
+        if another kernel on the GPU waits for this call, such as a collective of another library
+        (`docs/guide/pytorch.md`). cuBLAS treats the number as a target. No effect on the CPU.
     group : Group, optional
         From `gsbn.group`, in training only: the statistics are those of the rows of all ranks, as with
         ``torch.nn.SyncBatchNorm``. Every rank must call with the same features, dtype and options; its number of rows
-        may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit. A
-        weight that is split by features needs no group: each rank has all rows of its features.
+        may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
