@@ -316,7 +316,7 @@ def _views(
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
     for name in read_only:
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
-    check.forward_arguments(views, **dict(zip((*OPTIONS, "number"), options, strict=True)))
+    check.forward_arguments(views, options)
     return views
 
 

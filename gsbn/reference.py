@@ -445,21 +445,13 @@ def _scale(scale: ArrayLike | None, dtype: DTypeLike, features: int) -> Array:
     return s if s.shape == (features,) else np.full(features, s.reshape(()))
 
 
-def _affine(
-    features: int,
-    dtype: DTypeLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    gamma: ArrayLike | None,
-    beta: ArrayLike | None,
-) -> tuple[Array, Array, Array, Array]:
+def _affine(features: int, dtype: DTypeLike, scale: ArrayLike | None, *vectors: ArrayLike | None) -> list[Array]:
     """``s, b, γ, β`` in ``dtype``, with the defaults for absent ones."""
-    return (
+    given = zip(("bias", "gamma", "beta"), vectors, (0, 1, 0), strict=True)
+    return [
         _scale(scale, dtype, features),
-        np.zeros(features, dtype) if bias is None else _vector("bias", bias, dtype, features),
-        np.ones(features, dtype) if gamma is None else _vector("gamma", gamma, dtype, features),
-        np.zeros(features, dtype) if beta is None else _vector("beta", beta, dtype, features),
-    )
+        *(np.full(features, n, dtype) if a is None else _vector(name, a, dtype, features) for name, a, n in given),
+    ]
 
 
 def _statistics(

@@ -29,7 +29,8 @@ class Engine(Protocol):
         """The bytes of every rank, of equal length, in rank order; RuntimeError or TimeoutError after the timeout."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return  # most engines make nothing that they would have to free
 
 
 class Group:
@@ -225,7 +226,7 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     return made
 
 
-class _Torch:
+class _Torch(Engine):
     """The engine of a torch ProcessGroup."""
 
     def __init__(self, torch: Any, comm: Any) -> None:
@@ -252,9 +253,6 @@ class _Torch:
             _until(work.is_completed, timeout)
         return [row.cpu().numpy().tobytes() for row in all_]
 
-    def close(self) -> None:
-        pass
-
 
 def _torch(comm: Any) -> Engine | None:
     torch = sys.modules.get("torch")
@@ -265,7 +263,7 @@ def _torch(comm: Any) -> Engine | None:
     return _Torch(torch, comm) if isinstance(comm, torch.distributed.ProcessGroup) else None
 
 
-class _Mpi:
+class _Mpi(Engine):
     """The engine of an mpi4py communicator; it uses a copy, so that gsbn's messages never match the user's."""
 
     on_host = True
@@ -310,7 +308,7 @@ def _mpi(comm: Any) -> Engine | None:
     return _Mpi(mpi, comm) if isinstance(comm, mpi.Intracomm) else None
 
 
-class _Nccl:
+class _Nccl(Engine):
     """The engine of a CuPy NCCL communicator, which sends only GPU memory."""
 
     on_host = False
@@ -328,9 +326,6 @@ class _Nccl:
         done.record(stream)
         _until(lambda: done.done, timeout)
         return [row.tobytes() for row in all_.get()]
-
-    def close(self) -> None:
-        pass
 
 
 def _nccl(comm: Any) -> Engine | None:
