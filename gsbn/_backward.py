@@ -14,9 +14,8 @@ from ._host.call import matrix_of
 from ._host.run import ANY, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
-from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.problem import VECTOR_PARAMETERS, Ranks
 from ._plan.program import Program
-from ._plan.ranks import Ranks
 from ._plan.skinny import serves_skinny_backward
 from ._ranks.exchange import signature
 from ._ranks.group import Group

@@ -16,9 +16,8 @@ from ._host.call import Description, matrix_of, vector_codes
 from ._host.run import ANY, Checked, Operation, Views, call, checked
 from ._host.run import describe as describe_call
 from ._plan.forward import PREPARED
-from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.problem import VECTOR_PARAMETERS, Ranks
 from ._plan.program import Program
-from ._plan.ranks import Ranks
 from ._prepared import Prepared
 from ._ranks.exchange import forward_words, signature
 from ._ranks.group import Group

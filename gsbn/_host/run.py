@@ -16,8 +16,8 @@ from .._arrays.kinds import Kind, kind_of, kinds_of
 from .._cuda import kernels
 from .._cuda.device import green_sms, hold_until_done, is_capturing, is_current, on_device
 from .._plan import Device, Limits
+from .._plan.problem import Ranks
 from .._plan.program import Program
-from .._plan.ranks import Ranks
 from .._ranks.exchange import exchange_of
 from .._ranks.group import Group
 from .call import Call, Description, log, remember

@@ -9,10 +9,9 @@ from .backward_passes import cut_passes, dy_on_words
 from .backward_products import choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
-from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, deviations_dtype, round_up
+from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, Ranks, deviations_dtype, letters, posts_at, round_up
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
-from .ranks import Ranks, letters, posts_at
 from .skinny import skinny_backward
 
 

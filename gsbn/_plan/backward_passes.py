@@ -6,8 +6,8 @@ import itertools
 from typing import NamedTuple
 
 from .gemm import waiting_grid
-from .kernel import Kernel, with_activation
 from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
+from .sources import Kernel, with_activation
 from .variants import COLUMN_CLUSTERS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg

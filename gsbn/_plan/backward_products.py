@@ -21,14 +21,14 @@ from .gemm import (
     tiled,
 )
 from .h200_products import PRODUCTS
-from .kernel import Kernel
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import Builder
 from .skinny import for_skinny, skinny_product_for
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
-from .tall import Tall, tall
+from .sources import Kernel
+from .split_k import Tall, tall
 from .variants import SPLIT_WIDTHS, TALL_THREADS
 
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)

@@ -9,7 +9,6 @@ from .copies import in_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
 from .gemm import OfCall, one_launch, tiled, waiting_grid
-from .kernel import with_activation
 from .limbs import lay_out, split_of
 from .problem import (
     INT32_MAX,
@@ -20,17 +19,20 @@ from .problem import (
     Device,
     Matmul,
     Matrix,
+    Ranks,
     ceil_div,
     deviations_dtype,
+    letters,
+    posts_at,
     round_up,
     row_threads_for,
     split_rows,
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
-from .ranks import Ranks, letters, posts_at
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
+from .sources import with_activation
 from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 

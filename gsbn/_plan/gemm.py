@@ -9,7 +9,6 @@ from .copies import adjacent, copy_along, in_rows, on_words, whole_words
 from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
 from .h200 import H200
 from .h200_products import PRODUCTS
-from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, deviations_dtype, round_up
 from .rates import Rates
@@ -29,6 +28,7 @@ from .sm90_variants import (
     largest_block,
     occupancy,
 )
+from .sources import Kernel
 from .variants import TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from . import declared
 from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, rows_grid
-from .kernel import Kernel
 from .problem import ITEMSIZE, Device, Matmul, Matrix
+from .sources import Kernel
 from .variants import THREADS, clear, copy_matrix, copy_rows
 
 ABSENT = "absent"  # the address 0

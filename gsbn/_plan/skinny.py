@@ -11,10 +11,10 @@ from .cost import copies_us, skinny_us
 from .gemm import LEAST_TERMS, MAX_TERMS
 from .h200 import H200
 from .h200_products import PRODUCTS
-from .kernel import Kernel, with_activation
 from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
+from .sources import Kernel, with_activation
 from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,

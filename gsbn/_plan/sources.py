@@ -1,4 +1,4 @@
-"""The kernels' sources: their folder, their text, and the integers that they declare.
+"""The kernels and their sources: the name of a variant; the folder, the text, and the integers that it declares.
 
 Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) stand only in CUDA, as constexpr
 integers. `Constants` evaluates them as the compiler does, for the macros of one variant.
@@ -10,6 +10,22 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    """One compiled variant: the function of this name in kernels/<file>.cu, compiled with these macros."""
+
+    name: str
+    file: str
+    defines: tuple[tuple[str, str], ...]
+    arch: str | None = None  # if it compiles for one architecture only
+    shared: int = 0  # bytes of dynamic shared memory
+
+
+def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
+    """The variant of a kernel with this activation, a struct of common/activation.cuh; the kernel itself for None."""
+    return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel
 
 
 def _find() -> Path:

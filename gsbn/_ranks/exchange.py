@@ -17,8 +17,7 @@ import numpy as np
 
 from .._cuda.device import cuda, on_device
 from .._cuda.driver import beside_captures
-from .._plan.problem import VECTORS
-from .._plan.ranks import letters
+from .._plan.problem import VECTORS, letters
 from .group import Group
 
 _MAILBOX = 64 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
