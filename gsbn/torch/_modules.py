@@ -82,11 +82,9 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
         for module in row:
             x = x if module is None else module(x)
         return x
-    if after is None:
-        return fused(x, linear, factor, norm, None, precision, "auto")
-    if is_plain(after, after.__class__):
-        return fused(x, linear, factor, norm, NAMES[after.__class__], precision, "auto")
-    return after(fused(x, linear, factor, norm, None, precision, "auto"))
+    activation = NAMES[after.__class__] if after is not None and is_plain(after, after.__class__) else None
+    y = fused(x, linear, factor, norm, activation, precision, "auto")
+    return y if after is None or activation is not None else after(y)
 
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
