@@ -11,7 +11,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
-from ._host.run import ANY, Checked, Operation, Views, call
+from ._host.run import ANY, Arrays, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
 from ._plan.problem import VECTOR_PARAMETERS, Ranks
@@ -177,7 +177,7 @@ class How(NamedTuple):
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
-def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
+def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
     """Compute on the GPU, from the arrays named ARGUMENTS. Returns the checked call and the arrays that it made;
     `returns` of the checked call has the index of each gradient among them, in the order of `Gradients`.
 
@@ -191,7 +191,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     return found, made
 
 
-def _result(kind: Kind, arrays: tuple[Any, ...], how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
+def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
     assert found is not None
     return Gradients(*(None if place is None else made[place] for place in found.returns))
 
@@ -199,15 +199,15 @@ def _result(kind: Kind, arrays: tuple[Any, ...], how: How, found: Checked | None
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...]) -> Views:
+def _views(kind: Kind, arrays: Arrays) -> Views:
     return {name: None if array is None else kind.view(array) for name, array in zip(ARGUMENTS, arrays, strict=True)}
 
 
-def _check(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved | None) -> Views:
+def _check(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved | None) -> Views:
     return _check_kept(kind, arrays, how) if saved is None else _check_arguments(kind, arrays)
 
 
-def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
+def _check_arguments(kind: Kind, arrays: Arrays) -> Views:
     """Raise if dy or a saved array is wrong."""
     dy, x, weight, *_others = arrays
     kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
@@ -218,7 +218,7 @@ def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
     return views
 
 
-def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
+def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     """Raise if dy or an array that autograd kept is wrong: hooks on saved tensors may return anything."""
     named = dict(zip(ARGUMENTS, arrays, strict=True))
     kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
@@ -300,7 +300,7 @@ def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
+def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
     _check_arguments(kind, arrays)
     _check_versions(kind, saved)
     dy, needs = arrays[0], how.needs

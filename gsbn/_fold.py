@@ -9,7 +9,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import NUMBERS, Kind, kinds_of
 from ._host.call import matrix_of, vector_codes
-from ._host.run import Operation, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call
 from ._plan.problem import VECTORS
 from ._plan.program import Builder, Program
 from ._prepared import Prepared
@@ -89,7 +89,7 @@ def fold(
     return call(FOLD, given, (eps, number))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
     eps, number = options
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, REQUIRED)
@@ -98,7 +98,7 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: An
     return views
 
 
-def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Program:
     eps, number = options
     view = views["weight"]
     assert view is not None
@@ -116,7 +116,7 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     return build.program("fold", "")
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> tuple[Any, Any]:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> tuple[Any, Any]:
     _views(kind, arrays, options)
     eps, number = options
     host: dict[str, Any] = {

@@ -13,7 +13,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import NUMBERS, Kind, kinds_of
 from ._host.call import Description, matrix_of, vector_codes
-from ._host.run import ANY, Checked, Operation, Views, call, checked
+from ._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, checked
 from ._host.run import describe as describe_call
 from ._plan.forward import PREPARED
 from ._plan.problem import VECTOR_PARAMETERS, Ranks
@@ -195,7 +195,7 @@ def forward(
 
 
 @outside_graphs
-def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits = ANY) -> Any:
+def forward_of(arrays: Arrays, options: Options, limits: _plan.Limits = ANY) -> Any:
     """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS: less work on the host per call."""
     arrays, options, prepared, own = _given(arrays, options)
     return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
@@ -238,7 +238,7 @@ def describe(*arguments: Any, **keywords: Any) -> Description:
     return describe_call(FORWARD, arrays, options, group=options[_GROUP], context=prepared, own=own)
 
 
-def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _bind(arguments: Any, keywords: Any) -> tuple[Arrays, Options]:
     """The arguments of `forward` as two tuples, in the order of ARRAYS and OPTIONS."""
     given = _signature().bind(*arguments, **keywords)
     given.apply_defaults()
@@ -251,9 +251,7 @@ def _signature() -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def _given(
-    arrays: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Prepared | None, tuple[str, ...]]:
+def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared | None, tuple[str, ...]]:
     """The arrays; the options, with the scale last if it is a number, else 1; the prepared weight or None; and the
     names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
@@ -272,9 +270,7 @@ def _given(
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
 
 
-def _result(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Checked | None, made: list[Any]
-) -> Any:
+def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
@@ -285,14 +281,14 @@ def _result(
     return y if dtypes is None else (y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes))
 
 
-def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
+def _within(options: Options, held: int) -> Options:
     """The options with `sms` limited to `held`."""
     sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
 
 
-def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
+def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:
     """The result of an empty batch. Training counts it, as PyTorch does."""
     x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
@@ -307,9 +303,7 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
-) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None) -> Views:
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, ("x", "weight"))
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
@@ -320,7 +314,7 @@ def _views(
 
 
 def _program(
-    views: Views, options: tuple[Any, ...], gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
+    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
 ) -> Program | None:
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
@@ -351,7 +345,7 @@ def _program(
     )
 
 
-def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
+def _returns(program: Program, views: Views, options: Options) -> Any:
     """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     return program.made("y"), dtypes if options[_SAVES] else None
@@ -360,9 +354,7 @@ def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
-) -> Any:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None) -> Any:
     found = checked(FORWARD, kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}

@@ -9,7 +9,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
-from ._host.run import Operation, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call
 from ._plan import declared
 from ._plan.products import SPLIT_WORDS
 from ._plan.program import ABSENT, Builder, Program
@@ -64,14 +64,14 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     return call(PREPARE, (weight,), (precision,))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
     kinds_of({"weight": arrays[0]}, ("weight",))
     view = kind.view(arrays[0])
     check.prepare_arguments(view, precision=options[0])
     return {"weight": view}
 
 
-def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Program:
     view = views["weight"]
     assert view is not None
     (n, k), build = view.shape, Builder(gpu)
@@ -88,14 +88,14 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     return build.program("prepare", "")
 
 
-def _result(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Any, made: list[Any]) -> Prepared:
+def _result(kind: Kind, arrays: Arrays, options: Options, found: Any, made: list[Any]) -> Prepared:
     prepared = Prepared(made[0][:, : arrays[0].shape[1]], options[0])
     if len(made) > 1:
         prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
     return prepared
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Prepared:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Prepared:
     _views(kind, arrays, options)
     return Prepared(kind.copy(arrays[0]), options[0])
 
