@@ -102,13 +102,10 @@ def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Prog
     eps, number = options
     view = views["weight"]
     assert view is not None
-    (rows, columns), build, source = view.shape, Builder(gpu), "weight"
-    at, copies = matrix_of(view), []
-    if at.strides[1] != 1:
-        in_rows = _plan.in_rows(columns, view.itemsize)
-        copies = [build.copied("weight", (rows, columns), at, in_rows, view.dtype)]
-        at, source = in_rows, copies[0].to
-    build.copy(copies)
+    (rows, columns), build, given = view.shape, Builder(gpu), matrix_of(view)
+    at = given if given.strides[1] == 1 else _plan.in_rows(columns, view.itemsize)
+    source = build.operand("weight", (rows, columns), given, at, view.dtype)
+    build.copy()
     fields = {"k": columns, "ldw": at.strides[0], "eps": eps, "number": number, **vector_codes(views)}
     passed = {"w": source, "w_folded": build.make("w", (rows, columns), view.dtype)}
     passed |= {"b_folded": build.make("b", (rows,), view.dtype), **{name: name for name in VECTORS}}

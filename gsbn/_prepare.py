@@ -76,13 +76,13 @@ def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Prog
     assert view is not None
     (n, k), build = view.shape, Builder(gpu)
     at = _plan.in_rows(k, view.itemsize)
-    copy = build.copied("weight", (n, k), matrix_of(view), at, view.dtype)
-    build.copy([copy])
+    copied = build.operand("weight", (n, k), matrix_of(view), at, view.dtype)
+    build.copy()
     if _plan.takes_limbs(view.dtype, options[0], gpu):
         limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
         fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": declared.flags(vector_w=True)}
         # float32: words of 32 bits
-        words = {"w": copy.to, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
+        words = {"w": copied, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
         words |= {"w_exponents": build.make("exponents", (n,), "float32")}
         build.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
     return build.program("prepare", "")

@@ -74,10 +74,10 @@ def plan_backward(
     pitch = round_up(n, 16 // size) if norm else dy.strides[0]
     # the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
-    of_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
-    of_weight = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
-    dx = choose_product("dx", of_x, precision, gemm) if linear and "x" in needs else None
-    dw = choose_product("dw", of_weight, precision, gemm, wide) if linear and "weight" in needs else None
+    product_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
+    product_w = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
+    dx = choose_product("dx", product_x, precision, gemm) if linear and "x" in needs else None
+    dw = choose_product("dw", product_w, precision, gemm, wide) if linear and "weight" in needs else None
     ld_transposed = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
@@ -109,19 +109,15 @@ def plan_backward(
     posted, gathered, end = posts_at(workspace, n, ranks)
 
     # ---- copies
-    copies = [build.copied("dy", (m, n), dy, at_dy, dtype)] if copy_dy and m else []
-    for name, given, count, product in (("x", p.x, m, dw), ("weight", p.w, n, dx)):  # the operand b of the product
-        if m and product is not None and product.p.w.own:
-            copies.append(build.copied(name, (count, k), given, product.p.w.T, dtype))
-    copied = {copy.name: copy.to for copy in copies}
-    of_dy, of_b_x, of_b_w = (copied.get(name, name) for name in ("dy", "x", "weight"))
+    of_dy = build.operand("dy", (m, n), dy, at_dy, dtype) if m else "dy"
+    of_x = build.operand("x", (m, k), p.x, dw.p.w.T, dtype) if m and dw is not None else "x"
+    of_w = build.operand("weight", (n, k), p.w, dx.p.w.T, dtype) if m and dx is not None else "weight"
     dg_name = transposed = ABSENT if norm else "dy"
     if ld_transposed and not norm:
-        copies.append(build.copied("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True), dtype))
-        transposed = copies[-1].to
+        transposed = build.operand("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True, own=True), dtype)
     if dg and not linear:
         dg_name = "deviations" if in_place else build.make("dg", (m, pitch), dtype)
-    build.copy(copies)
+    build.copy()
     build.reserve(workspace if ranks is None else end)
     if dg and linear:
         dg_name = "deviations" if in_place else place(dg_at)
@@ -178,7 +174,7 @@ def plan_backward(
 
     # ---- the products
     if m:
-        names = {"dg": dg_name, "transposed": transposed, "x": of_b_x, "weight": of_b_w}
+        names = {"dg": dg_name, "transposed": transposed, "x": of_x, "weight": of_w}
         names |= {"dx": grads["x"], "dweight": grads["weight"]}
         multiply_both(build, dx, dw, limbs, names, precision, weight_first=weight_first, cleared=sums)
     elif grads["weight"] != ABSENT:

@@ -108,12 +108,8 @@ def plan_forward(
 
     build = Builder(p.device)
     saved_dtype = deviations_dtype(p.dtype, p.m, training=training) if saves else None
-    copies = [
-        build.copied(name, (rows, p.k), given, at, p.dtype)
-        for name, given, at, rows in (("x", p.x, taken.x, m), ("weight", p.w, taken.w, p.n))
-        if at.own and m
-    ]
-    copied = {copy.name: copy.to for copy in copies}
+    of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
+    of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
     y = "out" if out else build.make("y", (m, p.n), p.dtype)
     fields: dict[str, Any] = {
         "m": m,
@@ -127,12 +123,12 @@ def plan_forward(
     fields |= {"signature": 0 if ranks is None else ranks.signature}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
-    names = copied.get("x", "x"), copied.get("weight", "weight"), y, *saved, count
+    names = of_x, of_w, y, *saved, count
     call = _Call(p, taken, m, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields)
     if one_launch_:
-        _in_one_launch(build, call, copies)
+        _in_one_launch(build, call)
     else:
-        _in_passes(build, call, copies, chosen, skinny, where)
+        _in_passes(build, call, chosen, skinny, where)
     return build.program(chosen, why)
 
 
@@ -158,7 +154,7 @@ def _flags(call: _Call, **given: bool) -> int:
 # ---- one launch of forward_sm90, with one before it if limbs are made, and one after it if y is copied
 
 
-def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
+def _in_one_launch(build: Builder, call: _Call) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
     of_x, of_w, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
@@ -173,7 +169,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     if y_holds_g and size >= 4 and not saves:
         ldg = p.y.strides[0]
     _save(build, call, ldg)
-    build.copy(copies)
+    build.copy()
 
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
@@ -211,15 +207,13 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if of_y != y:
-        build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])
+        build.copy(Copy(of_y, y, (call.m, p.n), size, taken.y, p.y))
 
 
 # ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
-def _in_passes(
-    build: Builder, call: _Call, copies: list[Copy], chosen: str, skinny: Skinny | None, where: str | None
-) -> None:
+def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, where: str | None) -> None:
     p, taken, training, device, ranks = call.p, call.taken, call.training, call.p.device, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
     of_x, of_w, y_name, deviations, vectors, count = call.names
@@ -275,7 +269,7 @@ def _in_passes(
     posted, gathered, end = posts_at(workspace, n, ranks)
 
     _save(build, call, ldg)
-    build.copy(copies)
+    build.copy()
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
     of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
