@@ -178,8 +178,8 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
         GPU; gloo and MPI also support arrays on the CPU.
     timeout : float
         The longest time that a call waits for the other ranks, in seconds. If a rank has died or makes another call,
-        the others raise within this time: on the CPU the call itself raises; on a GPU, where the host never waits, the
-        next call does. The time includes the compilation of kernels on another rank, so a few seconds are too short.
+        the others raise within this time: on the CPU the call itself, on a GPU the next call. It includes the
+        compilation of kernels on another rank, so a few seconds are too short.
     peer_memory : bool
         Whether GPUs may write to each other's memory (see Notes).
 
@@ -199,9 +199,8 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     Notes
     -----
     On a GPU the first call with the group chooses how statistics are exchanged: by writing to the memory of the other
-    GPUs if every rank can map that of every other (CUDA supports it for processes of one host, over NVLink or PCIe),
-    else through NCCL. As with any collective, all ranks must make their calls in the same order, and a rank must use
-    one stream at a time.
+    GPUs if every rank can map that of every other, else through NCCL. As with any collective, all ranks must make their
+    calls in the same order, and a rank must use one stream at a time. `docs/guide/groups.md` says more.
 
     Examples
     --------

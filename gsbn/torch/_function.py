@@ -46,11 +46,6 @@ def is_transformed() -> bool:
     return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
 
 
-def _exporting() -> bool:
-    # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
-    return getattr(torch.compiler, "_is_exporting_flag", False)
-
-
 def linear_batch_norm(
     x: Tensor,
     weight: Tensor,
@@ -156,8 +151,9 @@ def call(
     )
     if is_compiling() or _watchers():
         training, *more = options
-        if _exporting() and not training:  # an exported inference keeps nothing for a backward
-            differentiate = False
+        # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
+        if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
+            differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None

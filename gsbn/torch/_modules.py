@@ -94,7 +94,8 @@ def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
     if scale is None:
         return True
     # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
-    return is_plain(scale, scale.__class__) and (factor.dtype is linear._parameters["weight"].dtype or _casts(x))
+    agree = factor.dtype is linear._parameters["weight"].dtype
+    return is_plain(scale, scale.__class__) and (agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
 
 
 def is_plain(module: Any, type_: Any) -> bool:
@@ -134,11 +135,6 @@ def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
     return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
-
-
-def _casts(x: Tensor) -> bool:
-    """Whether autocast casts the operands of a product."""
-    return bool(torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
 
 
 def fused(
