@@ -16,10 +16,10 @@ from ._host.call import Description, matrix_of, vector_codes
 from ._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, checked
 from ._host.run import describe as describe_call
 from ._plan.forward import PREPARED
-from ._plan.problem import VECTOR_PARAMETERS, Ranks
+from ._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from ._plan.program import Program
 from ._prepared import Prepared
-from ._ranks.exchange import forward_words, signature
+from ._ranks.exchange import signature
 from ._ranks.group import Group
 from ._saved import Saved, dtypes_of, saved_of
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
@@ -325,8 +325,7 @@ def _program(
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
-        words = forward_words(views, n, k, x.dtype, momentum, eps, activation, number)
-        ranks = ranks._replace(signature=signature(words))
+        ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
     return _plan.plan_forward(
         p,
         training=bool(training),
@@ -345,6 +344,16 @@ def _program(
     )
 
 
+def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
+    """What must be equal in the forwards of all ranks, for error messages."""
+    _, momentum, eps, *_, activation, _, number = options
+    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
+    average = "cumulative" if momentum is None else float(momentum)
+    scale = "" if number == 1 else f", scale {float(number)}"
+    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
+
+
 def _returns(program: Program, views: Views, options: Options) -> Any:
     """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
@@ -361,7 +370,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[s
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
         group.check_host()
-        words = forward_words(host, len(weight), x.shape[1], str(x.dtype), momentum, eps, activation, number)
+        words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
         if momentum is None:
             words += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:
