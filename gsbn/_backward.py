@@ -50,8 +50,7 @@ def backward(
                     dgamma = r sum(dy (z - running_mean)),  dscale = gamma r sum(dy (g + bias)),  dbias = a S
         both:       dbeta = S,  dx = dg weight,  dweight = dgᵀ x
 
-    The textbook sum for dscale in training simplifies to this term; the sum itself cancels, and in float32 little but
-    noise would be left. dbias is exactly zero. `gsbn.reference` has the derivation.
+    In training dbias is exactly zero, and dscale has no sum that cancels; `gsbn.reference` has the derivation.
 
     With an activation, dy in these formulas is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere,
     also where y is NaN. A scale of one element has one gradient, the sum over all features.

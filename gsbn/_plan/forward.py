@@ -111,15 +111,8 @@ def plan_forward(
     of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
     of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
     y = "out" if out else build.make("y", (m, p.n), p.dtype)
-    fields: dict[str, Any] = {
-        "m": m,
-        "n": p.n,
-        "k": p.k,
-        "ldx": taken.x.strides[0],
-        "ldw": taken.w.strides[0],
-        **vectors,
-    }
-    fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number}
+    fields: dict[str, Any] = {"m": m, "n": p.n, "k": p.k, "ldx": taken.x.strides[0], "ldw": taken.w.strides[0]}
+    fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number, **vectors}
     fields |= {"signature": 0 if ranks is None else ranks.signature}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
