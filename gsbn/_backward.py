@@ -11,12 +11,11 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
-from ._host.run import ANY, Checked, Operation, Views, call
+from ._host.run import ANY, Arrays, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
 from ._plan.backward import Vectors, gradient_of
-from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.problem import VECTOR_PARAMETERS, Ranks
 from ._plan.program import Program
-from ._plan.ranks import Ranks
 from ._plan.skinny import serves_skinny_backward
 from ._ranks.exchange import signature
 from ._ranks.group import Group
@@ -51,8 +50,7 @@ def backward(
                     dgamma = r sum(dy (z - running_mean)),  dscale = gamma r sum(dy (g + bias)),  dbias = a S
         both:       dbeta = S,  dx = dg weight,  dweight = dgᵀ x
 
-    The textbook sum for dscale in training simplifies to this term; the sum itself cancels, and in float32 little but
-    noise would be left. dbias is exactly zero. `gsbn.reference` has the derivation.
+    In training dbias is exactly zero, and dscale has no sum that cancels; `gsbn.reference` has the derivation.
 
     With an activation, dy in these formulas is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere,
     also where y is NaN. A scale of one element has one gradient, the sum over all features.
@@ -94,13 +92,9 @@ def backward(
     rows: their sum over the ranks is the gradient of the whole batch.
 
     Like `forward` it is asynchronous and can be captured. It runs on the current stream, which must be ordered after
-    the forward. In addition to the result it allocates dg, in x's dtype (for TF32 also its transpose), O(O) scratch,
-    the workspace of cuBLAS or the partial sums of dweight (at most 32 MiB), limbs of float32 operands in about as many
-    bytes as these, and copies of operands and results with a layout that the kernels do not support, or for which they
-    are much slower. dg is rounded to x's dtype, as in PyTorch: a float16 gradient overflows beyond 65504. S and D are
+    the forward. dg is rounded to x's dtype, as in PyTorch: a float16 gradient overflows beyond 65504. S and D are
     float32 sums over 16 rows, merged in float64 in a fixed order. For 16-bit dtypes with up to 16 rows everything but
-    the GEMMs is float64. On the CPU arithmetic and memory are as in the forward: float32 BLAS in blocks of rows, dg of
-    one block at a time, and each gradient is rounded once.
+    the GEMMs is float64. On the CPU arithmetic is as in the forward, and each gradient is rounded once.
 
     Examples
     --------
@@ -116,12 +110,7 @@ def backward(
 
 
 def backward_within(
-    limits: _plan.Limits,
-    dy: Any,
-    saved: Saved,
-    *,
-    needs: Collection[str] = Gradients._fields,
-    sms: int | None = None,
+    limits: _plan.Limits, dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
 ) -> Gradients[Any]:
     """`backward` with limits on the planner's choice; they have no effect on the CPU."""
     wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)
@@ -187,7 +176,7 @@ class How(NamedTuple):
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
-def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
+def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
     """Compute on the GPU, from the arrays named ARGUMENTS. Returns the checked call and the arrays that it made;
     `returns` of the checked call has the index of each gradient among them, in the order of `Gradients`.
 
@@ -201,7 +190,7 @@ def run(kind: Kind, arrays: tuple[Any, ...], how: How, saved: Saved | None = Non
     return found, made
 
 
-def _result(kind: Kind, arrays: tuple[Any, ...], how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
+def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
     assert found is not None
     return Gradients(*(None if place is None else made[place] for place in found.returns))
 
@@ -209,15 +198,15 @@ def _result(kind: Kind, arrays: tuple[Any, ...], how: How, found: Checked | None
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...]) -> Views:
+def _views(kind: Kind, arrays: Arrays) -> Views:
     return {name: None if array is None else kind.view(array) for name, array in zip(ARGUMENTS, arrays, strict=True)}
 
 
-def _check(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved | None) -> Views:
+def _check(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved | None) -> Views:
     return _check_kept(kind, arrays, how) if saved is None else _check_arguments(kind, arrays)
 
 
-def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
+def _check_arguments(kind: Kind, arrays: Arrays) -> Views:
     """Raise if dy or a saved array is wrong."""
     dy, x, weight, *_others = arrays
     kinds_of({"x": x, "weight": weight, "dy": dy}, ("x", "dy"))
@@ -228,7 +217,7 @@ def _check_arguments(kind: Kind, arrays: tuple[Any, ...]) -> Views:
     return views
 
 
-def _check_kept(kind: Kind, arrays: tuple[Any, ...], how: How) -> Views:
+def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     """Raise if dy or an array that autograd kept is wrong: hooks on saved tensors may return anything."""
     named = dict(zip(ARGUMENTS, arrays, strict=True))
     kinds_of({name: array for name, array in named.items() if array is not None}, ("dy",))
@@ -310,7 +299,7 @@ def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
+def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
     _check_arguments(kind, arrays)
     _check_versions(kind, saved)
     dy, needs = arrays[0], how.needs
@@ -334,7 +323,6 @@ BACKWARD = Operation(
     required=("dy",),
     foreign=1,
     aligned=(0, 1, 2),
-    numeric=(),
     check=_check,
     program=_program,
     returns=_returns,

@@ -9,7 +9,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import NUMBERS, Kind, kinds_of
 from ._host.call import matrix_of, vector_codes
-from ._host.run import Operation, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call
 from ._plan.problem import VECTORS
 from ._plan.program import Builder, Program
 from ._prepared import Prepared
@@ -89,7 +89,7 @@ def fold(
     return call(FOLD, given, (eps, number))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
     eps, number = options
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, REQUIRED)
@@ -98,17 +98,14 @@ def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: An
     return views
 
 
-def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Program:
     eps, number = options
     view = views["weight"]
     assert view is not None
-    (rows, columns), build, source = view.shape, Builder(gpu), "weight"
-    at, copies = matrix_of(view), []
-    if at.strides[1] != 1:
-        in_rows = _plan.in_rows(columns, view.itemsize)
-        copies = [build.copied("weight", (rows, columns), at, in_rows, view.dtype)]
-        at, source = in_rows, copies[0].to
-    build.copy(copies)
+    (rows, columns), build, given = view.shape, Builder(gpu), matrix_of(view)
+    at = given if given.strides[1] == 1 else _plan.in_rows(columns, view.itemsize)
+    source = build.operand("weight", (rows, columns), given, at, view.dtype)
+    build.copy()
     fields = {"k": columns, "ldw": at.strides[0], "eps": eps, "number": number, **vector_codes(views)}
     passed = {"w": source, "w_folded": build.make("w", (rows, columns), view.dtype)}
     passed |= {"b_folded": build.make("b", (rows,), view.dtype), **{name: name for name in VECTORS}}
@@ -116,7 +113,7 @@ def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any)
     return build.program("fold", "")
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> tuple[Any, Any]:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> tuple[Any, Any]:
     _views(kind, arrays, options)
     eps, number = options
     host: dict[str, Any] = {
@@ -133,11 +130,9 @@ FOLD = Operation(
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
-    aligned=(0, 0, 0),
     numeric=(0, 1),
     check=_views,
     program=_program,
-    returns=lambda program, views, options: None,
     result=lambda kind, arrays, options, found, made: (made[-2], made[-1]),
     on_cpu=_on_cpu,
 )

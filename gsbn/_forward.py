@@ -13,32 +13,21 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import NUMBERS, Kind, kinds_of
 from ._host.call import Description, matrix_of, vector_codes
-from ._host.run import ANY, Checked, Operation, Views, call, checked
+from ._host.run import ANY, Arrays, Checked, Operation, Options, Views, call, checked
 from ._host.run import describe as describe_call
 from ._plan.forward import PREPARED
-from ._plan.problem import VECTOR_PARAMETERS
+from ._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from ._plan.program import Program
-from ._plan.ranks import Ranks
 from ._prepared import Prepared
-from ._ranks.exchange import forward_words, signature
+from ._ranks.exchange import signature
 from ._ranks.group import Group
 from ._saved import Saved, dtypes_of, saved_of
 from ._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from ._values import shown, sm_count
 
-ARRAYS = (
-    "x",
-    "weight",
-    "scale",
-    "bias",
-    "gamma",
-    "beta",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-    "out",
-)
+ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
+_COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _PRECISION, _SAVES, _SMS, _GROUP = map(
     OPTIONS.index, ("training", "precision", "return_saved", "sms", "group")
 )
@@ -144,25 +133,18 @@ def forward(
         its row contains one that is 2^16 times larger. "cublas" keeps these digits.
     gemm : {"auto", "cublas", "tiled", "sm90"}
         "auto" takes the fastest of the others that supports the call. "sm90" computes the whole forward in one launch
-        on Hopper. It supports all dtypes but float64; `return_saved` only in training, for 16-bit dtypes from 17 rows
-        on; and at most 32768 input features, 262144 in bfloat16. float32 at "highest" supports any number of input
-        features and needs one launch before, which makes the limbs; if the rows of y do not start and end on 16 bytes,
-        "sm90" computes only the GEMM, and further launches the rest. In other dtypes such rows of x, weight or y cost
-        one more launch that copies the operands, and one that copies y.
-        "cublas" uses cuBLAS. "tiled" uses gsbn's other kernels: a portable product and, on Hopper, for many short rows
-        of x, two launches that both compute g and never write it. After a first call of the same kind, a call with any
-        `gemm` can be captured in a CUDA graph.
+        on Hopper, "cublas" uses cuBLAS, and "tiled" gsbn's other kernels: a portable product and, on Hopper, for many
+        short rows of x, two launches that both compute g and never write it. `docs/guide/limits.md` says what each
+        supports. After a first call of the same kind, a call with any `gemm` can be captured in a CUDA graph.
     sms : int, optional
         The largest number of the GPU's streaming multiprocessors (SMs) that a launch of this call may occupy; no launch
         then starts before the previous one has ended. None is all SMs, or those of the stream's green context. Set it
-        if another kernel on the GPU waits for this call, such as a collective of another library: in training "sm90"
-        needs all its SMs at the same time (up to 16 where one cluster has all rows), and would wait for the other
-        kernel to leave them. cuBLAS treats the number as a target, and does not wait. No effect on the CPU.
+        if another kernel on the GPU waits for this call, such as a collective of another library
+        (`docs/guide/pytorch.md`). cuBLAS treats the number as a target. No effect on the CPU.
     group : Group, optional
         From `gsbn.group`, in training only: the statistics are those of the rows of all ranks, as with
         ``torch.nn.SyncBatchNorm``. Every rank must call with the same features, dtype and options; its number of rows
-        may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit. A
-        weight that is split by features needs no group: each rank has all rows of its features.
+        may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -191,23 +173,12 @@ def forward(
 
     Notes
     -----
-    The call is asynchronous on the current stream of x's library; the host never waits. In addition to y it allocates,
-    from that library's allocator: O(O) scratch; the workspace of cuBLAS (at most 32 MiB); a copy of each operand with a
-    layout that the GEMM does not support, or for which it is much slower (rows off a 16-byte boundary); and one B x O
-    array if the memory of y cannot hold intermediate results: y's dtype with "sm90" (rows of y off such a boundary),
-    otherwise float32 for g (such rows, float16 and bfloat16). With `return_saved` the deviations are one more B x O
-    array (see `Saved` for its dtype); except with "sm90", g is computed in this array if its dtype is wide enough.
-    "sm90" instead allocates 16 bytes per feature for each tile of rows, unless one cluster has all rows, and for limbs
-    as many bytes as x and, unless it is prepared, the weight. In training it may store in y, in y's dtype, a tile's
-    deviations from the tile's own means until the means of the batch are known. Memory that a captured call allocates,
-    y included, is freed with the graph.
+    The call is asynchronous on the current stream of x's library; the host never waits. It allocates from that
+    library's allocator; `docs/guide/limits.md` lists what. Memory that a captured call allocates, y included, is freed
+    with the graph. The same call gives the same bits in every run, in a CUDA graph or not.
 
     On the CPU the product is float32 BLAS (float64 for float64), with the threads of BLAS. The rest is computed in
-    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64. In addition to y it
-    allocates a few blocks of 1 MiB or 512 rows each. In training a 16-bit y stores deviations, in its dtype, until the
-    mean of the batch is known.
-
-    The same call gives the same bits in every run, in a CUDA graph or not.
+    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64.
 
     Examples
     --------
@@ -220,18 +191,19 @@ def forward(
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
-    return _call(arrays, options, ANY)
+    return forward_of(arrays, options)
 
 
 @outside_graphs
-def forward_of(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def forward_of(arrays: Arrays, options: Options, limits: _plan.Limits = ANY) -> Any:
     """`forward` with its arguments as tuples, in the order of ARRAYS and OPTIONS: less work on the host per call."""
-    return _call(arrays, options, ANY)
+    arrays, options, prepared, own = _given(arrays, options)
+    return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
 
 
 def forward_within(limits: _plan.Limits, *arguments: Any, **keywords: Any) -> Any:
     """`forward` with limits on the planner's choice; they have no effect on the CPU."""
-    return _call(*_bind(arguments, keywords), limits)
+    return forward_of(*_bind(arguments, keywords), limits)
 
 
 def describe(*arguments: Any, **keywords: Any) -> Description:
@@ -266,7 +238,7 @@ def describe(*arguments: Any, **keywords: Any) -> Description:
     return describe_call(FORWARD, arrays, options, group=options[_GROUP], context=prepared, own=own)
 
 
-def _bind(arguments: Any, keywords: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _bind(arguments: Any, keywords: Any) -> tuple[Arrays, Options]:
     """The arguments of `forward` as two tuples, in the order of ARRAYS and OPTIONS."""
     given = _signature().bind(*arguments, **keywords)
     given.apply_defaults()
@@ -279,12 +251,7 @@ def _signature() -> inspect.Signature:
     return inspect.signature(forward)
 
 
-_COUNT = ARRAYS.index("num_batches_tracked")
-
-
-def _given(
-    arrays: tuple[Any, ...], options: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], Prepared | None, tuple[str, ...]]:
+def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared | None, tuple[str, ...]]:
     """The arrays; the options, with the scale last if it is a number, else 1; the prepared weight or None; and the
     names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
@@ -303,14 +270,7 @@ def _given(
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
 
 
-def _call(arrays: tuple[Any, ...], options: tuple[Any, ...], limits: _plan.Limits) -> Any:
-    arrays, options, prepared, own = _given(arrays, options)
-    return call(FORWARD, arrays, options, group=options[_GROUP], limits=limits, context=prepared, own=own)
-
-
-def _result(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Checked | None, made: list[Any]
-) -> Any:
+def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
@@ -321,14 +281,14 @@ def _result(
     return y if dtypes is None else (y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes))
 
 
-def _within(options: tuple[Any, ...], held: int) -> tuple[Any, ...]:
+def _within(options: Options, held: int) -> Options:
     """The options with `sms` limited to `held`."""
     sm_count(options[_SMS])
     sms = held if options[_SMS] is None else min(options[_SMS], held)
     return (*options[:_SMS], sms, *options[_SMS + 1 :])
 
 
-def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], features: int) -> Any:
+def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:
     """The result of an empty batch. Training counts it, as PyTorch does."""
     x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
@@ -343,20 +303,18 @@ def _nothing(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], feat
 # ---- check -----------------------------------------------------------------------------------------------------------
 
 
-def _views(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
-) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None) -> Views:
     named = dict(zip(ARRAYS, arrays, strict=True))
     kinds_of(named, ("x", "weight"))
     views = {name: None if array is None else kind.view(array) for name, array in named.items()}
     for name in read_only:
         views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
-    check.forward_arguments(views, **dict(zip((*OPTIONS, "number"), options, strict=True)))
+    check.forward_arguments(views, options)
     return views
 
 
 def _program(
-    views: Views, options: tuple[Any, ...], gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
+    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
 ) -> Program | None:
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
@@ -367,8 +325,7 @@ def _program(
     y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
-        words = forward_words(views, n, k, x.dtype, momentum, eps, activation, number)
-        ranks = ranks._replace(signature=signature(words))
+        ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
     return _plan.plan_forward(
         p,
         training=bool(training),
@@ -387,7 +344,17 @@ def _program(
     )
 
 
-def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
+def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
+    """What must be equal in the forwards of all ranks, for error messages."""
+    _, momentum, eps, *_, activation, _, number = options
+    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
+    average = "cumulative" if momentum is None else float(momentum)
+    scale = "" if number == 1 else f", scale {float(number)}"
+    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
+
+
+def _returns(program: Program, views: Views, options: Options) -> Any:
     """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     return program.made("y"), dtypes if options[_SAVES] else None
@@ -396,16 +363,14 @@ def _returns(program: Program, views: Views, options: tuple[Any, ...]) -> Any:
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], read_only: frozenset[str], _: Any = None
-) -> Any:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None) -> Any:
     found = checked(FORWARD, kind, arrays, options, read_only)
     training, momentum, eps, _, _, return_saved, _, activation, group, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
         group.check_host()
-        words = forward_words(host, len(weight), x.shape[1], str(x.dtype), momentum, eps, activation, number)
+        words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
         if momentum is None:
             words += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:

@@ -9,7 +9,7 @@ from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
-from ._host.run import Operation, Views, call
+from ._host.run import Arrays, Operation, Options, Views, call
 from ._plan import declared
 from ._plan.products import SPLIT_WORDS
 from ._plan.program import ABSENT, Builder, Program
@@ -64,38 +64,38 @@ def prepare(weight: AnyArray, precision: Precision = "highest") -> Prepared:
     return call(PREPARE, (weight,), (precision,))  # type: ignore[no-any-return]
 
 
-def _views(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Views:
+def _views(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Views:
     kinds_of({"weight": arrays[0]}, ("weight",))
     view = kind.view(arrays[0])
     check.prepare_arguments(view, precision=options[0])
     return {"weight": view}
 
 
-def _program(views: Views, options: tuple[Any, ...], gpu: _plan.Device, *_: Any) -> Program:
+def _program(views: Views, options: Options, gpu: _plan.Device, *_: Any) -> Program:
     view = views["weight"]
     assert view is not None
     (n, k), build = view.shape, Builder(gpu)
     at = _plan.in_rows(k, view.itemsize)
-    copy = build.copied("weight", (n, k), matrix_of(view), at, view.dtype)
-    build.copy([copy])
+    copied = build.operand("weight", (n, k), matrix_of(view), at, view.dtype)
+    build.copy()
     if _plan.takes_limbs(view.dtype, options[0], gpu):
         limbs = _plan.limbs_of_rows(0, n, k, 0, gpu)
         fields = {"m": 0, "n": n, "k": k, "ldx": 0, "ldw": at.strides[0], "flags": declared.flags(vector_w=True)}
         # float32: words of 32 bits
-        words = {"w": copy.to, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
+        words = {"w": copied, "w_limbs": build.make("limbs", (n, limbs.pitch), "float32")}
         words |= {"w_exponents": build.make("exponents", (n,), "float32")}
         build.launch(limbs.kernel, limbs.grid, fields, dict.fromkeys(SPLIT_WORDS, ABSENT) | words)
     return build.program("prepare", "")
 
 
-def _result(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], found: Any, made: list[Any]) -> Prepared:
+def _result(kind: Kind, arrays: Arrays, options: Options, found: Any, made: list[Any]) -> Prepared:
     prepared = Prepared(made[0][:, : arrays[0].shape[1]], options[0])
     if len(made) > 1:
         prepared.limbs = made, kind.pointer(made[1]), kind.pointer(made[2])
     return prepared
 
 
-def _on_cpu(kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], *_: Any) -> Prepared:
+def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *_: Any) -> Prepared:
     _views(kind, arrays, options)
     return Prepared(kind.copy(arrays[0]), options[0])
 
@@ -105,11 +105,8 @@ PREPARE = Operation(
     arguments=("weight",),
     required=("weight",),
     foreign=1,
-    aligned=(0, 0, 0),
-    numeric=(),
     check=_views,
     program=_program,
-    returns=lambda program, views, options: None,
     result=_result,
     on_cpu=_on_cpu,
 )

@@ -77,20 +77,8 @@ def saved_of(
     versions = kind.version(x), kind.version(weight)
     one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
     scale_shape = tuple(scale.shape) if one else None
-    return Saved(
-        x,
-        weight,
-        deviations,
-        vectors,
-        bool(training),
-        precision,
-        gemm,
-        dtypes,
-        versions,
-        activation,
-        scale_shape,
-        group,
-    )  # fmt: skip
+    of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group
+    return Saved(x, weight, deviations, vectors, *of_call)
 
 
 def dtypes_of(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:

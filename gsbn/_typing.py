@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 
 if TYPE_CHECKING or sys.version_info >= (3, 11):
-    from typing import NamedTuple
+    from typing import NamedTuple as NamedTuple
 else:  # in 3.10 only the class behind NamedTuple accepts Generic as a second base
-    from typing import _NamedTuple as NamedTuple
-
-__all__ = ["A", "A_co", "Activation", "AnyArray", "Array", "DLPack", "Gemm", "NamedTuple", "Precision"]
+    pass
 
 Precision = Literal["highest", "high"]
 Gemm = Literal["auto", "cublas", "tiled", "sm90"]

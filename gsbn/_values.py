@@ -26,6 +26,14 @@ def type_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
+def no_cupy(expected: str) -> ImportError:
+    """The error of a call that needs CuPy."""
+    return ImportError(
+        f"{expected}, got an environment without it: pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]', whichever "
+        "CUDA the driver has"
+    )
+
+
 def sm_count(value: Any) -> None:
     """Raise if it is not a number of SMs; None is allowed."""
     if value is None:

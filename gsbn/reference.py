@@ -126,22 +126,10 @@ def forward(
     x : (B, I) array_like
         The input, of any floating dtype, bfloat16 (``ml_dtypes``) included. ``B = 0`` gives an empty result.
     weight : (O, I) array_like
-    scale : (O,) array_like, or a number or array_like of one element, optional
-        One element serves all features. Defaults to 1.
-    bias, gamma, beta : (O,) array_like, optional
-        Default to 0, 1 and 0.
-    running_mean, running_var : (O,) array_like, optional
-        Both or neither; required in inference. They are not written: the result has the updated ones.
-    num_batches_tracked : int or array_like of one element, optional
-        The count of training batches before this one.
-    training : bool
-        Use the statistics of this batch (True) or the running statistics (False).
-    momentum : float or None
-        Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
-    eps : float
-        Added to the variance under the root.
-    activation : {"relu"}, optional
-        Applied to ``y``.
+    scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : array_like, optional
+        As in `gsbn.forward`. The statistics and the count are not written: the result has the updated ones.
+    training, momentum, eps, activation
+        As in `gsbn.forward`.
     dtype : dtype
         The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
 
@@ -360,13 +348,8 @@ def fold(
     Parameters
     ----------
     weight : (O, I) array_like
-    scale : (O,) array_like, a number or array_like of one element, or None
-        One element serves all features; None is 1.
-    running_mean, running_var : (O,) array_like
-    bias, gamma, beta : (O,) array_like, optional
-        Default to 0, 1 and 0.
-    eps : float
-        Added to the variance under the root.
+    scale, running_mean, running_var, bias, gamma, beta, eps
+        As in `gsbn.fold`; the vectors may be any array_like.
     dtype : dtype
         The dtype of the computation.
 
@@ -462,21 +445,13 @@ def _scale(scale: ArrayLike | None, dtype: DTypeLike, features: int) -> Array:
     return s if s.shape == (features,) else np.full(features, s.reshape(()))
 
 
-def _affine(
-    features: int,
-    dtype: DTypeLike,
-    scale: ArrayLike | None,
-    bias: ArrayLike | None,
-    gamma: ArrayLike | None,
-    beta: ArrayLike | None,
-) -> tuple[Array, Array, Array, Array]:
+def _affine(features: int, dtype: DTypeLike, scale: ArrayLike | None, *vectors: ArrayLike | None) -> list[Array]:
     """``s, b, γ, β`` in ``dtype``, with the defaults for absent ones."""
-    return (
+    given = zip(("bias", "gamma", "beta"), vectors, (0, 1, 0), strict=True)
+    return [
         _scale(scale, dtype, features),
-        np.zeros(features, dtype) if bias is None else _vector("bias", bias, dtype, features),
-        np.ones(features, dtype) if gamma is None else _vector("gamma", gamma, dtype, features),
-        np.zeros(features, dtype) if beta is None else _vector("beta", beta, dtype, features),
-    )
+        *(np.full(features, n, dtype) if a is None else _vector(name, a, dtype, features) for name, a, n in given),
+    ]
 
 
 def _statistics(

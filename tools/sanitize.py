@@ -34,7 +34,6 @@ from gsbn._forward import forward_within
 from gsbn._host.call import bare_gemm
 from gsbn._plan import Limits
 from gsbn._plan.declared import activations
-from gsbn._plan.kernel import with_activation
 from gsbn._plan.sm90_variants import (
     ARCH,
     BLOCKS_M,
@@ -46,6 +45,7 @@ from gsbn._plan.sm90_variants import (
     SPLIT_K_TILES,
     SPLIT_K_TILES_BY_MODE,
 )
+from gsbn._plan.sources import with_activation
 from gsbn._plan.variants import SKINNY_BACKWARD, SKINNY_CHUNKS, TILES, skinny_backward_sizes, skinny_features
 from gsbn._ranks.group import Group
 from gsbn.bench import bounds

@@ -32,24 +32,12 @@ class View(NamedTuple):
     writable: bool
 
 
-def forward_arguments(
-    views: Mapping[str, View | None],
-    *,
-    training: Any,
-    momentum: Any,
-    eps: Any,
-    precision: Any,
-    gemm: Any,
-    return_saved: Any,
-    sms: Any,
-    activation: Any,
-    group: Any,
-    number: Any,
-) -> None:
+def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]) -> None:
     """Raise the errors of `gsbn.forward`; `views` maps every array argument to its view or None.
 
-    `number` is the scale if it is not an array. The type of `group` is checked already.
+    The last of the options is the scale if it is not an array. The type of the group is checked already.
     """
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._values import type_name
+from .._values import no_cupy, type_name
 
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
@@ -80,8 +80,5 @@ def _cupy(name: str) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ImportError(
-            f"{name}: expected CuPy for an array on a GPU, got an environment without it: "
-            "pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]', whichever CUDA the driver has"
-        ) from error
+        raise no_cupy(f"{name}: expected CuPy for an array on a GPU") from error
     return cupy

@@ -22,8 +22,9 @@ _held: dict[int, _Held] = {}  # by capture
 _lock = threading.Lock()
 
 
+@cache
 class _Libc:
-    """libc's semaphores: CUDA may call sem_post on a thread of its own."""
+    """libc's semaphores, once: CUDA may call sem_post on a thread of its own."""
 
     def __init__(self) -> None:
         self.lib = lib = ctypes.CDLL(None)
@@ -40,11 +41,6 @@ class _Libc:
         semaphore: int = self.lib.malloc(_SEM_T_BYTES)
         self.lib.sem_init(semaphore, 0, 0)
         return semaphore
-
-
-@cache
-def _libc() -> _Libc:
-    return _Libc()
 
 
 def _capture_of(stream: int) -> tuple[int, int]:
@@ -78,7 +74,7 @@ def keep_alive(kind: Any, stream: int, owners: tuple[Any, ...], prepared: Any = 
         if identity in _held:
             _held[identity].owners.extend(owners)
             return
-        libc = _libc()
+        libc = _Libc()
         held = _held[identity] = _Held(libc.semaphore(), list(owners))
     for semaphore in (held.released, libc.any):
         user_object = ctypes.c_void_p()

@@ -60,8 +60,6 @@ class CublasGemm:
     the accumulator's type.
     """
 
-    kernels = ("cuBLAS",)
-
     def __init__(self, p: _plan.Matmul, precision: str, device: int, *, wide: bool) -> None:
         types, op_n, op_t = _types(), cuda().cublas.CUBLAS_OP_N, cuda().cublas.CUBLAS_OP_T
         accumulator = "float64" if p.dtype == "float64" else "float32"

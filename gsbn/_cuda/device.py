@@ -10,6 +10,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from .._values import no_cupy
 from . import driver
 
 
@@ -34,20 +35,12 @@ def cuda() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ImportError(
-            "gsbn: expected CuPy for arrays on a GPU, got an environment without it: "
-            "pip install 'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]', whichever CUDA the driver has"
-        ) from error
+        raise no_cupy("gsbn: expected CuPy for arrays on a GPU") from error
     from cupy.cuda import driver, runtime
     from cupy_backends.cuda.libs import cublas
 
-    return SimpleNamespace(
-        cupy=cupy,
-        runtime=runtime,
-        current_context=driver.ctxGetCurrent,
-        set_context=driver.ctxSetCurrent,
-        cublas=cublas,
-    )
+    contexts = {"current_context": driver.ctxGetCurrent, "set_context": driver.ctxSetCurrent}
+    return SimpleNamespace(cupy=cupy, runtime=runtime, cublas=cublas, **contexts)
 
 
 def is_capturing(stream: int) -> bool:

@@ -53,13 +53,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        kind: Any,
-        device: int,
-        arguments: tuple[str, ...],
-        program: Program,
-        like: Any,
-        exchange: Any = None,
+        self, kind: Any, device: int, arguments: tuple[str, ...], program: Program, like: Any, exchange: Any = None
     ) -> None:
         self._kind, self.program = kind, program
         arrays = tuple(array.name for array in program.arrays)

@@ -16,8 +16,8 @@ from .._arrays.kinds import Kind, kind_of, kinds_of
 from .._cuda import kernels
 from .._cuda.device import green_sms, hold_until_done, is_capturing, is_current, on_device
 from .._plan import Device, Limits
+from .._plan.problem import Ranks
 from .._plan.program import Program
-from .._plan.ranks import Ranks
 from .._ranks.exchange import exchange_of
 from .._ranks.group import Group
 from .call import Call, Description, log, remember
@@ -25,6 +25,8 @@ from .call import Call, Description, log, remember
 ANY = Limits()
 _MAX_APART = 64
 _NONE: frozenset[str] = frozenset()
+Arrays = tuple[Any, ...]  # of a call, in the order of its arguments; None for one that is not given
+Options = tuple[Any, ...]  # hashable
 Views = dict[str, View | None]
 
 
@@ -37,16 +39,17 @@ class Operation:
     arguments: tuple[str, ...]
     required: tuple[str, ...]  # arguments, among the first `foreign`, that must be arrays
     foreign: int  # the first `foreign` arguments may come from any DLPack producer
-    aligned: tuple[int, int, int]  # positions of the arguments for which the program depends on a start on 16 bytes
-    numeric: tuple[int, ...]  # positions of the options whose type is a part of the key: True == 1 == 1.0
-    check: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Views]  # raises an error if anything is wrong
+    check: Callable[[Kind, Arrays, Any, frozenset[str], Any], Views]  # raises an error if anything is wrong
     # from views, options, device, limits, ranks, and whether there are extra arguments; None if nothing is launched
     program: Callable[[Views, Any, Device, Limits, Ranks | None, bool], Program | None]
-    # `Checked.returns`, which `result` reads after each call
-    returns: Callable[[Program, Views, Any], Any]
     # the caller's result, from what was found (None if nothing was launched) and the arrays that the call allocated
-    result: Callable[[Kind, tuple[Any, ...], Any, Checked | None, list[Any]], Any]
-    on_cpu: Callable[[Kind, tuple[Any, ...], Any, frozenset[str], Any], Any]
+    result: Callable[[Kind, Arrays, Any, Checked | None, list[Any]], Any]
+    on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
+    # positions of the arguments for which the program depends on a start on 16 bytes
+    aligned: tuple[int, int, int] = (0, 0, 0)
+    numeric: tuple[int, ...] = ()  # positions of the options whose type is a part of the key: True == 1 == 1.0
+    # `Checked.returns`, which `result` reads after each call
+    returns: Callable[[Program, Views, Any], Any] = lambda program, views, options: None
     within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
     written: Callable[[Views, Any], tuple[str, ...]] = lambda views, options: ()
     before: Callable[[Kind, Any], None] | None = None  # a check that every call needs
@@ -87,7 +90,7 @@ _found: dict[Any, Checked] = {}
 
 def call(
     operation: Operation,
-    arrays: tuple[Any, ...],
+    arrays: Arrays,
     options: Any,
     *,
     group: Group | None = None,
@@ -109,7 +112,7 @@ def call(
 
 def describe(
     operation: Operation,
-    arrays: tuple[Any, ...],
+    arrays: Arrays,
     options: Any,
     *,
     group: Group | None,
@@ -132,9 +135,7 @@ def describe(
     return Description("numpy", "no rows", (), 0) if ready is None else ready.description
 
 
-def _admit(
-    operation: Operation, arrays: tuple[Any, ...], own: tuple[str, ...]
-) -> tuple[Kind, tuple[Any, ...], frozenset[str], bool]:
+def _admit(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str], bool]:
     """The arrays' kind, the arrays, which of them are read-only, and whether they were imported: they are if the first
     is not of a known kind."""
     kind = kind_of(arrays[0])
@@ -152,7 +153,7 @@ def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
 
 
 def checked(
-    operation: Operation, kind: Kind, arrays: tuple[Any, ...], options: Any, read_only: frozenset[str] = frozenset()
+    operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str] = frozenset()
 ) -> Checked:
     """On the CPU: the checked arguments, from this call or an earlier one."""
     found, key, pointers = _find(operation, kind, arrays, options, read_only, False, ANY)
@@ -167,7 +168,7 @@ def checked(
 def run(
     operation: Operation,
     kind: Kind,
-    arrays: tuple[Any, ...],
+    arrays: Arrays,
     options: Any,
     group: Group | None = None,
     limits: Limits = ANY,
@@ -222,7 +223,7 @@ def run(
 
 
 def _find(
-    operation: Operation, kind: Kind, arrays: tuple[Any, ...], options: Any, *more: Any
+    operation: Operation, kind: Kind, arrays: Arrays, options: Any, *more: Any
 ) -> tuple[Checked | None, Any, list[int]]:
     """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
     try:
@@ -239,7 +240,7 @@ def _find(
 
 
 def _prepare(
-    operation: Operation, kind: Kind, arrays: tuple[Any, ...], views: Views, options: Any, device: int, extra: bool,
+    operation: Operation, kind: Kind, arrays: Arrays, views: Views, options: Any, device: int, extra: bool,
     limits: Limits, group: Group | None, exchange: Any,
 ) -> Call | None:  # fmt: skip
     """Plan a call and make it ready to run; compiles its kernels."""

@@ -2,7 +2,7 @@
 
 `problem` is what a plan depends on, `variants` are the kernels. `cost` is the model that predicts a path's time, with
 its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `backward` a whole call. What these take of
-one family of kernels each is in `copies`, `limbs`, `skinny`, `tall` and `split_k`.
+one family of kernels each is in `copies`, `limbs`, `skinny` and `split_k`.
 """
 
 from .backward import plan_backward as plan_backward
@@ -13,7 +13,6 @@ from .gemm import OneLaunch as OneLaunch
 from .gemm import limbs_of_rows as limbs_of_rows
 from .gemm import one_launch as one_launch
 from .gemm import takes_limbs as takes_limbs
-from .kernel import Kernel as Kernel
 from .problem import C_TYPE as C_TYPE
 from .problem import FEW_ROWS as FEW_ROWS
 from .problem import INT32_MAX as INT32_MAX
@@ -29,7 +28,7 @@ from .sm90_variants import SM90_THREADS as SM90_THREADS
 from .sm90_variants import element_for as element_for
 from .sm90_variants import forward_sm90 as forward_sm90
 from .sm90_variants import precision_for as precision_for
-from .variants import THREADS as THREADS
+from .sources import Kernel as Kernel
 from .variants import every_kernel as every_kernel
 from .variants import fill_sm as fill_sm
 from .variants import fold as fold

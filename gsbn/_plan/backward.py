@@ -9,17 +9,9 @@ from .backward_passes import cut_passes, dy_on_words
 from .backward_products import choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
-from .problem import (
-    ITEMSIZE,
-    VECTOR_PARAMETERS,
-    Matmul,
-    Matrix,
-    deviations_dtype,
-    round_up,
-)
+from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, Ranks, deviations_dtype, letters, posts_at, round_up
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
-from .ranks import Ranks, letters, posts_at
 from .skinny import skinny_backward
 from .variants import column_sums
 
@@ -83,20 +75,20 @@ def plan_backward(
     pitch = round_up(n, 16 // size) if norm else dy.strides[0]
     # the two products; dg lies in rows of `pitch`
     rows = Matrix((pitch, 1), True)
-    of_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
-    of_weight = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
-    dx = choose_product("dx", of_x, precision, gemm) if linear and "x" in needs else None
-    dw = choose_product("dw", of_weight, precision, gemm, wide) if linear and "weight" in needs else None
+    product_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
+    product_w = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
+    dx = choose_product("dx", product_x, precision, gemm) if linear and "x" in needs else None
+    dw = choose_product("dw", product_w, precision, gemm, wide) if linear and "weight" in needs else None
     ld_transposed = 0
     if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
         ld_transposed = round_up(p.m, 16 // size)
     at_dy = in_rows(n, size) if copy_dy else dy
-    skinny = None
+    p, skinny = p._replace(y=at_dy), None
     if gemm in ("auto", "tiled") and norm and linear and training:
-        skinny = skinny_backward(p, at_dy, activation)
+        skinny = skinny_backward(p, activation)
     cut = cut_passes(
-        p, at_dy, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
+        p, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
         precision=precision, activation=activation, where=where,
     )  # fmt: skip
     if "weight" not in needs or cut.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
@@ -108,7 +100,7 @@ def plan_backward(
         dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
     # ---- the workspace: sums of each split, sums of all ranks, dg or the partial products of dw, dg's transpose, limbs
-    of_sums_bytes = column_sums(cut.sums_kernel) * n * 8
+    of_sums_bytes = column_sums(cut.sums[0]) * n * 8
     totals_at = round_up(cut.splits * of_sums_bytes, 256)
     dg_at = round_up(totals_at + (of_sums_bytes if ranks else 0), 256)
     of_dg = p.m * pitch * size if dg and linear and not in_place else 0
@@ -119,19 +111,15 @@ def plan_backward(
     posted, gathered, end = posts_at(workspace, n, ranks)
 
     # ---- copies
-    copies = [build.copied("dy", (m, n), dy, at_dy, dtype)] if copy_dy and m else []
-    for name, given, count, product in (("x", p.x, m, dw), ("weight", p.w, n, dx)):  # the operand b of the product
-        if m and product is not None and product.p.w.own:
-            copies.append(build.copied(name, (count, k), given, product.p.w.T, dtype))
-    copied = {copy.name: copy.to for copy in copies}
-    of_dy, of_b_x, of_b_w = (copied.get(name, name) for name in ("dy", "x", "weight"))
+    of_dy = build.operand("dy", (m, n), dy, at_dy, dtype) if m else "dy"
+    of_x = build.operand("x", (m, k), p.x, dw.p.w.T, dtype) if m and dw is not None else "x"
+    of_w = build.operand("weight", (n, k), p.w, dx.p.w.T, dtype) if m and dx is not None else "weight"
     dg_name = transposed = ABSENT if norm else "dy"
     if ld_transposed and not norm:
-        copies.append(build.copied("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True), dtype))
-        transposed = copies[-1].to
+        transposed = build.operand("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True, own=True), dtype)
     if dg and not linear:
         dg_name = "deviations" if in_place else build.make("dg", (m, pitch), dtype)
-    build.copy(copies)
+    build.copy()
     build.reserve(workspace if ranks is None else end)
     if dg and linear:
         dg_name = "deviations" if in_place else place(dg_at)
@@ -139,28 +127,12 @@ def plan_backward(
 
     # ---- from dy to dg and the gradients of vectors
     codes = {name: 8 + kind_code(of) for name, of in vectors.dtypes.items() if name in needs}
-    fields: dict[str, Any] = {
-        "m": m,
-        "n": n,
-        "k": k,
-        "ldx": p.x.strides[0],
-        "ldw": p.w.strides[0],
-        "skinny_rows": skinny.rows if skinny else 0,
-        "skinny_features": skinny.features if skinny else 0,
-        "dy_row": cut.dy.strides[0],
-        "dy_col": cut.dy.strides[1],
-        "ldd": ld_saved if ld_saved is not None else pitch,
-        "lddg": pitch,
-        "ld_transposed": ld_transposed,
-        "row_threads": cut.row_threads,
-        "sums_rows": cut.sums_rows,
-        "dg_rows": cut.dg_rows,
-        "splits": cut.splits if m else 0,
-        "signature": 0 if ranks is None else ranks.signature,
-        "words": limbs.maxima_bytes // 4,
-        "vector_dy": cut.vector_dy,
-        **{f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS},
-    }
+    fields: dict[str, Any] = {"m": m, "n": n, "k": k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "lddg": pitch}
+    fields |= {"ldd": pitch if ld_saved is None else ld_saved, "ld_transposed": ld_transposed, **cut.fields}
+    fields |= {"splits": cut.splits if m else 0, "words": limbs.maxima_bytes // 4}
+    fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
+    fields |= {"signature": 0 if ranks is None else ranks.signature}
+    fields |= {f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS}
     to_vectors = {f"to_{name}": grads[name] for name in VECTOR_PARAMETERS}
     if one_scale:  # first a gradient per feature, in float64; sum_features adds them up
         to_vectors["to_scale"] = place(scales_at)
@@ -171,22 +143,22 @@ def plan_backward(
     of_sums = place(0)
     if cut.fused:
         passed = {**reads, "dg": dg_name, **to_vectors, "zeros": zeros, "ranks": ABSENT if ranks is None else "ranks"}
-        build.launch(cut.sums_kernel, cut.sums_grid, fields, passed)
+        build.launch(*cut.sums, fields, passed)
     elif sums and m:
-        build.launch(cut.sums_kernel, cut.sums_grid, fields, {**reads, "workspace": of_sums, "zeros": zeros})
+        build.launch(*cut.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
     elif grads["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
         build.clear(grads["bias"], n * ITEMSIZE[vectors.dtypes["bias"]])
     if ranks is not None and norm and not cut.fused:
-        assert cut.merge_kernel is not None
+        assert cut.merge is not None
         totals = place(totals_at)
         passed = {"saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
         passed |= {"totals": totals, **to_vectors}
         if not ranks.waits:
             first = {**passed, "posted": place(posted), "totals": ABSENT}
-            build.launch(cut.merge_kernel, cut.merge_grid, fields, first)
+            build.launch(*cut.merge, fields, first)
             build.gather(letters(n), place(posted), place(gathered))
             passed["gathered"] = place(gathered)
-        build.launch(cut.merge_kernel, cut.merge_grid, fields, passed)
+        build.launch(*cut.merge, fields, passed)
         of_sums = totals
         fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # merge_sums has written these
     if m and skinny is not None:
@@ -196,22 +168,15 @@ def plan_backward(
         build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
         reduce_split_k(build, skinny.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
     elif m and (dg or (sums and ranks is None)) and not cut.fused:
-        passed = {
-            **reads,
-            "d": "deviations",
-            "workspace": of_sums,
-            "dg": dg_name,
-            "transposed": transposed,
-            **to_vectors,
-        }
-        build.launch(cut.dg_kernel, cut.dg_grid, fields, passed)
+        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "transposed": transposed}
+        build.launch(*cut.dg, fields, passed | to_vectors)
     if one_scale:
         of_features = {"of_features": to_vectors["to_scale"], "to_scale": grads["scale"]}
-        build.launch(cut.total_kernel, 1, {**fields, "to_scale": codes["scale"]}, of_features)
+        build.launch(*cut.total, {**fields, "to_scale": codes["scale"]}, of_features)
 
     # ---- the products
     if m:
-        names = {"dg": dg_name, "transposed": transposed, "x": of_b_x, "weight": of_b_w}
+        names = {"dg": dg_name, "transposed": transposed, "x": of_x, "weight": of_w}
         names |= {"dx": grads["x"], "dweight": grads["weight"]}
         multiply_both(build, dx, dw, limbs, names, precision, weight_first=weight_first, cleared=sums)
     elif grads["weight"] != ABSENT:

@@ -5,27 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from .gemm import (
-    waiting_grid,
-)
-from .kernel import Kernel, with_activation
-from .problem import (
-    ITEMSIZE,
-    SPLITS,
-    Matmul,
-    Matrix,
-    ceil_div,
-    deviations_dtype,
-    row_threads_for,
-    split_rows,
-)
-from .variants import (
-    COLUMN_CLUSTERS,
-    ROW_STAGES,
-    SUMS_CLUSTER,
-    THREADS,
-    backward_kernels,
-)
+from .gemm import waiting_grid
+from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
+from .sources import Kernel, with_activation
+from .variants import COLUMN_CLUSTERS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
@@ -36,21 +19,15 @@ SHARED_ROWS, SHARED_ELEMENTS = 128, (6_000_000, 20_000_000)
 
 
 class Passes(NamedTuple):
-    dy: Matrix  # the argument or its copy
-    vector_dy: bool
-    row_threads: int
-    blocks: int  # of columns
-    sums_grid: int
-    sums_rows: int
+    """The kernels of the passes, each with its grid."""
+
+    fused: bool  # `sums` is backward_fused, which also writes dg
+    sums: tuple[Kernel, int]
+    merge: tuple[Kernel, int] | None  # of the ranks' sums, in training
+    dg: tuple[Kernel, int]
+    total: tuple[Kernel, int]  # of the gradient of a scale of one element
     splits: int  # clusters of backward_sums that share a column block
-    dg_grid: int
-    dg_rows: int
-    merge_grid: int
-    sums_kernel: Kernel
-    dg_kernel: Kernel
-    total_kernel: Kernel
-    merge_kernel: Kernel | None
-    fused: bool  # sums_kernel also writes dg
+    fields: dict[str, int]  # of the kernels' structs, as far as they say how dy is divided
 
 
 def dy_on_words(dy: Matrix, size: int) -> bool:
@@ -58,10 +35,10 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 
 def cut_passes(
-    p: Matmul, dy: Matrix, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
+    p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
     activation: str | None, where: str | None,
 ) -> Passes:  # fmt: skip
-    """Divide dy among CTAs; `where`: whether the sums of other ranks arrive "inside" a launch or "between" two."""
+    """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two."""
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
     # on `needs`, so that the other gradients have the same bits.
@@ -96,23 +73,16 @@ def cut_passes(
     kernels = backward_kernels(
         dtype, saved_dtype, training=training, transposed=transposed and not skinny, cluster=cluster, sharing=sharing
     )
-    sums_kernel, dg_kernel, fused_kernel, total_kernel, *merge = (with_activation(k, activation) for k in kernels)
+    of_sums, of_dg, of_all, total, *merge = (with_activation(kernel, activation) for kernel in kernels)
+    fields = {"row_threads": fused_row_threads if fused else row_threads, "sums_rows": sums_rows, "dg_rows": dg_rows}
     return Passes(
-        dy=dy,
-        vector_dy=dy_on_words(dy, size),
-        row_threads=fused_row_threads if fused else row_threads,
-        blocks=blocks,
-        sums_grid=device.grid(columns) * cluster if fused else device.grid(blocks * splits * sharing),
-        sums_rows=sums_rows,
-        splits=splits,
-        dg_grid=device.grid(blocks * (row_blocks if dg else 1)),
-        dg_rows=dg_rows,
-        merge_grid=waiting_grid(blocks, device),
-        sums_kernel=fused_kernel if fused else sums_kernel,
-        dg_kernel=dg_kernel,
-        total_kernel=total_kernel,
-        merge_kernel=merge[0] if merge else None,
         fused=fused,
+        sums=(of_all, device.grid(columns) * cluster) if fused else (of_sums, device.grid(blocks * splits * sharing)),
+        merge=(merge[0], waiting_grid(blocks, device)) if merge else None,
+        dg=(of_dg, device.grid(blocks * (row_blocks if dg else 1))),
+        total=(total, 1),
+        splits=splits,
+        fields=fields | {"dy_row": p.y.strides[0], "dy_col": p.y.strides[1], "vector_dy": dy_on_words(p.y, size)},
     )
 
 

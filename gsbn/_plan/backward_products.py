@@ -21,23 +21,15 @@ from .gemm import (
     tiled,
 )
 from .h200_products import PRODUCTS
-from .kernel import Kernel
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .problem import (
-    INT32_MAX,
-    ITEMSIZE,
-    Matmul,
-    ceil_div,
-)
+from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div
 from .products import Limbs, reduce_split_k, sm90_gemm
 from .program import Builder
 from .skinny import for_skinny, skinny_product_for
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
-from .tall import Tall, tall
-from .variants import (
-    SPLIT_WIDTHS,
-    TALL_THREADS,
-)
+from .sources import Kernel
+from .split_k import Tall, tall
+from .variants import SPLIT_WIDTHS, TALL_THREADS
 
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
@@ -72,21 +64,18 @@ def multiply_both(
     of_limbs = {name: names[name] for name in ("dg", "x", "weight", "dweight")}
     limbs = Limbs(build, splits, of_limbs, cleared=cleared)
 
-    def multiply_weight(*, first: bool) -> None:
-        if dw is not None and weight_first == first:
-            # dx's launch has waited for dg, so this one need not wait for dx's; except if limbs lie in dweight's memory
-            # or SMs are limited, as two launches would take more of them.
-            follows_dx = dx is not None and dx.one is not None and not dx.of_limbs
-            independent = follows_dx and not (first or build.device.limited)
-            operands = (names["transposed"], names["x"], names["dweight"])
-            _multiply(build, dw, operands, limbs, "x", precision, independent=independent)
-
-    multiply_weight(first=True)
+    of_dw = names["transposed"], names["x"], names["dweight"]
+    if dw is not None and weight_first:
+        _multiply(build, dw, of_dw, limbs, "x", precision)
     limbs.make()
     if dx is not None:
         _multiply(build, dx, (names["dg"], names["weight"], names["dx"]), limbs, "weight", precision)
     limbs.make(late=True)
-    multiply_weight(first=False)
+    if dw is not None and not weight_first:
+        # dx's launch has waited for dg, so this one need not wait for dx's; except if limbs lie in dweight's memory or
+        # SMs are limited, as two launches would take more of them.
+        independent = dx is not None and dx.one is not None and not (dx.of_limbs or build.device.limited)
+        _multiply(build, dw, of_dw, limbs, "x", precision, independent=independent)
 
 
 def _multiply(

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .kernel import Kernel
 from .sources import KERNEL_DIR as KERNEL_DIR
-from .sources import Constants, text
+from .sources import Constants, Kernel, text
 from .sources import source as source
 
 _NUMPY = {"long long": np.int64, "double": np.float64}

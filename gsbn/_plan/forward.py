@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 from .copies import in_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
-from .gemm import (
-    one_launch,
-    tiled,
-    waiting_grid,
-)
-from .kernel import with_activation
+from .gemm import OfCall, one_launch, tiled, waiting_grid
 from .limbs import lay_out, split_of
 from .problem import (
     INT32_MAX,
@@ -24,17 +19,20 @@ from .problem import (
     Device,
     Matmul,
     Matrix,
+    Ranks,
     ceil_div,
     deviations_dtype,
+    letters,
+    posts_at,
     round_up,
     row_threads_for,
     split_rows,
 )
 from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
-from .ranks import Ranks, letters, posts_at
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
+from .sources import with_activation
 from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
@@ -43,17 +41,6 @@ NO_VECTORS = dict.fromkeys(VECTORS, 0)
 # CTAs on an SM, and rows that a thread holds at once
 STATS_CTAS, STATS_GROUP = 2, 16
 NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
-
-
-class _Names(NamedTuple):
-    """Names of a call's memory: operands or their copies, and results; ABSENT for those that the call does not have."""
-
-    x: str
-    weight: str
-    y: str
-    deviations: str
-    vectors: str
-    batches: str  # num_batches_tracked
 
 
 class _Call(NamedTuple):
@@ -67,7 +54,8 @@ class _Call(NamedTuple):
     cumulative: bool
     prepared: bool
     ranks: Ranks | None
-    names: _Names
+    # of the memory of x and weight or their copies, y, deviations, vectors, num_batches_tracked; ABSENT if not there
+    names: tuple[str, str, str, str, str, str]
     fields: dict[str, Any]  # of the kernels' structs, as far as the caller determines them
 
 
@@ -120,33 +108,20 @@ def plan_forward(
 
     build = Builder(p.device)
     saved_dtype = deviations_dtype(p.dtype, p.m, training=training) if saves else None
-    copies = [
-        build.copied(name, (rows, p.k), given, at, p.dtype)
-        for name, given, at, rows in (("x", p.x, taken.x, m), ("weight", p.w, taken.w, p.n))
-        if at.own and m
-    ]
-    copied = {copy.name: copy.to for copy in copies}
+    of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
+    of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
     y = "out" if out else build.make("y", (m, p.n), p.dtype)
-    fields = {
-        "m": m,
-        "n": p.n,
-        "k": p.k,
-        "ldx": taken.x.strides[0],
-        "ldw": taken.w.strides[0],
-        "signature": 0 if ranks is None else ranks.signature,
-        **vectors,
-        "momentum": 0.0 if momentum is None else momentum,
-        "eps": eps,
-        "number": number,
-    }
+    fields: dict[str, Any] = {"m": m, "n": p.n, "k": p.k, "ldx": taken.x.strides[0], "ldw": taken.w.strides[0]}
+    fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number, **vectors}
+    fields |= {"signature": 0 if ranks is None else ranks.signature}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
-    names = _Names(copied.get("x", "x"), copied.get("weight", "weight"), y, *saved, count)
+    names = of_x, of_w, y, *saved, count
     call = _Call(p, taken, m, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields)
     if one_launch_:
-        _in_one_launch(build, call, copies)
+        _in_one_launch(build, call)
     else:
-        _in_passes(build, call, copies, chosen, skinny, where)
+        _in_passes(build, call, chosen, skinny, where)
     return build.program(chosen, why)
 
 
@@ -172,19 +147,12 @@ def _flags(call: _Call, **given: bool) -> int:
 # ---- one launch of forward_sm90, with one before it if limbs are made, and one after it if y is copied
 
 
-def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
+def _in_one_launch(build: Builder, call: _Call) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
     of_x, of_w, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
-    one = one_launch(
-        taken,
-        mode_of(call.training),
-        call.precision,
-        prepared=call.prepared,
-        saves=saves,
-        cumulative=call.cumulative,
-        ranks=call.ranks is not None,
-    )
+    of_call = OfCall(call.prepared, saves, call.cumulative, call.ranks is not None)
+    one = one_launch(taken, mode_of(call.training), call.precision, of_call)
     one = one._replace(kernel=with_activation(one.kernel, call.activation))
     if one.defers and not whole_words(taken.y, p.n, size):
         taken = taken._replace(y=in_rows(p.n, size))
@@ -194,7 +162,7 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
     if y_holds_g and size >= 4 and not saves:
         ldg = p.y.strides[0]
     _save(build, call, ldg)
-    build.copy(copies)
+    build.copy()
 
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
@@ -229,26 +197,16 @@ def _in_one_launch(build: Builder, call: _Call, copies: list[Copy]) -> None:
         maps[2] = maps[0]
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
-    build.launch(
-        one.kernel,
-        one.ctas,
-        fields,
-        passed,
-        SM90_THREADS,
-        maps=tuple(maps),
-        cooperative=one.cooperative,
-        made_of=(one, taken),
-    )
+    how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
+    build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if of_y != y:
-        build.copy([Copy(of_y, y, (call.m, p.n), size, taken.y, p.y)])
+        build.copy(Copy(of_y, y, (call.m, p.n), size, taken.y, p.y))
 
 
 # ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
-def _in_passes(
-    build: Builder, call: _Call, copies: list[Copy], chosen: str, skinny: Skinny | None, where: str | None
-) -> None:
+def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, where: str | None) -> None:
     p, taken, training, device, ranks = call.p, call.taken, call.training, call.p.device, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
     of_x, of_w, y_name, deviations, vectors, count = call.names
@@ -304,22 +262,13 @@ def _in_passes(
     posted, gathered, end = posts_at(workspace, n, ranks)
 
     _save(build, call, ldg)
-    build.copy(copies)
+    build.copy()
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
     of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
-    fields = call.fields | {
-        "ldg": ldg,
-        "y_row": y.strides[0],
-        "y_col": y.strides[1],
-        "row_threads": row_threads,
-        "stats_rows": stats_rows,
-        "normalize_rows": normalize_rows,
-        "splits": splits,
-        "merge_columns": merge_columns,
-        "affine": affine,
-        "partials": partials,
-    }
+    fields = call.fields | {"ldg": ldg, "y_row": y.strides[0], "y_col": y.strides[1], "row_threads": row_threads}
+    fields |= {"stats_rows": stats_rows, "normalize_rows": normalize_rows, "splits": splits}
+    fields |= {"merge_columns": merge_columns, "affine": affine, "partials": partials}
     g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
     fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
 

@@ -6,19 +6,8 @@ from typing import Literal
 
 from .copies import in_rows
 from .cost import copies_us, cublas_us
-from .gemm import (
-    LEAST_TERMS,
-    cheapest_tile,
-    cublas_obstacle,
-    for_cublas,
-    for_sm90,
-    for_tiled,
-    sm90_obstacle,
-)
-from .problem import (
-    ITEMSIZE,
-    Matmul,
-)
+from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
+from .problem import ITEMSIZE, Matmul
 from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
 from .variants import NARROW
@@ -52,17 +41,14 @@ def gemm_for(
 ) -> tuple[str, str]:
     """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
     sm90 = sm90_obstacle(p, precision, training, saved)
-    obstacles = {
-        "sm90": sm90,
-        "cublas": cublas_obstacle(p),
-        "tiled": None,
-    }
+    obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}
     if gemm != "auto":
         obstacle = obstacles[gemm]
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    chosen, why, us = _fastest(p, precision, training, prepared, saved, cumulative, ranks, obstacles)
+    call = OfCall(prepared, saved, cumulative, ranks == "inside")
+    chosen, why, us = _fastest(p, precision, call, training, ranks, obstacles)
     skinny = p.limits.skinny is not False and serves_skinny(p, precision, training, saved)
     if skinny and (p.limits.skinny or skinny_forward(p, precision, training=training, saves=saved).us < us):
         return "tiled", "g is made twice in less time than it is written and read"
@@ -70,21 +56,14 @@ def gemm_for(
 
 
 def _fastest(
-    p: Matmul,
-    precision: str,
-    training: bool,
-    prepared: bool,
-    saved: bool,
-    cumulative: bool,
-    ranks: Literal["inside", "between"] | None,
-    obstacles: dict[str, str | None],
+    p: Matmul, precision: str, call: OfCall, training: bool, ranks: str | None, obstacles: dict[str, str | None]
 ) -> tuple[str, str, float]:
     """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        passes = passes_over_g(p, training, cumulative, ranks)
-        by_cublas = cublas_us(theirs, element, passes, saves=saved) + copies_us(theirs)
+        passes = passes_over_g(p, training, call.cumulative, ranks)
+        by_cublas = cublas_us(theirs, element, passes, saves=call.saves) + copies_us(theirs)
         if ranks == "between" and element != "limbs":
             why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
             return "cublas", why, by_cublas
@@ -92,9 +71,8 @@ def _fastest(
             return "cublas", "more accurate for few features", by_cublas
         if element == "limbs" and p.n == 1:
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
-        taken, inside = for_sm90(p, element), ranks == "inside"
-        of_call = {"prepared": prepared, "saves": saved, "cumulative": cumulative, "ranks": inside}
-        ours = cheapest_tile(taken, mode_of(training), element, **of_call).us + copies_us(taken)
+        taken = for_sm90(p, element)
+        ours = cheapest_tile(taken, mode_of(training), element, call).us + copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours

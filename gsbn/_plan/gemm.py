@@ -9,7 +9,6 @@ from .copies import adjacent, copy_along, in_rows, on_words, whole_words
 from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
 from .h200 import H200
 from .h200_products import PRODUCTS
-from .kernel import Kernel
 from .limbs import limb_pitch, split_grid
 from .problem import FEW_ROWS, INT32_MAX, ITEMSIZE, Device, Matmul, ceil_div, deviations_dtype, round_up
 from .rates import Rates
@@ -29,6 +28,7 @@ from .sm90_variants import (
     largest_block,
     occupancy,
 )
+from .sources import Kernel
 from .variants import NARROW, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
@@ -82,6 +82,18 @@ class OneLaunch(NamedTuple):
         return self.clusters * self.cluster * self.split
 
 
+class OfCall(NamedTuple):
+    """What the launch of forward_sm90 depends on in addition to its product."""
+
+    prepared: bool = False  # the weight's limbs exist
+    saves: bool = False  # it also writes the deviations
+    cumulative: bool = False  # the running statistics are a cumulative average
+    ranks: bool = False  # ranks share the batch, and their statistics arrive during the launch
+
+
+PLAIN = OfCall()
+
+
 class Tile(NamedTuple):
     us: float
     block_m: int
@@ -96,9 +108,9 @@ class Tile(NamedTuple):
         return (self.block_m, self.cluster, self.split)[: 2 + (self.split > 1)]
 
 
-def cheapest_tile(p: Matmul, mode: str, element: str, **of_call: bool) -> Tile:
-    """The cheapest tile for forward_sm90; `of_call`: the options of `candidates`."""
-    found = candidates(p, mode, element, **of_call)
+def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> Tile:
+    """The cheapest tile for forward_sm90."""
+    found = candidates(p, mode, element, call)
     limits = p.limits
     for fits in (
         lambda tile: limits.sm90 in (None, tile.shape),
@@ -111,22 +123,14 @@ def cheapest_tile(p: Matmul, mode: str, element: str, **of_call: bool) -> Tile:
     return min(found)
 
 
-def candidates(
-    p: Matmul,
-    mode: str,
-    element: str,
-    *,
-    prepared: bool = False,
-    saves: bool = False,
-    cumulative: bool = False,
-    ranks: bool = False,
-) -> list[Tile]:
+def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list[Tile]:
     """All tiles that forward_sm90 can have, each with its expected time.
 
-    If the weight's limbs are not `prepared`, "limbs_rs" makes them in registers. Training has two more modes:
+    If the weight's limbs are not prepared, "limbs_rs" makes them in registers. Training has two more modes:
     "recompute", and "cluster_batch", where a cluster has all rows. There clusters do not wait for each other, as they
-    must for a `cumulative` average: all read the count of batches that one raises.
+    must for a cumulative average: all read the count of batches that one raises.
     """
+    prepared, _, cumulative, ranks = call
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
     found = [(mode, *tile) for tile in tiles]
@@ -141,10 +145,7 @@ def candidates(
     variants = [(element, *variant) for variant in found]
     if element == "limbs" and mode in ("gemm", "inference", "training") and not (prepared or ranks):
         variants += [("limbs_rs", mode_rs, *tile) for mode_rs in modes_rs for tile in LIMBS_RS_TILES]
-    tiles_of = (
-        tile_of(p, mode_, element_, *tile, prepared=prepared, saves=saves, split=split)
-        for element_, mode_, *tile, split in variants
-    )
+    tiles_of = (tile_of(p, mode_, element_, *tile, call=call) for element_, mode_, *tile in variants)
     return [tile for tile in tiles_of if tile is not None]
 
 
@@ -154,10 +155,9 @@ def tile_of(
     element: str,
     block_m: int,
     cluster: int,
-    *,
-    prepared: bool = False,
-    saves: bool = False,
     split: int = 1,
+    *,
+    call: OfCall = PLAIN,
     rates: Rates | None = None,
 ) -> Tile | None:
     """The tile with its expected time, limbs included, and the clusters of its grid; None if forward_sm90 cannot have
@@ -176,9 +176,9 @@ def tile_of(
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns)
     two = occupancy(element, mode, block_m, cluster * split) == 2
     at_once = p.device.ctas(2) if two else p.device.clusters(cluster * split)
-    if at_once == 0 or (
-        mode == "cluster_batch" and (p.m > rows or tiles > at_once)
-    ):  # a cluster has one tile, of all rows
+    if at_once == 0:
+        return None
+    if mode == "cluster_batch" and (p.m > rows or tiles > at_once):  # a cluster has one tile, of all rows
         return None
     # With split-k there is one wave: the pipeline takes no second tile.
     steps = ceil_div(p.k * (2 if by_limbs(element) else ITEMSIZE[p.dtype]), 128)
@@ -195,37 +195,27 @@ def tile_of(
         in_whole_panels = round_up(clusters, _panel(p, mode, element))
         clusters = in_whole_panels if in_whole_panels <= at_once else clusters
     if mode != "recompute":
-        us = one_launch_us(p, mode, element, block_m, cluster, waves, clusters, saves=saves, split=split, rates=rates)
+        tile = block_m, cluster, waves, clusters
+        us = one_launch_us(p, mode, element, *tile, saves=call.saves, split=split, rates=rates)
     elif waves > 1:
-        us = recompute_us(p, element, cluster, waves, saves=saves, rates=rates)
+        us = recompute_us(p, element, cluster, waves, saves=call.saves, rates=rates)
     else:  # all tiles stay in registers: there is nothing to recompute
         return None
-    us += split_us(p, element, prepared=prepared, rates=rates)
+    us += split_us(p, element, prepared=call.prepared, rates=rates)
     if mode == "training" and waves > 1 and not whole_words(p.y, p.n, ITEMSIZE[p.dtype]):
         us += copy_us(p.m * p.n * ITEMSIZE[p.dtype], rates=rates)  # deferred tiles wait in other memory than y
     return Tile(us, block_m, cluster, clusters, mode, split, element)
 
 
-def one_launch(
-    p: Matmul,
-    mode: str,
-    precision: str,
-    *,
-    prepared: bool = False,
-    saves: bool = False,
-    cumulative: bool = False,
-    wide: bool = False,
-    ranks: bool = False,
-) -> OneLaunch:
+def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wide: bool = False) -> OneLaunch:
     """The launch of forward_sm90 in this mode, with the tile of least cost.
 
-    `saves`: it also writes the deviations; `wide`: a product of 16-bit operands is written in float32; `ranks`: ranks
-    share the batch. The launch is cooperative if CTAs wait for each other: if a feature has several tiles, or if all
-    CTAs read the count of batches that one raises (`cumulative`).
+    `wide`: a product of 16-bit operands is written in float32. The launch is cooperative if CTAs wait for each other:
+    if a feature has several tiles, or if all CTAs read the count of batches that one raises (a cumulative average).
     """
     m, n, k = p.m, p.n, p.k
-    of_call = {"prepared": prepared, "saves": saves, "cumulative": cumulative, "ranks": ranks}
-    tile = cheapest_tile(p, mode, element_for(p.dtype, precision), **of_call)
+    prepared, saves, cumulative, ranks = call
+    tile = cheapest_tile(p, mode, element_for(p.dtype, precision), call)
     _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))

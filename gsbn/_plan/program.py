@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from . import declared
 from .copies import COPIES_AT_ONCE, adjacent, clear_grid, copy_grid, rows_grid
-from .kernel import Kernel
 from .problem import ITEMSIZE, Device, Matmul, Matrix
+from .sources import Kernel
 from .variants import THREADS, clear, copy_matrix, copy_rows
 
 ABSENT = "absent"  # the address 0
@@ -112,6 +112,7 @@ class Builder:
         self.device = device
         self._arrays: list[Array] = []
         self._steps: list[Step] = []
+        self._copies: list[Copy] = []  # that the next `copy` makes
         self._nbytes = self._lent = 0
 
     def program(self, path: str, why: str) -> Program:
@@ -163,17 +164,24 @@ class Builder:
         """Write zeros to memory that starts on 16 bytes."""
         self.launch(clear(), clear_grid(nbytes, self.device), {"bytes": nbytes}, {"to": name})
 
-    def copied(self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str) -> Copy:
-        """Allocate a copy of an argument, whose layout is `of`, with the layout `at`; returns what `copy` takes."""
+    def operand(self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str) -> str:
+        """The memory of an argument with the layout `of`, for kernels that take it with the layout `at`.
+
+        If that is the layout of a copy, the copy is allocated here, and made by the next `copy`.
+        """
+        if not at.own:
+            return name
         rows, cols = shape
         if at.strides[1] != 1:
             rows, cols, of, at = cols, rows, of.T, at.T
         to = self.make(f"copy of {name}", (rows, at.strides[0]), dtype, scratch=True)
-        return Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at)
+        self._copies.append(Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at))
+        return to
 
-    def copy(self, copies: list[Copy]) -> None:
+    def copy(self, *more: Copy) -> None:
         """Add the launches of copies: one for up to three that are `adjacent` in both layouts, one for each other."""
         fields: dict[str, Any]
+        copies, self._copies = [*self._copies, *more], []
         by_rows = [c for c in copies if all(adjacent(at, c.shape[1]) for at in (c.at, c.to_at))]
         for c in copies:
             if c not in by_rows:

@@ -11,10 +11,10 @@ from .cost import copies_us, skinny_us
 from .gemm import LEAST_TERMS, MAX_TERMS
 from .h200 import H200
 from .h200_products import PRODUCTS
-from .kernel import Kernel, with_activation
-from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
+from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
+from .sources import Kernel, with_activation
 from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,
@@ -161,9 +161,9 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
 
 
-def skinny_backward(p: Matmul, dy: Matrix, activation: str | None) -> SkinnyBackward | None:
-    """The launch of skinny_backward, if it can serve and is fastest; `p` as in plan_backward, `dy` perhaps a copy."""
-    m, n, k, dtype, device, x, w, _, limits = p
+def skinny_backward(p: Matmul, activation: str | None) -> SkinnyBackward | None:
+    """The launch of skinny_backward, if it can serve and is fastest; p is plan_backward's, y perhaps a copy."""
+    m, n, k, dtype, device, x, w, dy, limits = p
     size = ITEMSIZE[dtype]
     allowed = device.hopper and limits.skinny is not False and m <= INT32_MAX
     rows_on_words = on_words(x, k, size) and on_words(dy, n, size) and w.strides[1] == 1

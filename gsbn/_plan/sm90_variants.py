@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
-from .kernel import Kernel
-from .sources import Constants, macros
+from .sources import Constants, Kernel, macros
 
 ARCH = "sm_90a"  # of kernels that use wgmma, TMA or clusters
 CONFIG = "sm90/config.cuh"

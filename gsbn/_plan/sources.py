@@ -1,4 +1,4 @@
-"""The kernels' sources: their folder, their text, and the integers that they declare.
+"""The kernels and their sources: the name of a variant; the folder, the text, and the integers that it declares.
 
 Sizes that a plan needs (threads of a CTA, rows of a tile, bytes of shared memory) stand only in CUDA, as constexpr
 integers. `Constants` evaluates them as the compiler does, for the macros of one variant.
@@ -6,11 +6,26 @@ integers. `Constants` evaluates them as the compiler does, for the macros of one
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    """One compiled variant: the function of this name in kernels/<file>.cu, compiled with these macros."""
+
+    name: str
+    file: str
+    defines: tuple[tuple[str, str], ...]
+    arch: str | None = None  # if it compiles for one architecture only
+    shared: int = 0  # bytes of dynamic shared memory
+
+
+def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
+    """The variant of a kernel with this activation, a struct of common/activation.cuh; the kernel itself for None."""
+    return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel
 
 
 def _find() -> Path:
@@ -54,22 +69,8 @@ def macros(file: str, prefix: str) -> tuple[str, ...]:
 
 _DECLARATION = re.compile(r"\bconstexpr (?:int|bool|unsigned) (.*?);", re.DOTALL)
 _ENUM = re.compile(r"\benum[^{;]*\{(.*?)\}", re.DOTALL)
-_TYPES = {"__half": 2, "__nv_bfloat16": 2, "float": 4, "double": 8}
-_OPERATORS: dict[str, tuple[int, Callable[[int, int], int]]] = {
-    "||": (1, lambda a, b: a or b),
-    "&&": (2, lambda a, b: a and b),
-    "==": (3, operator.eq),
-    "!=": (3, operator.ne),
-    "<": (4, operator.lt),
-    "<=": (4, operator.le),
-    ">": (4, operator.gt),
-    ">=": (4, operator.ge),
-    "+": (5, operator.add),
-    "-": (5, operator.sub),
-    "*": (6, operator.mul),
-    "/": (6, operator.floordiv),
-    "%": (6, operator.mod),
-}
+_OPERATORS = ((r"!(\w+)", r"(not \1)"), (r"&&", " and "), (r"\|\|", " or "), ("/", "//"))  # others are Python's, too
+_SIZES = {"__half": 2, "__nv_bfloat16": 2, "float": 4, "double": 8}
 
 
 @cache
@@ -108,47 +109,26 @@ class Constants:
         return self._defines[name] if name in self._defines else _meaning(self._file, name)
 
     def _size(self, of: str) -> int:
-        while of not in _TYPES:
+        while of not in _SIZES:
             of = self._meaning(of)
-        return _TYPES[of]
+        return _SIZES[of]
 
     def _evaluate(self, expression: str) -> int:
-        tokens = [*re.findall(r"\w+|\|\||&&|[<>=!]=|\S", expression), ""]
-        tokens.reverse()
+        """The value of an expression of C, the innermost parentheses first."""
+        expression = re.sub(r"sizeof\((\w+)\)", lambda found: str(self._size(found[1])), expression)
+        while inner := re.search(r"\(([^()]*)\)", expression):
+            expression = f"{expression[: inner.start()]}{self._flat(inner[1])}{expression[inner.end() :]}"
+        return self._flat(expression)
 
-        def primary() -> int:
-            token = tokens.pop()
-            if token == "sizeof":
-                _, of, _ = tokens.pop(), tokens.pop(), tokens.pop()
-                return self._size(of)
-            if token == "(":
-                value = conditional()
-                assert tokens.pop() == ")", expression
-                return value
-            if token == "!":
-                return not primary()
-            return int(token) if token.isdigit() else self[token]
-
-        def binary(least: int) -> int:
-            value = primary()
-            while tokens[-1] in _OPERATORS and _OPERATORS[tokens[-1]][0] >= least:
-                precedence, apply = _OPERATORS[tokens.pop()]
-                value = apply(value, binary(precedence + 1))
-            return value
-
-        def conditional() -> int:
-            test = binary(1)
-            if tokens[-1] != "?":
-                return test
-            tokens.pop()
-            chosen = conditional()
-            assert tokens.pop() == ":", expression
-            other = conditional()
-            return chosen if test else other
-
-        value = conditional()
-        assert tokens == [""], expression
-        return int(value)
+    def _flat(self, expression: str) -> int:
+        """The value of an expression without parentheses."""
+        test, conditional, choices = expression.partition("?")
+        if conditional:
+            chosen, _, other = choices.partition(":")
+            return self._flat(chosen if self._flat(test) else other)
+        for of_c, of_python in _OPERATORS:
+            test = re.sub(of_c, of_python, test)
+        return int(eval(test.strip(), {"__builtins__": {}}, self))  # type: ignore[arg-type]  # eval asks for items only
 
 
 @cache

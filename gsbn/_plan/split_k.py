@@ -1,14 +1,21 @@
-"""The reduction of a split-k product: partial products, each summed over some rows of a batch, are added up."""
+"""Products whose sums CTAs share: the reduction of their partial products, and tall_product for dw in float32.
+
+tall_product is for dg and x of many rows, and makes their limbs itself.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .kernel import Kernel
-from .problem import Device, ceil_div
-from .variants import THREADS, reduce_split_k
+from .cost import tall_us
+from .gemm import takes_limbs
+from .problem import INT32_MAX, Device, Matmul, ceil_div, round_up
+from .sources import Constants, Kernel
+from .variants import TALL_SIDE, THREADS, reduce_split_k, tall_product
 
 SHARE = 8  # the most threads that add up one element
+CHUNK = Constants("tall_product.cu", {})["CHUNK"]  # rows that a CTA takes at a time
+LEAST_ROWS = 2048  # with fewer, the partial products have as many bytes as dg and x
 
 
 class SplitKReduction(NamedTuple):
@@ -31,3 +38,31 @@ def split_k_reduction(number: int, rows: int, pitch: int, device: Device) -> Spl
     share = min(SHARE, 1 << (number.bit_length() - 1))
     grid = device.grid(ceil_div(rows * pitch // 4 * share, THREADS))
     return SplitKReduction(reduce_split_k(), grid, number, rows * pitch, pitch, share)
+
+
+class Tall(NamedTuple):
+    """tall_product, whose CTAs compute partial products, and the launch that adds them up."""
+
+    kernel: Kernel
+    ctas: int
+    rows: int  # of each CTA but the last of a block
+    whole_words: bool  # both operands are read 16 bytes at a time
+    parts: SplitKReduction
+    us: float
+
+
+def tall(p: Matmul, precision: str) -> Tall | None:
+    """The two launches for a product of two MN-major operands, if they can serve."""
+    mn_major = p.x.strides[0] == 1 and p.w.strides[0] == 1
+    if not mn_major or not takes_limbs(p.dtype, precision, p.device) or p.limits.tall is False:
+        return None
+    high, wide = ceil_div(p.m, TALL_SIDE), ceil_div(p.n, TALL_SIDE)
+    if not LEAST_ROWS <= p.k <= INT32_MAX or high * wide > p.device.sms:
+        return None
+    splits = min(p.device.sms // (high * wide), ceil_div(p.k, 8 * CHUNK))
+    rows = round_up(ceil_div(p.k, splits), CHUNK)
+    splits = ceil_div(p.k, rows)
+    whole_words = all(at.aligned and at.strides[1] % 4 == 0 for at in (p.x, p.w))
+    parts = split_k_reduction(splits, high * TALL_SIDE, wide * TALL_SIDE, p.device)
+    us = tall_us(p, rows // CHUNK, parts.nbytes, whole_words=whole_words)
+    return Tall(tall_product(), high * wide * splits, rows, whole_words, parts, us)

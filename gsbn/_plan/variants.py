@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from .declared import activations
-from .kernel import Kernel, with_activation
 from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
-from .sources import Constants
+from .sources import Constants, Kernel, with_activation
 
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
 # stages of the pipeline of a thread of backward_sums or backward_dg, of a row each

@@ -9,7 +9,6 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import numpy as np
 
 from .._cuda.device import cuda, on_device
 from .._cuda.driver import beside_captures
-from .._plan.problem import VECTORS
-from .._plan.ranks import letters
+from .._plan.problem import letters
 from .group import Group
 
 _MAILBOX = 64 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
@@ -32,24 +30,6 @@ _STATUS = {  # STATUS_ of kernels/common/ranks.cuh
     2: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a backward",
     3: "Expected more than 1 value per channel when training, got one row on all ranks together",
 }
-
-
-def forward_words(
-    arrays: Mapping[str, Any],
-    features: int,
-    inputs: int,
-    dtype: str,
-    momentum: Any,
-    eps: Any,
-    activation: Any,
-    number: Any,
-) -> str:
-    """What must be equal in the forwards of all ranks, for error messages; `number` is the scale if not an array."""
-    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
-    average = "cumulative" if momentum is None else float(momentum)
-    scale = "" if number == 1 else f", scale {float(number)}"
-    options = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
-    return f"forward of {features} features, {dtype}; {inputs} input features, {options}; with {given or 'no vectors'}"
 
 
 def signature(what: str) -> int:

@@ -29,7 +29,8 @@ class Engine(Protocol):
         """The bytes of every rank, of equal length, in rank order; RuntimeError or TimeoutError after the timeout."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return  # most engines make nothing that they would have to free
 
 
 class Group:
@@ -177,8 +178,8 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
         GPU; gloo and MPI also support arrays on the CPU.
     timeout : float
         The longest time that a call waits for the other ranks, in seconds. If a rank has died or makes another call,
-        the others raise within this time: on the CPU the call itself raises; on a GPU, where the host never waits, the
-        next call does. The time includes the compilation of kernels on another rank, so a few seconds are too short.
+        the others raise within this time: on the CPU the call itself, on a GPU the next call. It includes the
+        compilation of kernels on another rank, so a few seconds are too short.
     peer_memory : bool
         Whether GPUs may write to each other's memory (see Notes).
 
@@ -198,9 +199,8 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     Notes
     -----
     On a GPU the first call with the group chooses how statistics are exchanged: by writing to the memory of the other
-    GPUs if every rank can map that of every other (CUDA supports it for processes of one host, over NVLink or PCIe),
-    else through NCCL. As with any collective, all ranks must make their calls in the same order, and a rank must use
-    one stream at a time.
+    GPUs if every rank can map that of every other, else through NCCL. As with any collective, all ranks must make their
+    calls in the same order, and a rank must use one stream at a time. `docs/guide/groups.md` says more.
 
     Examples
     --------
@@ -225,7 +225,7 @@ def group(comm: Any, *, timeout: float = 300.0, peer_memory: bool = True) -> Gro
     return made
 
 
-class _Torch:
+class _Torch(Engine):
     """The engine of a torch ProcessGroup."""
 
     def __init__(self, torch: Any, comm: Any) -> None:
@@ -252,9 +252,6 @@ class _Torch:
             _until(work.is_completed, timeout)
         return [row.cpu().numpy().tobytes() for row in all_]
 
-    def close(self) -> None:
-        pass
-
 
 def _torch(comm: Any) -> Engine | None:
     torch = sys.modules.get("torch")
@@ -265,7 +262,7 @@ def _torch(comm: Any) -> Engine | None:
     return _Torch(torch, comm) if isinstance(comm, torch.distributed.ProcessGroup) else None
 
 
-class _Mpi:
+class _Mpi(Engine):
     """The engine of an mpi4py communicator; it uses a copy, so that gsbn's messages never match the user's."""
 
     on_host = True
@@ -310,7 +307,7 @@ def _mpi(comm: Any) -> Engine | None:
     return _Mpi(mpi, comm) if isinstance(comm, mpi.Intracomm) else None
 
 
-class _Nccl:
+class _Nccl(Engine):
     """The engine of a CuPy NCCL communicator, which sends only GPU memory."""
 
     on_host = False
@@ -328,9 +325,6 @@ class _Nccl:
         done.record(stream)
         _until(lambda: done.done, timeout)
         return [row.tobytes() for row in all_.get()]
-
-    def close(self) -> None:
-        pass
 
 
 def _nccl(comm: Any) -> Engine | None:

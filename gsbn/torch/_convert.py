@@ -173,15 +173,10 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
 
     Notes
     -----
-    Every call decides again whether consecutive modules run as one call. They run one by one, as before, if one of them
-    has hooks or a parametrization, under ``torch.jit.trace`` and ``torch.func``, and if the input is not a plain (B, I)
-    tensor: with three dimensions Linear and BatchNorm1d disagree about which dimension has the features. A ReLU with
-    hooks runs by itself.
-
-    A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with its running statistics, as always.
-    Under autocast y has autocast's dtype also after a scale, where PyTorch would continue in float32. Without autocast
-    the modules run one by one if the dtypes of the scale and the Linear differ. ``torch.jit.script`` of a converted
-    model compiles PyTorch's own modules.
+    Every call decides again whether consecutive modules run as one call, or one by one as before;
+    `docs/guide/pytorch.md` says when. A frozen BatchNorm1d, in ``eval()`` inside a model in training, normalises with
+    its running statistics, as always. Under autocast y has autocast's dtype also after a scale, where PyTorch would
+    continue in float32.
 
     Examples
     --------

@@ -46,11 +46,6 @@ def is_transformed() -> bool:
     return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
 
 
-def _exporting() -> bool:
-    # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
-    return getattr(torch.compiler, "_is_exporting_flag", False)
-
-
 def linear_batch_norm(
     x: Tensor,
     weight: Tensor,
@@ -83,23 +78,8 @@ def linear_batch_norm(
         not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
     weight : (O, I) tensor
         x's dtype, except under autocast.
-    scale : (O,) tensor, tensor of one element, or float, optional
-        x's dtype or float32, as all vectors. Default: 1.
-    bias, gamma, beta : (O,) tensor, optional
-        Default: 0, 1 and 0.
-    running_mean, running_var : (O,) tensor, optional
-        Both or neither; required in inference. Training updates them in place.
-    num_batches_tracked : int64 tensor of one element, optional
-        Training adds 1 to it.
-    training : bool
-        Use the statistics of this batch (True) or the running statistics (False).
-    momentum : float or None
-        Weight of the new batch in the running statistics; None is the cumulative average.
-    eps : float
-        Added to the variance; > 0 in training, >= 0 in inference.
-    activation : {"relu"}, optional
-        Applied to y.
-    precision, gemm : str
+    scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : tensor, optional
+    training, momentum, eps, activation, precision, gemm
         As in `gsbn.forward`.
     process_group : torch.distributed.ProcessGroup, optional
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
@@ -171,8 +151,9 @@ def call(
     )
     if is_compiling() or _watchers():
         training, *more = options
-        if _exporting() and not training:  # an exported inference keeps nothing for a backward
-            differentiate = False
+        # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
+        if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
+            differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None

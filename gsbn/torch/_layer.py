@@ -154,7 +154,7 @@ class LinearBatchNorm1d(nn.Module):
         Notes
         -----
         The names in the state_dict are those of any layer, ``linear.*`` and ``norm.*``. To load a checkpoint that has
-        the names of the modules, load it before this call, or rename its keys as in the second example.
+        the names of the modules, load it before this call, or rename its keys as in `docs/guide/pytorch.md`.
 
         Examples
         --------
@@ -163,18 +163,9 @@ class LinearBatchNorm1d(nn.Module):
         >>> from torch import nn
         >>> import gsbn.torch
         >>> model = nn.ModuleDict({"fc1": nn.Linear(64, 32), "bn1": nn.BatchNorm1d(32)})
-        >>> checkpoint = model.state_dict()
         >>> layer = gsbn.torch.LinearBatchNorm1d.from_modules(model["fc1"], model["bn1"], activation="relu")
         >>> layer.linear.weight is model["fc1"].weight
         True
-
-        A checkpoint of ``fc1`` and ``bn1`` in a model that has the layer as ``layer1``:
-
-        >>> names = {"fc1": "layer1.linear", "bn1": "layer1.norm"}
-        >>> parts = {key: key.rpartition(".") for key in checkpoint}
-        >>> renamed = {f"{names.get(m, m)}{dot}{name}": checkpoint[key] for key, (m, dot, name) in parts.items()}
-        >>> nn.ModuleDict({"layer1": gsbn.torch.LinearBatchNorm1d(64, 32, bias=True)}).load_state_dict(renamed)
-        <All keys matched successfully>
         """
         if not isinstance(linear, nn.Linear) or isinstance(linear, nn.LazyLinear):
             raise TypeError(f"linear: expected an nn.Linear that is not lazy, got {type_name(linear)}")

@@ -82,11 +82,9 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
         for module in row:
             x = x if module is None else module(x)
         return x
-    if after is None:
-        return fused(x, linear, factor, norm, None, precision, "auto")
-    if is_plain(after, after.__class__):
-        return fused(x, linear, factor, norm, NAMES[after.__class__], precision, "auto")
-    return after(fused(x, linear, factor, norm, None, precision, "auto"))
+    activation = NAMES[after.__class__] if after is not None and is_plain(after, after.__class__) else None
+    y = fused(x, linear, factor, norm, activation, precision, "auto")
+    return y if after is None or activation is not None else after(y)
 
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
@@ -96,7 +94,8 @@ def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
     if scale is None:
         return True
     # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
-    return is_plain(scale, scale.__class__) and (factor.dtype is linear._parameters["weight"].dtype or _casts(x))
+    agree = factor.dtype is linear._parameters["weight"].dtype
+    return is_plain(scale, scale.__class__) and (agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
 
 
 def is_plain(module: Any, type_: Any) -> bool:
@@ -136,11 +135,6 @@ def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
     return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
-
-
-def _casts(x: Tensor) -> bool:
-    """Whether autocast casts the operands of a product."""
-    return bool(torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
 
 
 def fused(

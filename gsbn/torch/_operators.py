@@ -26,27 +26,18 @@ _SCHEMA = (
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
 
-def _run(training: bool, keep: bool, x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
-    gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *group = more
-    arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
-    with torch.no_grad():
-        return forward_of(
-            arrays, (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
-        )
+def _run(training: bool, keep: bool) -> Callable[..., Any]:
+    """The forward as an operator: it returns y or, to `keep` what a backward needs, also deviations and vectors."""
 
+    def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
+        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *group = more
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
+        options = (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
+        with torch.no_grad():
+            made = forward_of(arrays, options)
+        return (made[0], made[1].deviations, made[1].vectors) if keep else made
 
-def _train(*arguments: Any) -> Any:
-    y, saved = _run(True, True, *arguments)
-    return y, saved.deviations, saved.vectors
-
-
-def _infer_saved(*arguments: Any) -> Any:
-    y, saved = _run(False, True, *arguments)
-    return y, saved.deviations, saved.vectors
-
-
-def _infer(*arguments: Any) -> Any:
-    return _run(False, False, *arguments)
+    return run
 
 
 def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], written: Any = ()) -> Any:
@@ -73,9 +64,13 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
     return fake
 
 
-TRAIN = _operator("train", f"{_WRITTEN}(Tensor, Tensor, Tensor)", _train, _fake_saved(True), STATISTICS)
-INFER_SAVED = _operator("infer_saved", f"{_READ}(Tensor, Tensor, Tensor)", _infer_saved, _fake_saved(False))
-INFER = _operator("infer", f"{_READ}Tensor", _infer, lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]))
+def _fake_y(x: Any, weight: Any, *_: Any) -> Any:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+TRAIN = _operator("train", f"{_WRITTEN}(Tensor, Tensor, Tensor)", _run(True, True), _fake_saved(True), STATISTICS)
+INFER_SAVED = _operator("infer_saved", f"{_READ}(Tensor, Tensor, Tensor)", _run(False, True), _fake_saved(False))
+INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:

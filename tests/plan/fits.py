@@ -15,8 +15,7 @@ from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_gri
 from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import offset_of
 from gsbn._plan.sm90_variants import MODES
-from gsbn._plan.split_k import SplitKReduction
-from gsbn._plan.tall import Tall
+from gsbn._plan.split_k import SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
 from tests.plan.seen import Backward, Forward, Made, assert_steps_fit
 from tests.support.harness import DTYPES

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from gsbn._plan import Kernel, Matmul, Matrix, OneLaunch, plan_backward, plan_forward
 from gsbn._plan.backward import gradient_of
 from gsbn._plan.limbs import Splits
+from gsbn._plan.problem import Ranks
 from gsbn._plan.program import Array, Gemm, Launch, Program, offset_of
-from gsbn._plan.ranks import Ranks
 from gsbn._plan.sm90_variants import MODES
-from gsbn._plan.tall import Tall
+from gsbn._plan.split_k import Tall
 
 NO_SPLITS = Splits((), 0, 0, 0)
 RANKS = {None: None, "inside": Ranks(), "between": Ranks(waits=False, size=2)}

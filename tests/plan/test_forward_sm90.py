@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
-from gsbn._plan.gemm import candidates
+from gsbn._plan.gemm import OfCall, candidates
 from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
 from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, is_cluster_batch
 from tests.plan.seen import backward_plan, plan
@@ -109,7 +109,7 @@ def test_split_k_serves_a_long_k_and_few_tiles() -> None:
         few._replace(device=Device((9, 0), 132, pairs=0, fours=0, eights=0)),
     ):
         assert all(tile.split == 1 for mode in MODES for tile in candidates(p, mode, p.dtype))
-    assert all(tile.split == 1 for tile in candidates(few, "training", "bfloat16", ranks=True))
+    assert all(tile.split == 1 for tile in candidates(few, "training", "bfloat16", OfCall(ranks=True)))
     assert plan(few._replace(limits=Limits(split=False)), training=True, gemm="sm90").one.split == 1  # type: ignore[union-attr]
 
 
