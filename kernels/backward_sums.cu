@@ -60,11 +60,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
             __syncthreads();
             if (part == 0) {
                 const int row_threads = at_once.columns / VEC, j = column % VEC;
+                LongSum<FLOAT64> first, second;
 #pragma unroll 8
                 for (int i = column / VEC; i < at_once.rows * row_threads; i += row_threads) {
-                    all.of[pair] += memory.sums[0][j][i];
-                    all.of[pair + 1] += memory.sums[1][j][i];
+                    first.add(memory.sums[0][j][i]);
+                    second.add(memory.sums[1][j][i]);
                 }
+                all.of[pair] = first.total();
+                all.of[pair + 1] = second.total();
             }
         }
         of_cluster.add(rank, column, part == 0, all.of);

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
             bool far = false;
             if (mine) {
-                LongSum sum, squares;
+                LongSum<sizeof(G) == 8> sum, squares;
 #pragma unroll 8
                 for (int i = threadIdx.x; i < at_once.rows * at_once.columns; i += at_once.columns) {
                     sum.add(first_of[i]);
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     shift += (i + 1 < splits ? rows_of : rows_of_last) * (of_split[i * 2 * p.ldg] - mean_0);
                 mean_0 += shift / rows;
             }
-            LongSum first, second;
+            LongSum<sizeof(G) == 8> first, second;
             of_split += part * 2 * p.ldg;
 #pragma unroll 4
             for (int i = part; there && i < splits; i += parts, of_split += parts * 2 * p.ldg) {

@@ -3,6 +3,7 @@
 python tools/trust.py                                   on a GPU, if there is one, and on the CPU; status 1 if any fails
 python tools/trust.py --shape 8,64,64 --kind float32    some of it
 python tools/trust.py --json errors.json --write        every figure into a file, and the table into docs/trust.md
+python tools/trust.py --read a.json b.json --write      the same of files that several runs on one machine have written
 
 tests/support/beside_torch.py has the measure of errors, and the limit.
 """
@@ -50,6 +51,7 @@ ON_CPU = (  # no `gemm` and no TF32; float64 by NumPy's BLAS need not be as accu
     ((3, 4096, 1), ("float32",), AUTO),
     ((4096, 256, 3), ("float32",), AUTO),
 )
+ERRORS = ("ours", "pytorch", "share")
 MARKS = "<!-- trust -->", "<!-- /trust -->"
 
 
@@ -81,13 +83,13 @@ def machine():
     return f"{where}, PyTorch {torch.__version__}, gsbn {gsbn.__version__}"
 
 
-def write(rows, page):
+def write(rows, page, machine):
     text = page.read_text(encoding="utf-8")
     begin, end = MARKS
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
     failed = sum(map(fails, rows))
-    told = f"Measured on {machine()}: {len(rows)} results, {failed} beyond what they may be."
+    told = f"Measured on {machine}: {len(rows)} results, {failed} beyond what they may be."
     page.write_text(f"{before}{begin}\n\n{told}\n\n{table(rows)}\n\n{end}{after}", encoding="utf-8")
 
 
@@ -99,14 +101,19 @@ def main():
     parser.add_argument("--family", action="append", choices=FAMILIES)
     parser.add_argument("--gemm", action="append", choices=ALL)
     parser.add_argument("--json", type=Path, help="a file for all results")
+    parser.add_argument("--read", type=Path, nargs="+", help="files that --json wrote: nothing is measured")
     parser.add_argument("--write", action="store_true", help="write the table to docs/trust.md")
     parser.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True, help="compile first")
     args = parser.parse_args()
     devices = args.device or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
-    start = time.time()
+    start, named = time.time(), machine()
+    rows = []
+    if args.read:
+        devices, read = [], [json.loads(file.read_text()) for file in args.read]
+        rows = [{k: float(v) if k in ERRORS else v for k, v in row.items()} for of in read for row in of["results"]]
+        (named,) = {of["machine"] for of in read}
     if "cuda" in devices and args.warm_up:
         print(f"{gsbn.warm_up()} kernels, {time.time() - start:.0f} s", file=sys.stderr)
-    rows = []
     for device in devices:
         for shape, kinds, gemms in ON_GPU if device == "cuda" else ON_CPU:
             kinds = [kind for kind in kinds if not args.kind or kind in args.kind]
@@ -122,14 +129,14 @@ def main():
             print(f"{device} {shape}: {len(found)} results, {len(wrong)} failed, {time.time() - begun:.1f} s")
             print(*([HEADER, *map(line, wrong)] if wrong else []), sep="\n", flush=True)
     wrong = list(filter(fails, rows))
-    print(f"{machine()}: {len(rows)} results, {len(wrong)} failed, {time.time() - start:.0f} s")
+    print(f"{named}: {len(rows)} results, {len(wrong)} failed, {time.time() - start:.0f} s")
     if args.json:
         finite = [
             {k: v if not isinstance(v, float) or np.isfinite(v) else str(v) for k, v in row.items()} for row in rows
         ]
-        args.json.write_text(json.dumps({"machine": machine(), "results": finite}, indent=0))
+        args.json.write_text(json.dumps({"machine": named, "results": finite}, indent=0))
     if args.write:
-        write(rows, ROOT / "docs" / "trust.md")
+        write(rows, ROOT / "docs" / "trust.md", named)
     return int(bool(wrong))
 
 

@@ -7,6 +7,7 @@ constexpr int GROUP = 16;
 
 // The sums of a column: S of dy, E of dy (d - centre), and of deviations in 16 bits F of d and Q of d^2 (Projection).
 constexpr bool ROUNDED = TRAINING && sizeof(D) == 2;
+constexpr bool FLOAT64 = sizeof(T) == 8;  // whose sums have no bits to spare
 constexpr int SUMS = ROUNDED ? 4 : 2;
 struct ColumnSums {
     double of[SUMS] = {};
@@ -114,6 +115,7 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
     const int parts = scratch == nullptr ? 1 : sharers;
     const long long c = col0 + column, step = parts * SUMS * p.n;
     ColumnSums sums;
+    LongSum<FLOAT64> long_sums[SUMS];
     if (part < parts && c < p.n) {
         const double* at = reinterpret_cast<const double*>(workspace) + part * SUMS * p.n + c;
 #pragma unroll 1
@@ -126,9 +128,11 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
-                for (int j = 0; j < SUMS; ++j) sums.of[j] += of[i].of[j];
+                for (int j = 0; j < SUMS; ++j) long_sums[j].add(of[i].of[j]);
         }
     }
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) sums.of[j] = long_sums[j].total();
     if (parts > 1) {
         if (part < parts)
 #pragma unroll

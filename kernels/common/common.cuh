@@ -193,16 +193,32 @@ enum : int {
 // which may be rounded, and `offset`.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
                                    double eps, double unit, double a, double offset) {
-    const double r = 1.0 / sqrt(s * s * var + eps), in_units = s * r * unit;
+    const double square = 1.0 / (s * s * var + eps), r = sqrt(square), to_units = s * unit;
     saved[SAVED_A * n + i] = gamma * s * r;
-    saved[SAVED_SCALE * n + i] = gamma * eps * r * r * r * unit;
-    saved[SAVED_GAMMA * n + i] = in_units;
-    saved[SAVED_RATE * n + i] = in_units * in_units;
+    saved[SAVED_SCALE * n + i] = gamma * eps * square * r * unit;
+    saved[SAVED_GAMMA * n + i] = to_units * r;
+    saved[SAVED_RATE * n + i] = to_units * to_units * square;  // in few roundings: dg of an outlier cancels by it
     saved[SAVED_UNIT * n + i] = unit;
-    saved[SAVED_REST * n + i] = eps * r * r;
+    saved[SAVED_REST * n + i] = eps * square;
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
 }
+
+// A sum in float64; if COMPENSATED, with its rounding errors (Knuth's two-sum).
+template <bool COMPENSATED>
+struct LongSum {
+    double high = 0.0, low = 0.0;
+    __device__ __forceinline__ void add(double v) {
+        if constexpr (COMPENSATED) {
+            const double sum = high + v, back = sum - high;
+            low += (high - (sum - back)) + (v - back);
+            high = sum;
+        } else {
+            high += v;
+        }
+    }
+    __device__ __forceinline__ double total() const { return COMPENSATED && isfinite(high) ? high + low : high; }
+};
 
 // v as a sum of two G; a v that is not finite has no second one.
 template <typename G>
@@ -226,7 +242,6 @@ __device__ inline void store_affine(G* affine, long long pitch, long long i, dou
 // for 64 to 8192 terms and any shape), and M2 by twice that. y and the gradients are not affected: they use g and M2 as
 // computed.
 constexpr double M2_OF_LIMBS = 1.0 + 0x1p-23, M2_AS_MADE = 1.0 - 0x1p-23;
-constexpr float TRUNCATED = 0x1p-24f;  // of g
 
 // Distributes `count` items of work; a launch may have fewer CTAs than that (`sms`). CTA b takes the items b, b +
 // gridDim.x, ... All of its threads end one item before any begins the next, so that shared memory is free again.

@@ -179,21 +179,6 @@ __device__ __forceinline__ void add_rows(const G* from, long long row, long long
     }
 }
 
-// A sum in float64, for G of float64 with its rounding errors (Knuth's two-sum).
-struct LongSum {
-    double high = 0.0, low = 0.0;
-    __device__ __forceinline__ void add(double v) {
-        if constexpr (sizeof(G) == 8) {
-            const double sum = high + v, back = sum - high;
-            low += (high - (sum - back)) + (v - back);
-            high = sum;
-        } else {
-            high += v;
-        }
-    }
-    __device__ __forceinline__ double total() const { return sizeof(G) == 8 && isfinite(high) ? high + low : high; }
-};
-
 struct Moments {
     double mean, m2;
     Moments() = default;
@@ -206,20 +191,21 @@ struct Moments {
     // Whether the subtraction has cancelled bits that a G of float64 needs; never for float32: float64 has 29 bits to
     // spare.
     __device__ bool far(double pivot, double rows) const {
-        return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > 4.0 * m2;
+        return sizeof(G) == 8 && rows * (mean - pivot) * (mean - pivot) > m2;
     }
 };
 
 // What a backward subtracts from a feature of g so that its sums do not cancel. It is `middle`, where z equals the
 // running mean (for s = 0, where g + b is zero), if that is near a few rows sampled from the batch; otherwise it is the
-// first of these rows. It is rounded to a 256th of the spread: with more digits than g it would round g - centre in the
-// same direction in all rows.
+// first of these rows. For float32 it is rounded to a 256th of the spread: with more digits than g it would round g -
+// centre in the same direction in all rows.
 __device__ inline double centre_near(double middle, const G* g, const ForwardProblem& p) {
     const double first = isfinite(*g) ? *g : 0.0;
     double spread = 0.0;
     const long long step = max(p.m / 8, 1LL);  // not the first eight rows: they may be padding
     for (long long i = step; i < p.m; i += step) spread = fmax(spread, fabs(g[i * p.ldg] - first));
     if (!(fabs(middle - first) <= 4.0 * spread)) return first;
+    if (sizeof(G) == 8) return middle;
     const double unit = unit_near(spread) / 256.0;
     return static_cast<double>(static_cast<G>(rint(middle / unit) * unit));
 }

@@ -18,9 +18,8 @@ __device__ __forceinline__ float rest_of_sum(float a, float b, float sum) {
     return (a - (sum - back)) + (b - back);
 }
 
-// Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c, and
-// for what the tensor core truncates (M2_OF_LIMBS), at the g for which z is the running mean: there a g and c cancel,
-// and these errors are common to all rows.
+// Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c at the
+// g for which z is the running mean: there a g and c cancel, and these errors are common to all rows.
 struct Frozen {
     float a, c, low;
 };
@@ -57,7 +56,7 @@ struct Features {  // the caller's per-feature arguments
             const float sb = __fmul_rn(u.scale, b), at = sb - rm, scaled = __fmul_rn(gr, at), c = scaled + u.beta;
             const float of_at = fmaf(u.scale, b, -sb) + rest_of_sum(sb, -rm, at);
             const float of_c = fmaf(gr, at, -scaled) + rest_of_sum(scaled, u.beta, c) + gr * of_at;
-            const float low = of_c + fmaf(a, TRUNCATED, fmaf(gr, u.scale, -a)) * (rm / u.scale - b);
+            const float low = of_c + fmaf(gr, u.scale, -a) * (rm / u.scale - b);
             return {a, c, isfinite(low) ? low : 0.f};
         }
     }

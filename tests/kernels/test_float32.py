@@ -275,7 +275,7 @@ def test_dx_of_few_rows_by_every_tile(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["C", "F", "strided", "unaligned"])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 2), (70, 77, 132)])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 1028, 8), (5, 4, 300), (2000, 64, 24), (70, 77, 132)])
 def test_gradients_through_limbs(hopper: Any, shape: tuple[int, int, int], layout: str) -> None:
     """dx and dw take MN-major operands, so limbs are of transposes. At most IEEE float32's error, in any layout."""
     kind = kind_of("cupy")

@@ -26,7 +26,6 @@ from gsbn._host import run as _run
 
 LEFT = 12  # SMs
 PROBES = 64
-IN_GRAPH = 4  # calls in a graph
 CUBLAS = "cuBLAS and passes, bfloat16"  # cuBLAS takes the number of SMs as a target
 STAMP = r"""
 // The time at which each CTA began.
@@ -64,26 +63,21 @@ class Probe:
         """The waiting times of pairs of kernels, while calls follow each other on another stream for so long."""
         ends, asked, begun = (cupy.zeros(shape, np.uint64) for shape in (2, PROBES, (PROBES, LEFT)))
         call()  # compiles
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            stream.begin_capture()
-            for _ in range(IN_GRAPH):  # a slow host then leaves no gaps between the calls
-                call()
-            graph = stream.end_capture()
         events = [cupy.cuda.Event() for _ in range(9)]
         with cupy.cuda.Stream(non_blocking=True):
             for event in events:
                 event.record()
-                graph.launch()
+                call()
         cupy.cuda.runtime.deviceSynchronize()
         pairs = itertools.pairwise(events)
-        least = min(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) * 1e3 / IN_GRAPH
+        least = min(cupy.cuda.get_elapsed_time(*pair) for pair in pairs) * 1e3
         count = 8
         for measured in (False, True):  # first a few calls, whose time determines the number of calls
             cupy.cuda.runtime.deviceSynchronize()
             with cupy.cuda.Stream(non_blocking=True):
                 self._stamp((1,), (32,), (ends,))
-                for _ in range(count // IN_GRAPH):
-                    graph.launch()
+                for _ in range(count):
+                    call()
                 self._stamp((1,), (32,), (ends[1:],))
                 for i in range(PROBES if measured else 1):
                     with self._stream:
@@ -93,7 +87,7 @@ class Probe:
                 cupy.cuda.runtime.deviceSynchronize()
             begin, end = (int(at) for at in ends)
             us = (end - begin) / 1e3 / count
-            count = IN_GRAPH * max(2, min(int(seconds * 1e6 / us), 300) // IN_GRAPH)
+            count = max(8, min(int(seconds * 1e6 / us), 300))
         times = asked.get()
         during = (begin < times) & (times < end)
         return Waited(us, least, (begun.get().max(axis=1) - times)[during] / 1e3)
