@@ -37,7 +37,6 @@ out: Console = Console(color_system=None if PLAIN else "auto")
 err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 
 STDOUT = Path("-")
-DAY, MILLION = 86400.0, 10**6  # what is longer or more than that is a slip of the finger
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
 MODES = {"training": [True], "inference": [False], "both": [True, False]}
 ACTIVATIONS: tuple[Any, ...] = get_args(Activation)
@@ -113,7 +112,7 @@ def common(
 @app.command(cls=_Command)
 def info(
     as_json: AsJson = None,
-    shape: Annotated[str, typer.Option(help="B,I,O that the paths are told for.")] = "1024,8192,8192",
+    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
     """What this machine has, which path each dtype takes and why, and what is missing."""
     sizes = _shape(shape)
@@ -136,8 +135,8 @@ def check(
         f"Only this of {_list(DTYPES)}; may be given again."))] = None,
     family: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
         f"Only this input of {_list(FAMILIES)}; may be given again."))] = None,
-    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
+    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes.")] = ",".join(map(str, selfcheck.SHAPE)),
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
     activation: OfActivation = "",
     scale: OfScale = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="Every error, and what the bound is.")] = False,
@@ -177,12 +176,13 @@ def check(
 
 @app.command(name="bench", cls=_Command)
 def bench_command(
-    shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(metavar="B,I,O", help=(
+        "Sizes; may be given again, and beside --preset."))] = None,
     preset: Annotated[str, typer.Option(metavar="NAME", help=(
         f"{_list(PRESETS)}: named shapes, before those of --shape. "
         "With neither: kernelbench, or small without a GPU. "
         "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = "",
-    of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
+    of_ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
     dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help=(
@@ -192,18 +192,18 @@ def bench_command(
         f"{_list(GEMMS_BY_DIRECTION)}; may be given again. By default forward."))] = None,
     activation: OfActivation = "",
     scale: OfScale = True,
-    only: Annotated[str, typer.Option(help=f"Candidates, among {_list(NAMES)}.")] = "",
-    skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
-    repeat: Annotated[int, typer.Option("--turns", min=1, max=1000, help=(
+    only: Annotated[str, typer.Option(metavar="NAMES", help=f"Candidates, among {_list(NAMES)}.")] = "",
+    skip: Annotated[str, typer.Option(metavar="NAMES", help="Candidates to leave out, such as autotune.")] = "",
+    repeat: Annotated[int, typer.Option("--turns", metavar="N", min=1, help=(
         "How often all are prepared and timed; a peer's time is that of its best turn."))] = Settings.turns,
-    rounds: Annotated[int, typer.Option(min=1, max=MILLION, help=(
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help=(
         "Trials of each candidate in a turn, interleaved."))] = Settings.rounds,
-    seconds: Annotated[float, typer.Option(min=0, max=DAY, help=(
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
         f"No new round after this long, but {turns.LEAST_ROUNDS} a turn at least."))] = Settings.seconds,
-    settle: Annotated[float, typer.Option(min=0, max=DAY, help=(
+    settle: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
         "Seconds at most until the clocks settle."))] = Settings.settle,
-    calls: Annotated[int | None, typer.Option(min=1, max=MILLION, help="Calls a trial; 1 times them cold.")] = None,
-    graph: Annotated[bool, typer.Option(help="CUDA graphs where a path allows them.")] = True,
+    calls: Annotated[int | None, typer.Option(metavar="N", min=1, help=(
+        "Calls a trial; 1 times them cold."))] = None,
     as_json: AsJson = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
         "Save bars and a roofline: PNG, SVG or PDF."))] = None,
@@ -241,7 +241,7 @@ def bench_command(
     if bench.notice:
         err.print(Text(bench.notice, style="yellow"))
     with _bar("case") as step:
-        report = bench.run(chosen, Settings(repeat, rounds, seconds, settle, calls=calls, graph=graph), step)
+        report = bench.run(chosen, Settings(repeat, rounds, seconds, settle, calls=calls), step)
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json)

@@ -132,15 +132,14 @@ class Clock:
 
 
 class GpuClock(Clock):
-    """CUDA events on one stream that CuPy and PyTorch share. ``graph=False`` times everything in the queue."""
+    """CUDA events on one stream that CuPy and PyTorch share."""
 
     MAX_FLUSHES = 512
 
-    def __init__(self, graph: bool = True) -> None:
+    def __init__(self) -> None:
         import cupy
 
         self.xp: Any = cupy
-        self.graph: bool = graph
         self.stream: Any = cupy.cuda.Stream(non_blocking=True)
         l2 = cupy.cuda.Device().attributes["L2CacheSize"]
         self._scratch = cupy.empty(max(4 * l2, 64 << 20), cupy.uint8)
@@ -163,7 +162,7 @@ class GpuClock(Clock):
             for _ in range(calls):
                 candidate.call()
 
-        replay = self._capture(candidate, enqueue) if self.graph and candidate.capturable else None
+        replay = self._capture(candidate, enqueue) if candidate.capturable else None
         flushes = 1
 
         def run() -> float:

@@ -56,7 +56,7 @@ def run(
         raise ValueError(f"candidates: expected names among {', '.join(NAMES)}; got {', '.join(unknown)}")
     progress(0, len(cases), "loading libraries")
     libraries.load(chosen)
-    clock = GpuClock(settings.graph) if gpu else Clock()
+    clock = GpuClock() if gpu else Clock()
     rates, interrupted = Rates(1.0, {}), True
     results: tuple[Result, ...] = ()
     with clock.active():

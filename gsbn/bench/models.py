@@ -114,10 +114,9 @@ class _ModelRun(CaseRun):
         if self.device == "cuda":
             facts["peak_bytes"] = trainee.memory()
             facts["host_us_a_layer"] = trainee.host(entry.once) * 1e6 / (len(self.case.widths) - 1)
-            if self.settings.graph:
-                replay, facts["graph_failure"] = trainee.capture()
-                if replay:
-                    entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)
+            replay, facts["graph_failure"] = trainee.capture()
+            if replay:
+                entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)
 
 
 # ---- what is shown and published -----------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ class RankRun(CaseRun):
         calls = self.settings.calls or max(5, min(50, round(self.settings.trial_ms * 1e-3 / entry.once)))
         entry.facts["calls"] = calls
         entry.trials["called"] = lambda: world.trial(call, calls)
-        if world.on_gpu and self.settings.graph and entry.name not in NOT_CAPTURED:
+        if world.on_gpu and entry.name not in NOT_CAPTURED:
             warm_up(world.torch, call, world.side)
             world.synchronize()
             world.barrier()

@@ -36,8 +36,6 @@ class Settings:
         A trial is as many calls, one after another, as fill so many milliseconds.
     calls : int, optional
         So many calls a trial instead; 1 times every call with a cold L2 cache.
-    graph : bool
-        Whether calls are captured in CUDA graphs where that is possible.
     seed : int
         Of the random operands.
 
@@ -50,7 +48,6 @@ class Settings:
     settle: float = 2.0
     trial_ms: float = 4.0
     calls: int | None = None
-    graph: bool = True
     seed: int = 0
 
 
@@ -193,6 +190,7 @@ class Report:
         if (schema := saved.pop("schema")) == 2:
             saved |= {"bench": "layers", "device": "cuda" if saved["environment"]["gpus"] else "cpu"}
             saved["settings"]["turns"] = 1
+            del saved["settings"]["graph"]
         elif schema != SCHEMA:
             raise ValueError(f"{file}: expected a report of schema 2 or {SCHEMA}, got {schema}")
         saved["results"] = tuple(map(Result.of_row, saved["results"]))

@@ -177,11 +177,11 @@ def test_a_queue_that_ran_dry_does_not_count() -> None:
         return 6.0  # ms
 
     clock = GpuClock.__new__(GpuClock)
-    clock.graph, clock.stream = False, None
+    clock.stream = None
     clock.xp = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=elapsed))
     data = SimpleNamespace(memset_async=lambda value, size, stream: flushes.append(value))
     clock._scratch = SimpleNamespace(data=data, nbytes=1)
-    candidate = Candidate("gsbn", "cupy", lambda: None, dict)
+    candidate = Candidate("gsbn", "cupy", lambda: None, dict, capturable=False)
     trial, method = clock.trial(candidate, calls=3)
     assert method == "queue"
     assert trial() == pytest.approx(2e-3)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 import gsbn
 from gsbn import bench
-from gsbn.bench import libraries, machine
+from gsbn.bench import bounds, libraries, machine, peers
+from gsbn.bench.candidate import NAMES, Candidate, is_emulated
 from gsbn.bench.report import SCHEMA
 
 QUICK = bench.Settings(turns=1, rounds=7, seconds=0.1, settle=0, calls=1)
@@ -118,6 +120,61 @@ def test_global_precision_is_restored() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
+# ---- other ways to float32 -----------------------------------------------------------------------------------------
+
+EMULATED = [name for name in NAMES if is_emulated(name)]
+
+
+@pytest.mark.usefixtures("cpu")
+def test_what_other_ways_to_float32_need_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "gsbn.bench.triton_gemm", raising=False)
+    cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], directions=["forward", "step"])
+    table = bench.run(cases, EMULATED, QUICK).by_case()
+    for case, results in table.items():
+        for name in EMULATED:
+            missing = f"{name.partition('-')[0]} is not installed"
+            said = missing if case.direction == "forward" else "it has no backward here"
+            assert results[name].failure == ("it is a way to float32 alone" if case.kind == "bfloat16" else said)
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize(("name", "timed"), [("jax-bf16x9", True), ("jax", False)])
+def test_a_preset_that_falls_back_to_tf32_is_timed_beside_its_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, timed: bool
+) -> None:
+    def falls_back(name: str, case: bench.Case, operands: bounds.Operands, xp: Any) -> Candidate:
+        honest = peers.make("gsbn", case, operands, xp)
+        return dataclasses.replace(honest, name=name, outputs=lambda: {"y": honest.call() * np.float32(1 + 3e-4)})
+
+    monkeypatch.setattr(peers.xla, "make", falls_back)
+    (result,) = bench.run([TINY], [name], QUICK).results
+    assert bool(result.times) == timed
+    if timed:
+        assert result.facts["error"] == pytest.approx(3e-4, rel=0.01)
+    else:
+        assert "wrong result: norm-wise error 0.0003" in result.failure
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_layer_in_jax_is_right() -> None:
+    pytest.importorskip("jax")
+    cases = bench.cases([(24, 20, 12)], ["float32"], [True, False])
+    for result in bench.run(cases, ["jax", "jax-bf16x6"], QUICK).results:
+        assert result.failure == "" and result.facts["error"] < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*EMULATED, "max-autotune"])
+def test_other_peers_on_the_gpu(name: str) -> None:
+    pytest.importorskip("jax" if name.startswith("jax") else "triton")
+    (result,) = bench.run([bench.Case(300, 136, 520)], [name], QUICK).results
+    assert result.failure == "" and result.times["time"].median > 0
+    assert result.facts["error"] < (1e-3 if name.startswith("jax") else 1e-5), "XLA may take TF32"
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 
@@ -136,16 +193,15 @@ def test_presets_run_on_the_gpu(preset: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [True, False])
-def test_each_path_is_timed_as_it_can_be(graph: bool) -> None:
+def test_each_path_is_timed_as_it_can_be() -> None:
     case = bench.Case(512, 256, 384, "float16")
     names = ["gsbn-cublas", "gsbn-tiled", "gsbn-torch", "pytorch", "gemm-torch", "gemm-lt", "gemm-cupy"]
-    report = bench.run([case], names, dataclasses.replace(QUICK, calls=20, graph=graph))
+    report = bench.run([case], names, dataclasses.replace(QUICK, calls=20))
     results = {r.candidate: r for r in report.results}
     assert {r.failure for r in results.values() if r.candidate.startswith(("gsbn", "pytorch"))} == {""}
-    assert results["gsbn-tiled"].facts["method"] == ("graph" if graph else "queue")
-    assert results["gsbn-cublas"].facts["method"] == ("graph" if graph else "queue")
-    assert results["pytorch"].facts["method"] == ("graph" if graph else "queue")
+    assert results["gsbn-tiled"].facts["method"] == "graph"
+    assert results["gsbn-cublas"].facts["method"] == "graph"
+    assert results["pytorch"].facts["method"] == "graph"
     assert results["gsbn-tiled"].facts["path"] == "tiled"
     assert results["gsbn-cublas"].facts["path"] == "cublas"
     assert results["gsbn-cublas"].facts["extra_bytes"] >= 512 * 384 * 4  # g in float32

@@ -45,7 +45,7 @@ def checks() -> list[selfcheck.Check]:
     """Plausible checks: every family, relative and absolute errors, within and out of bound."""
     found = []
     for i, family in enumerate(bounds.FAMILIES):
-        good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 1.0, 0.07 * (i + 1))
+        good = bounds.Judgement(2.5e-8 * (i + 1), True, 1.0, 0.07 * (i + 1))
         absolute = dataclasses.replace(good, relative=False, share=1e-9)
         bad = dataclasses.replace(good, norm_error=4.3e2, relative=False, share=10.0 ** (i * 2))
         judged = {"y": good, "running_mean": good, "running_var": absolute}
