@@ -133,10 +133,7 @@ class Expected:
         relative = norm > norm_bound
         unit = norm if relative else 1.0
         return Judgement(
-            max_error=float(error.max()),
-            max_bound=float(bound.max()),
             norm_error=float(xp.linalg.norm(error.astype(float))) / unit,
-            norm_bound=norm_bound / unit,
             relative=relative,
             norm=norm,
             share=float(xp.nan_to_num(share, nan=xp.inf).max()),
@@ -145,16 +142,13 @@ class Expected:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A result's errors, each beside its bound, and the largest share of its own bound that any element uses.
+    """A result's error, and the largest share of its own bound that any element uses.
 
-    The norms are those of the error and of the bound over that of the truth. A truth that is zero within its bound is
-    no measure of an error: the norms are then as they are, and ``relative`` is False.
+    ``norm_error`` is the norm of the error over that of the truth. A truth that is zero within its bound is no measure
+    of an error: the norm is then as it is, and ``relative`` is False.
     """
 
-    max_error: float  # absolute, as max_bound
-    max_bound: float
     norm_error: float
-    norm_bound: float
     relative: bool
     norm: float  # of the truth
     share: float

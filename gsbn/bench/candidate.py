@@ -21,13 +21,20 @@ NAMES = {
     "addmm": "addmm, folded",
     "pytorch": "PyTorch eager",
     "compile": "torch.compile",
-    "autotune": "max-autotune",
+    "autotune": "max-autotune, in our graph",
+    "max-autotune": "max-autotune",
+    "triton-tf32x3": "Triton tf32x3",
+    "triton-bf16x6": "Triton bf16x6",
     "jax": "JAX",
+    "jax-tf32x3": "XLA TF32 X3",
+    "jax-bf16x6": "XLA BF16 X6",
+    "jax-bf16x9": "XLA BF16 X9",
 }
 GPU_ONLY = {
     "gsbn-prepared", "gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile",
-    "autotune",
+    "autotune", "max-autotune", "triton-tf32x3", "triton-bf16x6", "jax-tf32x3", "jax-bf16x6", "jax-bf16x9",
 }  # fmt: skip
+COMPILED = ("compile", "autotune", "max-autotune")  # by torch.compile
 WITHOUT_BACKWARD = ("gsbn-prepared", "gsbn-sm90")
 
 
@@ -58,6 +65,11 @@ class Candidate:
 def is_gemm(name: str) -> bool:
     """Whether a candidate computes g alone: a peer's GEMM, or forward_sm90 without the rest of its forward."""
     return name.startswith("gemm-") or name == "gsbn-gemm"
+
+
+def is_emulated(name: str) -> bool:
+    """Whether a candidate makes float32 products of several in TF32 or bfloat16."""
+    return name.endswith(("-tf32x3", "-bf16x6", "-bf16x9"))
 
 
 def names(gpu: bool) -> list[str]:

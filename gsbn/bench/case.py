@@ -117,6 +117,28 @@ class Case:
         return (b * i + o * i + b * o + vectors * o) * ITEMSIZE[self.dtype]
 
 
+@dataclass(frozen=True)
+class ModelCase:
+    """A training step of a stack of layers without bias: their widths, the number of rows, and the dtype (bfloat16 is
+    autocast over float32)."""
+
+    widths: tuple[int, ...]
+    rows: int
+    kind: str
+
+    @property
+    def layers(self) -> str:
+        """The widths in few characters: equal layers are counted."""
+        first, *rest = self.widths
+        if len(rest) > 3 and len(set(self.widths)) == 1:
+            return f"{len(rest)} × {first}"
+        return "→".join(map(str, self.widths))
+
+    @property
+    def title(self) -> str:
+        return f"{self.layers}, {self.rows} rows, {self.kind}"
+
+
 def cases(
     shapes: str | Iterable[tuple[int, int, int]] = "kernelbench",
     dtypes: Iterable[str] = ("float32", "tf32", "bfloat16", "float16"),

@@ -8,9 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args
 
 import typer
@@ -23,12 +21,25 @@ import gsbn
 
 from .. import warm_up
 from .._typing import Activation
-from . import compare_model, layers, layers_page, libraries, machine, models, page, ranks, selfcheck, tables, turns
+from . import (
+    compare_model,
+    layers,
+    layers_page,
+    libraries,
+    machine,
+    models,
+    page,
+    publish,
+    ranks,
+    selfcheck,
+    tables,
+    turns,
+)
 from .bounds import FAMILIES
 from .candidate import NAMES, names
 from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
-from .report import Settings
-from .terminal import spell_out
+from .picture import draw
+from .report import NOTHING, Report, Settings
 
 app: typer.Typer = typer.Typer(
     name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -39,17 +50,18 @@ out: Console = Console(color_system=None if PLAIN else "auto")
 err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 
 STDOUT = Path("-")
-DAY, MILLION = 86400.0, 10**6  # what is longer or more than that is a slip of the finger
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
+MODES = {"training": [True], "inference": [False], "both": [True, False]}
+ACTIVATIONS: tuple[Any, ...] = get_args(Activation)
 Shape = tuple[int, int, int]
 
 
 class _Command(TyperCommand):
-    """A command that says what an option without its file could have."""
+    """A command that says what ``--json`` without its file could have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[-1] in ("--json", "--csv"):
-            raise typer.BadParameter(f"expected a file, or - for stdout: {args[-1]} -", param_hint=f"'{args[-1]}'")
+        if args and args[-1] == "--json":
+            raise typer.BadParameter("expected a file, or - for stdout: --json -", param_hint="'--json'")
         return super().parse_args(ctx, args)
 
 
@@ -72,14 +84,9 @@ def _picture(file: Path | None) -> Path | None:
     return _file(file)
 
 
-def _positive(seconds: float) -> float:
-    if not 0 < seconds <= DAY:  # nan is neither
-        raise typer.BadParameter(f"expected more than 0 and at most {DAY:.0f} seconds, got {seconds:g}")
-    return seconds
-
-
-def _not_negative(seconds: float) -> float:
-    return _positive(seconds) if seconds else seconds
+def _list(names: Iterable[str]) -> str:
+    """What an option takes, for its help: in the column of types the terminal would break the names."""
+    return ", ".join(names)
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,32 +95,17 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _any_of(names: Iterable[str], several: bool = True) -> str:
-    """What an option takes, for its help: in the column of types the terminal would break the names."""
-    return f"{', '.join(names)}{'; may be given again' if several else ''}."
-
-
-AsJson = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", callback=_file, help="Save everything as JSON; - is stdout, without tables."
-    ),
-]
-_Kind = Enum("_Kind", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]
-_Family = Enum("_Family", {name: name for name in FAMILIES}, type=str)  # type: ignore[misc]
-_Preset = Enum("_Preset", {name: name for name in (*PRESETS, "models")}, type=str)  # type: ignore[misc]
-_Direction = Enum("_Direction", {name: name for name in GEMMS_BY_DIRECTION}, type=str)  # type: ignore[misc]
-_Activation = Enum("_Activation", {name: name for name in get_args(Activation)}, type=str)  # type: ignore[misc]
-_Mode = Enum("_Mode", {name: name for name in ("training", "inference", "both")}, type=str)  # type: ignore[misc]
-_OfActivation = Annotated[
-    _Activation | None, typer.Option("--activation", help="What y is put through; nothing by default.")
-]
-_OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
+AsJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=_file, help=(
+    "Save everything as JSON; - is stdout, without tables."))]  # fmt: skip
+OfActivation = Annotated[str, typer.Option("--activation", metavar="NAME", help=f"{_list(ACTIVATIONS)}; else none.")]
+OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the layer has a scale.")]
 
 
 def main() -> None:
-    """Run the command line. Streams of any encoding will do, such as a pipe's that is not UTF-8."""
-    spell_out(sys.stdout, sys.stderr)
+    """Run the command line. What a stream's encoding lacks becomes a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what replaces sys.stdout need not be a file
+            stream.reconfigure(errors="replace")
     if PLAIN:
         from typer import rich_utils
 
@@ -133,7 +125,7 @@ def common(
 @app.command(cls=_Command)
 def info(
     as_json: AsJson = None,
-    shape: Annotated[str, typer.Option(help="B,I,O that the paths are told for.")] = "1024,8192,8192",
+    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
     """What this machine has, which path each dtype takes and why, and what is missing."""
     sizes = _shape(shape)
@@ -152,33 +144,34 @@ def info(
 @app.command(cls=_Command)
 def check(
     as_json: AsJson = None,
-    dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=f"Only this of {_any_of(DTYPES)}")] = None,
-    family: Annotated[
-        list[_Family] | None, typer.Option(metavar="NAME", help=f"Only this input of {_any_of(FAMILIES)}")
-    ] = None,
-    shape: Annotated[str, typer.Option(help="B,I,O.")] = ",".join(map(str, selfcheck.SHAPE)),
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
-    activation: _OfActivation = None,
-    scale: _OfScale = True,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help=(
+        f"Only this of {_list(DTYPES)}; may be given again."))] = None,
+    family: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
+        f"Only this input of {_list(FAMILIES)}; may be given again."))] = None,
+    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes.")] = ",".join(map(str, selfcheck.SHAPE)),
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
+    activation: OfActivation = "",
+    scale: OfScale = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="Every error, and what the bound is.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Correctness and accuracy on this machine against float64: the verdict, and what is nearest to its bound.
 
     Exit status 1 if gsbn leaves its bound, or if nothing could be checked.
     """
-    sizes, kinds = _shape(shape, on_host=True), list(dict.fromkeys(k.value for k in dtype or _Kind))
+    sizes, kinds = _shape(shape), _names("--dtype", dtype, DTYPES) or list(DTYPES)
+    families = _names("--family", family, FAMILIES) or list(FAMILIES)
+    put_through = _activation(activation)
     skipped = selfcheck.skipped(kinds)
     try:
         with _bar("input") as step:
-            families = list(dict.fromkeys(f.value for f in family or _Family))
-            checks = selfcheck.check(kinds, families, sizes, seed, step, _value(activation), scale)
+            checks = selfcheck.check(kinds, families, sizes, seed, step, put_through, scale)
     except MemoryError:
         _fail(f"--shape: not enough memory to check {sizes}")
     failed = [c for c in checks if not c.passed]
     passed = bool(checks) and not failed
     show = _console(as_json)
     print_tables = tables.print_checks if verbose else tables.print_nearest
-    print_tables(show, checks, skipped, Case(*sizes, activation=_value(activation), scale=scale).variant)
+    print_tables(show, checks, skipped, Case(*sizes, activation=put_through, scale=scale).variant)
     for c in failed:
         where = f"{c.kind}, {c.family}, {'training' if c.training else 'inference'}, {c.candidate}"
         what = c.failure or f"{page.share(c.share)} of the bound"
@@ -189,115 +182,115 @@ def check(
     if checks and not verbose:
         show.print(Text("--verbose shows every error, and what the bound is.", style="dim"))
     content = {"environment": machine.environment(), "shape": sizes, "seed": seed, "passed": passed}
-    content |= {"activation": _value(activation), "scale": scale}
+    content |= {"activation": put_through, "scale": scale}
     _save(as_json, content | {"skipped": skipped, "checks": [c.row() for c in checks]})
     raise typer.Exit(0 if passed else 1)
 
 
 @app.command(name="bench", cls=_Command)
 def bench_command(
-    shape: Annotated[list[str] | None, typer.Option(help="B,I,O; may be given again, and beside --preset.")] = None,
-    preset: Annotated[_Preset | None, typer.Option(metavar="NAME", help=(
-        f"{_any_of(_Preset.__members__, False)} Named shapes, before those of --shape. "
+    shape: Annotated[list[str] | None, typer.Option(metavar="B,I,O", help=(
+        "Sizes; may be given again, and beside --preset."))] = None,
+    preset: Annotated[str, typer.Option(metavar="NAME", help=(
+        f"{_list(PRESETS)}: named shapes, before those of --shape. "
         "With neither: kernelbench, or small without a GPU. "
-        "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = None,
-    of_ranks: Annotated[int | None, typer.Option("--ranks", min=2, max=64, help=(
+        "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = "",
+    of_ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help=(
+    model: Annotated[str, typer.Option(metavar="NAME", help=(
         "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
-        "gsbn.torch."))] = None,
-    dtype: Annotated[list[_Kind] | None, typer.Option(metavar="DTYPE", help=(
-        f"{_any_of(DTYPES)} By default all but float64."))] = None,
-    mode: Annotated[_Mode, typer.Option(metavar="NAME", help=(
-        _any_of(_Mode.__members__, False)))] = "training",  # type: ignore[assignment]
-    direction: Annotated[list[_Direction] | None, typer.Option(metavar="NAME", help=(
-        f"{_any_of(GEMMS_BY_DIRECTION)} By default forward."))] = None,
-    activation: _OfActivation = None,
-    scale: _OfScale = True,
-    only: Annotated[str, typer.Option(help=f"Candidates, among {', '.join(NAMES)}.")] = "",
-    skip: Annotated[str, typer.Option(help="Candidates to leave out, such as autotune.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, max=MILLION, help=(
-        "Trials of each candidate, interleaved."))] = Settings.rounds,
-    seconds: Annotated[float, typer.Option(callback=_positive, help=(
-        f"No new round after this long, but {turns.LEAST_ROUNDS} at least."))] = Settings.seconds,
-    settle: Annotated[float, typer.Option(callback=_not_negative, help=(
+        "gsbn.torch."))] = "",
+    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help=(
+        f"{_list(DTYPES)}; may be given again. By default all but float64."))] = None,
+    mode: Annotated[str, typer.Option(metavar="NAME", help=f"{_list(MODES)}.")] = "training",
+    direction: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
+        f"{_list(GEMMS_BY_DIRECTION)}; may be given again. By default forward."))] = None,
+    activation: OfActivation = "",
+    scale: OfScale = True,
+    only: Annotated[str, typer.Option(metavar="NAMES", help=f"Candidates, among {_list(NAMES)}.")] = "",
+    skip: Annotated[str, typer.Option(metavar="NAMES", help="Candidates to leave out, such as autotune.")] = "",
+    repeat: Annotated[int, typer.Option("--turns", metavar="N", min=1, help=(
+        "How often all are prepared and timed; a peer's time is that of its best turn."))] = Settings.turns,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help=(
+        "Trials of each candidate in a turn, interleaved."))] = Settings.rounds,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
+        f"No new round after this long, but {turns.LEAST_ROUNDS} a turn at least."))] = Settings.seconds,
+    settle: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
         "Seconds at most until the clocks settle."))] = Settings.settle,
-    calls: Annotated[int | None, typer.Option(min=1, max=MILLION, help="Calls a trial; 1 times them cold.")] = None,
-    graph: Annotated[bool, typer.Option(help="CUDA graphs where a path allows them.")] = True,
+    calls: Annotated[int | None, typer.Option(metavar="N", min=1, help=(
+        "Calls a trial; 1 times them cold."))] = None,
     as_json: AsJson = None,
-    as_csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", callback=_file, help=(
-        "Save the rows; - is stdout, without tables."))] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
         "Save bars and a roofline: PNG, SVG or PDF."))] = None,
-    publish: Annotated[Path | None, typer.Option(help="Checkout whose tables to rewrite.", hidden=True)] = None,
+    checkout: Annotated[Path | None, typer.Option("--publish", hidden=True, help=(
+        "Checkout whose tables to rewrite."))] = None,
     publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
 ) -> None:  # fmt: skip
     """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
     name = publish_as or ("ranks" if of_ranks else "kernelbench")
-    if as_json == as_csv == STDOUT:
-        raise typer.BadParameter("expected a file, as --json takes stdout", param_hint="'--csv'")
-    if (plot or publish) and importlib.util.find_spec("matplotlib") is None:
+    if (plot or checkout) and importlib.util.find_spec("matplotlib") is None:
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
-    if publish:
+    if checkout:
         try:
-            page.page_of(publish, name)
+            publish.page_of(checkout, name)
         except ValueError as error:
             _fail(str(error))
-    kinds, directions = ([each.value for each in given or []] for given in (dtype, direction))
-    alone = {"--activation": activation, "--mode": mode.value != "training", "--no-scale": not scale, "--csv": as_csv}
+    kinds, directions = _names("--dtype", dtype, DTYPES), _names("--direction", direction, GEMMS_BY_DIRECTION)
+    _names("--preset", [preset], [*PRESETS, "models"])
+    _names("--mode", [mode], MODES)
+    put_through = _activation(activation)
+    alone = {"--activation": activation, "--mode": mode != "training", "--no-scale": not scale}
     if model:
-        _refuse(alone | {"--shape": shape, "--preset": preset, "--ranks": of_ranks, "--dtype": dtype, "--only": only,
-                         "--direction": direction, "--calls": calls, "--plot": plot, "--publish": publish},
+        _refuse(alone | {"--shape": shape, "--preset": preset, "--ranks": of_ranks, "--dtype": kinds, "--only": only,
+                         "--direction": directions, "--calls": calls, "--plot": plot, "--publish": checkout},
                 "--model takes no such option")  # fmt: skip
-        return _bench_model(
-            model, as_json, compile=not _names("--skip", skip, ["compile"]), graph=graph, seconds=seconds
-        )
+        compiled = not _names("--skip", skip.split(","), ["compile"])
+        return _bench_model(model, as_json, compile=compiled, seconds=seconds)
     if of_ranks:
         _refuse(alone | {"--preset": preset}, "ranks take no such option")
         bench = _of_ranks(of_ranks, shape or [], kinds, directions)
-    elif preset is not None and preset.value == "models":
+    elif preset == "models":
         _refuse({"--shape": shape, "--direction": direction} | alone, "the models take no such option")
         bench = _of_models(kinds)
     else:
-        modes = {"training": [True], "inference": [False], "both": [True, False]}[mode.value]
-        bench = _of_layers(_value(preset), shape or [], kinds, modes, directions, _value(activation), scale)
-    wanted, left_out = (_names(option, text, bench.known) for option, text in (("--only", only), ("--skip", skip)))
+        bench = _of_layers(preset, shape or [], kinds, MODES[mode], directions, put_through, scale)
+    wanted, left_out = (
+        _names(option, text.split(","), bench.known) for option, text in (("--only", only), ("--skip", skip))
+    )
     if not (chosen := [each for each in wanted or bench.usual if each not in left_out]):
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
     if bench.notice:
         err.print(Text(bench.notice, style="yellow"))
     with _bar("case") as step:
-        report = bench.run(chosen, Settings(rounds, seconds, settle, calls=calls, graph=graph), step)
+        report = bench.run(chosen, Settings(repeat, rounds, seconds, settle, calls=calls), step)
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
-    show = _console(as_json, as_csv)
-    bench.page.print_report(show, report)
-    _save(as_json, report.content())
-    if as_csv:
-        _save(as_csv, report.to_csv())
+    show = _console(as_json)
+    page.show(show, report, bench.view)
+    _save(as_json, report.to_json())
     if plot and report.measured:
-        bench.page.plot(report, plot)
+        draw(report, bench.view, plot)
     elif plot:
         err.print(Text(f"{plot} is not written: nothing was timed.", style="red"))
-    if failure := getattr(report, "failure", ""):
-        _fail(failure)
+    if report.failure:
+        _fail(report.failure)
     if report.interrupted:
         raise typer.Exit(130)  # and publish nothing
-    if publish and not (report.on_gpu and report.measured):
+    if checkout and not (report.on_gpu and report.measured):
         _fail("--publish: expected a GPU, as the pages have a GPU's figures")
-    if publish:
-        show.print("Wrote " + ", ".join(map(str, bench.page.publish(report, publish, name))))
+    if checkout:
+        show.print("Wrote " + ", ".join(map(str, publish.publish(report, bench.view, checkout, name))))
 
 
 class _Bench(NamedTuple):
-    """What the options ask for: candidates, what runs them, and who shows the report."""
+    """What the options ask for: who shows the report, candidates, and what runs them."""
 
-    page: ModuleType
+    view: page.View
     known: Collection[str]  # candidates by name
     usual: Collection[str]  # without --only
     notice: str
-    run: Callable[[list[str], Settings, turns.Progress], Any]
+    run: Callable[[list[str], Settings, turns.Progress], Report]
 
 
 def _bench_model(model: str, as_json: Path | None, **options: Any) -> None:
@@ -310,16 +303,16 @@ def _bench_model(model: str, as_json: Path | None, **options: Any) -> None:
 
 
 def _of_layers(
-    preset: str | None, shapes: list[str], kinds: list[str], modes: list[bool], directions: list[str],
+    preset: str, shapes: list[str], kinds: list[str], modes: list[bool], directions: list[str],
     activation: Activation | None, scale: bool,
 ) -> _Bench:  # fmt: skip
     gpu = machine.has_gpu()
-    sizes = (PRESETS[preset] if preset else []) + [_shape(text, on_host=not gpu) for text in shapes]
+    sizes = (PRESETS[preset] if preset else []) + [_shape(text) for text in shapes]
     kinds = kinds or [kind for kind in DTYPES if kind not in (("float64",) if gpu else ("float64", "tf32"))]
     sizes, directions = sizes or PRESETS["kernelbench" if gpu else "small"], directions or ["forward"]
     todo = list(dict.fromkeys(cases(sizes, kinds, modes, directions, activation, scale)))
     notice = "" if gpu else "No GPU: the NumPy path beside PyTorch on the CPU."
-    return _Bench(layers_page, NAMES, names(gpu), notice, lambda *rest: layers.run(todo, *rest))
+    return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, lambda *rest: layers.run(todo, *rest))
 
 
 def _of_models(kinds: list[str]) -> _Bench:
@@ -329,13 +322,13 @@ def _of_models(kinds: list[str]) -> _Bench:
     gpu = libraries.has_gpus()
     todo, usual = models.cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: smaller models, on the CPU."
-    return _Bench(models, models.NAMES, usual, notice, lambda *rest: models.run(todo, *rest))
+    return _Bench(models.VIEW, models.NAMES, usual, notice, lambda *rest: models.run(todo, *rest))
 
 
 def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[str]) -> _Bench:
     if "backward" in directions:
         raise typer.BadParameter("expected forward or step for ranks, got backward", param_hint="'--direction'")
-    sizes = [_shape(text, on_host=not machine.has_gpu()) for text in shapes]
+    sizes = [_shape(text) for text in shapes]
     try:
         gpu = ranks.device_for(count) == "cuda"
     except RuntimeError as error:
@@ -343,7 +336,7 @@ def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[
     known = ranks.ON_GPUS if gpu else ranks.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: small shapes over gloo, on the CPU."
     todo = ranks.cases(sizes, kinds, directions, gpu)
-    return _Bench(ranks, known, known, notice, lambda *rest: ranks.run(count, todo, *rest))
+    return _Bench(ranks.VIEW, known, known, notice, lambda *rest: ranks.run(count, todo, *rest))
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
@@ -381,20 +374,16 @@ def _bar(unit: str) -> Iterator[turns.Progress]:
         )
 
 
-def _value(chosen: Enum | None) -> Any:
-    return chosen.value if chosen else None
-
-
 def _path(case: Case, xp: Any) -> tuple[str, str]:
     try:
         libraries.as_dtype(case.dtype)
         return machine.path(case, "auto", xp)
     except (ImportError, ValueError) as error:
-        return "–", str(error)
+        return NOTHING, str(error)
 
 
-def _shape(text: str, on_host: bool = False) -> Shape:
-    """What --shape says; ``on_host`` refuses what NumPy has no memory for on this machine."""
+def _shape(text: str) -> Shape:
+    """What --shape says."""
     try:
         batch, in_features, out_features = sizes = [int(part) for part in text.replace("x", ",").split(",")]
         if min(batch - 1, *sizes) < 1 or max(sizes) > LARGEST_SIZE:
@@ -404,31 +393,30 @@ def _shape(text: str, on_host: bool = False) -> Shape:
             f"expected B,I,O such as 1024,8192,8192, B at least 2 and none above {LARGEST_SIZE}; got {text[:80]!r}",
             param_hint="'--shape'",
         ) from None
-    elements = batch * in_features + out_features * in_features + batch * out_features
-    if on_host and 16 * elements > machine.memory() > 0:  # x, weight and g in float64, and a square of each
-        raise typer.BadParameter(
-            f"{text} takes {16 * elements / 2**30:.3g} GiB of memory at least; "
-            f"this machine has {machine.memory() / 2**30:.3g}",
-            param_hint="'--shape'",
-        )
     return batch, in_features, out_features
 
 
-def _names(option: str, text: str, known: Collection[str]) -> list[str]:
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _names(option: str, given: list[str] | None, known: Collection[str]) -> list[str]:
+    """What an option was given, each name once; BadParameter for one that is not known."""
+    found = list(dict.fromkeys(name.strip() for name in given or [] if name.strip()))
     for name in found:
         if name not in known:
-            raise typer.BadParameter(f"expected names among {', '.join(known)}; got {name!r}", param_hint=f"'{option}'")
+            raise typer.BadParameter(f"expected names among {_list(known)}; got {name!r}", param_hint=f"'{option}'")
     return found
 
 
-def _console(*files: Path | None) -> Console:
-    """Where tables go: nowhere if one of these files is stdout."""
-    return Console(quiet=True) if STDOUT in files else out
+def _activation(name: str) -> Activation | None:
+    found: Any = _names("--activation", [name], ACTIVATIONS)
+    return found[0] if found else None
+
+
+def _console(as_json: Path | None) -> Console:
+    """Where tables go: nowhere if the JSON goes to stdout."""
+    return Console(quiet=True) if as_json == STDOUT else out
 
 
 def _save(file: Path | None, content: str | dict[str, Any]) -> None:
-    """Write text, or JSON."""
+    """Write JSON, made or still to be made."""
     text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
     if file == STDOUT:
         sys.stdout.write(text)

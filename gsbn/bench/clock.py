@@ -13,92 +13,18 @@ host. JAX runs on streams of its own, so the wall clock times it, from an idle d
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from .._timing import torch_graph
 from .candidate import Candidate
 from .libraries import no_grad, torch_with_gpu
 
 Trial = Callable[[], float]  # runs one trial, returns seconds per call
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The median of some samples and an interval that holds the true median with probability ``confidence``."""
-
-    median: float
-    low: float
-    high: float
-    samples: int
-    confidence: float
-
-
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> Measurement:
-    """The median of some samples, and an interval of two of them that holds the true median.
-
-    >>> median_interval([3.0, 1.0, 2.0])
-    Measurement(median=2.0, low=1.0, high=3.0, samples=3, confidence=0.75)
-
-    Of ``n`` independent samples ``X₁ ≤ … ≤ Xₙ`` the number below the true median is binomial (n, ½), whatever their
-    distribution, so ``P(X_k ≤ median ≤ X_{n+1−k}) = 1 − 2 P(Bin(n, ½) < k)``. ``k`` is the largest that keeps at least
-    ``confidence``. Fewer than six samples cannot reach 0.95: the interval is then their range, and the returned
-    ``confidence`` is that of the range (0 for a single sample). ValueError where there is no sample.
-    """
-    if not samples:
-        raise ValueError("samples: expected at least one, got none")
-    ordered, n = sorted(samples), len(samples)
-    k, below = 1, 1  # below / 2ⁿ = P(Bin(n, ½) < k)
-    while 2 * (below + math.comb(n, k)) <= (1 - confidence) * 2**n:
-        below += math.comb(n, k)
-        k += 1
-    return Measurement(statistics.median(ordered), ordered[k - 1], ordered[n - k], n, 1 - 2 * below / 2**n)
-
-
-def wall_clock(call: Callable[[], Any], calls: int, wait: Callable[[], Any]) -> float:
-    """Seconds a call by the wall clock, of so many one after another, from an idle device to an idle device."""
-    wait()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    wait()
-    return (time.perf_counter() - start) / calls
-
-
-def between_events(torch: Any, call: Callable[[], Any], calls: int) -> float:
-    """Seconds a call between two CUDA events on PyTorch's current stream."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3 / calls
-
-
-def warm_up(torch: Any, call: Callable[[], Any], stream: Any) -> None:
-    """Three calls on a stream beside PyTorch's current one, as they have to come before a capture."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def torch_graph(torch: Any, call: Callable[[], Any], calls: int = 1, stream: Any = None) -> Callable[[], None]:
-    """A replay of a CUDA graph of so many calls; raises what keeps them from being captured."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 class Clock:
@@ -132,15 +58,14 @@ class Clock:
 
 
 class GpuClock(Clock):
-    """CUDA events on one stream that CuPy and PyTorch share. ``graph=False`` times everything in the queue."""
+    """CUDA events on one stream that CuPy and PyTorch share."""
 
     MAX_FLUSHES = 512
 
-    def __init__(self, graph: bool = True) -> None:
+    def __init__(self) -> None:
         import cupy
 
         self.xp: Any = cupy
-        self.graph: bool = graph
         self.stream: Any = cupy.cuda.Stream(non_blocking=True)
         l2 = cupy.cuda.Device().attributes["L2CacheSize"]
         self._scratch = cupy.empty(max(4 * l2, 64 << 20), cupy.uint8)
@@ -163,7 +88,7 @@ class GpuClock(Clock):
             for _ in range(calls):
                 candidate.call()
 
-        replay = self._capture(candidate, enqueue) if self.graph and candidate.capturable else None
+        replay = self._capture(candidate, enqueue) if candidate.capturable else None
         flushes = 1
 
         def run() -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from datetime import datetime, timezone
 from typing import Any
 
 from .machine import environment
-from .report import now
 
 
 class CannotLoad(ValueError):
@@ -52,5 +52,11 @@ def run(spec: str, **options: Any) -> tuple[Any, dict[str, Any]]:
         found = of_torch.compare(model, *inputs, **options | arguments)
     except (TypeError, ValueError) as error:
         raise CannotLoad(str(error)) from error
-    content = {"schema": 1, "preset": "model", "model": spec, "environment": environment(), "date": now()}
+    content = {
+        "schema": 1,
+        "preset": "model",
+        "model": spec,
+        "environment": environment(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     return found, content | found.as_dict()

@@ -8,79 +8,58 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .case import DTYPES, Case
-from .layers import Report, Result, fastest
-from .page import SHORT, Column, markdown_table, measured_on, milliseconds, of, split
-from .report import NOTHING
+from .layers_page import compiled, layer_columns
+from .page import Column, error_of, markdown_table, measured_on, milliseconds, of, speedup, split
+from .report import Report
 
 NAME = "brief"  # of the markers in the README
 
 
 class Line(NamedTuple):
-    """A line of the table: what it is called, the report that has its case, and the case."""
+    """A line of the table: what it is called, the report that has its case (a file of docs/results), and the case."""
 
     layer: str
-    report: str  # a file of docs/results, without .json
+    report: str
     case: Case
 
 
-def _line(layer: str, report: str, shape: tuple[int, int, int], kind: str) -> Line:
-    return Line(layer, report, Case(*shape, *DTYPES[kind]))
-
-
-LINES = (
-    _line("KernelBench 33", "kernelbench", (1024, 8192, 8192), "float32"),
-    _line("KernelBench 33", "kernelbench", (1024, 8192, 8192), "bfloat16"),
-    _line("KernelBench 39", "kernelbench", (16384, 4096, 4096), "float32"),
-    _line("KernelBench 39", "kernelbench", (16384, 4096, 4096), "bfloat16"),
-    _line("tall", "many", (802816, 128, 128), "float32"),
-    _line("small", "kernelbench", (128, 1024, 512), "float32"),
+LINES = tuple(
+    Line(layer, report, Case(*shape, *DTYPES[kind]))
+    for layer, report, shape, kind in (
+        ("KernelBench 33", "kernelbench", (1024, 8192, 8192), "float32"),
+        ("KernelBench 33", "kernelbench", (1024, 8192, 8192), "bfloat16"),
+        ("KernelBench 39", "kernelbench", (16384, 4096, 4096), "float32"),
+        ("KernelBench 39", "kernelbench", (16384, 4096, 4096), "bfloat16"),
+        ("tall", "many", (802816, 128, 128), "float32"),
+        ("small", "kernelbench", (128, 1024, 512), "float32"),
+    )
 )
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
     """The table, and when and where its lines were measured; of the reports by their names."""
-    rows = [(line, reports[line.report].by_case().get(line.case, {})) for line in LINES]
-    text = markdown_table(_columns(), rows)
-    return f"{text}\n\n{_stamp({line.layer: measured_on(reports[line.report]) for line in LINES})}"
-
-
-def _columns() -> list[Column]:
-    def compiled(results: Mapping[str, Result]) -> Result | None:
-        return fastest(dict(results), "compile", "autotune")
-
-    def times(peer: Result | None, results: Mapping[str, Result]) -> str:
-        ours = results.get("gsbn")
-        return f"{peer.seconds / ours.seconds:.2f}" if peer and ours and peer.timed and ours.timed else NOTHING
-
-    return [
-        Column("layer", lambda line, results: line.layer, left=True),
-        Column("B, I, O", lambda line, results: ", ".join(map(str, line.case.shape)), left=True),
-        Column("dtype", lambda line, results: SHORT[line.case.kind], left=True),
+    names = {line.case: line.layer for line in LINES}
+    columns = [
+        Column("layer", lambda case, results: names[case], left=True),
+        *layer_columns(),
         Column("PyTorch eager, ms", of("pytorch", milliseconds)),
-        Column("torch.compile, ms", lambda line, results: milliseconds(compiled(results))),
+        Column("torch.compile, ms", lambda case, results: milliseconds(compiled(results))),
         Column("**gsbn**, ms", of("gsbn", milliseconds), strong=True),
-        Column("× eager", lambda line, results: times(results.get("pytorch"), results)),
-        Column("× torch.compile", lambda line, results: times(compiled(results), results)),
-        Column("error, eager", of("pytorch", _error)),
-        Column("error, gsbn", of("gsbn", _error)),
+        Column("× eager", lambda case, results: speedup(results.get("pytorch"), results.get("gsbn"))),
+        Column("× torch.compile", lambda case, results: speedup(compiled(results), results.get("gsbn"))),
+        Column("error, eager", of("pytorch", error_of)),
+        Column("error, gsbn", of("gsbn", error_of)),
     ]
-
-
-def _error(result: Result) -> str:
-    return NOTHING if result.error is None else f"{result.error:.1e}".replace("e-0", "e-")
-
-
-def _stamp(measured: Mapping[str, str]) -> str:
-    """When and where the lines were measured: once if it is the same for all."""
-    layers: dict[str, list[str]] = {}
-    for layer, where in measured.items():
-        layers.setdefault(where, []).append(layer)
-    if len(layers) == 1:
-        return f"Measured {next(iter(layers))}"
-    return "\n".join(f"{', '.join(names)}: {where}" for where, names in layers.items())
+    table = markdown_table(columns, [(line.case, reports[line.report].by_case().get(line.case, {})) for line in LINES])
+    measured: dict[str, list[str]] = {}
+    for layer, report in dict.fromkeys((line.layer, line.report) for line in LINES):
+        measured.setdefault(measured_on(reports[report]), []).append(layer)
+    if len(measured) == 1:
+        return f"{table}\n\nMeasured {next(iter(measured))}"
+    return "\n".join([f"{table}\n", *(f"{', '.join(layers)}: {where}" for where, layers in measured.items())])
 
 
 def reports_of(root: Path, names: Iterable[str]) -> dict[str, Report]:
@@ -102,11 +81,6 @@ def publish(root: Path) -> list[Path]:
     return [readme]
 
 
-def main(*arguments: Any) -> int:
-    found = publish(Path(*arguments or ".").resolve())
-    print(f"Wrote {found[0]}" if found else "README.md has no markers, or docs/results no reports")
-    return 0 if found else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    written = publish(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())
+    sys.exit(None if written else "README.md has no markers, or docs/results no reports")

@@ -18,7 +18,11 @@ from .machine import has_gpu
 def load(names: list[str]) -> dict[str, Any]:
     """Import what the named candidates need; None in place of a module that is not installed."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of the GPU
-    needed = {"jax" if name == "jax" else "torch" for name in names if name not in ("gsbn", "gemm-cupy", "gemm-numpy")}
+    needed = {
+        "jax" if name.startswith("jax") else "torch"
+        for name in names
+        if name not in ("gsbn", "gemm-cupy", "gemm-numpy")
+    }
     found: dict[str, Any] = {}
     for library in sorted(needed):
         try:

@@ -115,14 +115,6 @@ def pip_install(extra: str) -> str:
     return "pip install " + " ".join(f'"{package}"' for package in wanted)
 
 
-def memory() -> int:
-    """Bytes of this machine's main memory; 0 if unknown."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not on every system
-        return 0
-
-
 @cache
 def packages() -> dict[str, list[str]]:
     """The distributions that provide each import name."""

@@ -13,33 +13,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from .._timing import between_events
 from . import libraries, page
 from .bounds import ROUNDOFF
 from .candidate import NAMES as LAYERS
 from .candidate import Unavailable
-from .clock import Measurement, between_events
+from .case import ModelCase
+from .layers_page import SERIES
 from .machine import environment
-from .page import SERIES, Column, markdown_table, of, share, shown
-from .report import NOTHING, AnyReport, Settings, now
+from .page import Column, Groups, View, error_of, markdown_table, of, share, shown, time_of
+from .report import NOTHING, Report, Result, Settings
 from .trainee import Trainee, truth_of
 from .turns import CaseRun, Entry, Progress, run_all
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NAMES = {name: LAYERS[name] for name in ("pytorch", "compile", "gsbn")} | {"gsbn-compile": "gsbn, compiled"}
 PEERS = ("pytorch", "compile")
 ON_A_CPU = ("pytorch", "gsbn")
 KINDS = ("bfloat16", "float32")
 TRIAL = 0.1  # seconds that a trial takes, of several steps
-COLOURS = {"pytorch": SERIES["pytorch"][1], "compile": SERIES["compile"][1], "gsbn": SERIES["gsbn"][1],
-           "gsbn-compile": "#8c2f3d"}  # fmt: skip
-WAYS = {"called": "as called", "graph": "in a CUDA graph"}  # fields of ModelResult
+WAYS = {"called": "as called", "graph": "in a CUDA graph"}  # of the times of a result
 BOTH = ("pytorch", "gsbn")
 Widths = tuple[int, ...]
 MODELS: list[tuple[Widths, int]] = [
@@ -52,64 +47,9 @@ MODELS: list[tuple[Widths, int]] = [
 REDUCED: list[tuple[Widths, int]] = [((128, 256, 256, 256), 128), ((64, 64, 128, 256), 1024), ((64,) * 9, 512)]
 
 
-@dataclass(frozen=True)
-class ModelCase:
-    """A stack of layers without bias, the number of rows, and the dtype: bfloat16 is autocast over float32."""
-
-    widths: Widths
-    rows: int
-    kind: str
-
-    @property
-    def layers(self) -> str:
-        """The widths in few characters: equal layers are counted."""
-        first, *rest = self.widths
-        if len(rest) > 3 and len(set(self.widths)) == 1:
-            return f"{len(rest)} × {first}"
-        return "→".join(map(str, self.widths))
-
-    @property
-    def title(self) -> str:
-        return f"{self.layers}, {self.rows} rows, {self.kind}"
-
-
 def cases(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
     """Every model of the table in these dtypes; without a GPU, smaller ones."""
     return [ModelCase(widths, rows, kind) for widths, rows in (MODELS if gpu else REDUCED) for kind in kinds]
-
-
-@dataclass
-class ModelResult:
-    """One candidate on one case; times in seconds a step. ``failure`` says why there are none."""
-
-    case: ModelCase
-    candidate: str
-    called: Measurement | None = None
-    graph: Measurement | None = None
-    phases: dict[str, float] = field(default_factory=dict)  # device time of forward, backward and optimiser
-    peak_bytes: int | None = None  # that one step allocates beyond parameters, momenta and input
-    errors: dict[str, float] = field(default_factory=dict)  # of y and of the gradients, against float64
-    excess: float | None = None  # that of y over what the accuracy rule allows
-    graph_failure: str = ""
-    failure: str = ""
-    host: dict[str, float] = field(default_factory=dict)  # what the parts of `phases` cost the host
-
-    @property
-    def timed(self) -> bool:
-        return self.called is not None
-
-
-@dataclass(frozen=True)
-class ModelsReport(AnyReport[ModelCase, ModelResult]):
-    """Everything one run measured, with what it was measured on."""
-
-    PRESET: ClassVar[str] = "models"
-    environment: dict[str, Any]
-    settings: Settings
-    device: str  # cuda or cpu
-    results: list[ModelResult]
-    interrupted: bool = False
-    date: str = field(default_factory=now)
 
 
 def run(
@@ -117,16 +57,14 @@ def run(
     candidates: Sequence[str],
     settings: Settings,
     progress: Progress = lambda done, total, doing: None,
-) -> ModelsReport:
+) -> Report:
     """Measure these candidates on every case; one that fails has a ``failure``, and does not stop the others."""
     device = "cuda" if libraries.has_gpus() else "cpu"
     results, interrupted = run_all(cases, lambda case: _ModelRun(case, candidates, device, settings), progress)
-    return ModelsReport(environment(), settings, device, results, interrupted)
+    return Report("models", environment(), settings, results, device, interrupted=interrupted)
 
 
 class _ModelRun(CaseRun):
-    result = ModelResult
-
     def __init__(self, case: ModelCase, names: Sequence[str], device: str, settings: Settings) -> None:
         super().__init__([Entry(name, case) for name in names], NAMES, "highest", settings)
         self.case, self.device = case, device
@@ -152,7 +90,7 @@ class _ModelRun(CaseRun):
     def check(self, entry: Entry) -> None:
         plain, x, dy, truth = self.plain
         entry.candidate = Trainee(entry.name, self.case.kind, plain, x, dy)
-        entry.facts["errors"] = entry.candidate.first_step(truth)
+        entry.facts["error"], entry.facts["error_of_gradients"] = entry.candidate.first_step(truth)
 
     def checked(self) -> None:
         """Tell gsbn's error of y over what the accuracy rule allows beside PyTorch eager's.
@@ -161,7 +99,7 @@ class _ModelRun(CaseRun):
         chance decides, is more than all roundings. The tests hold each call's gradients to the y that it gave.
         """
         self.__dict__.pop("plain", None)
-        errors = {entry.name: entry.facts["errors"]["y"] for entry in self.live()}
+        errors = {entry.name: entry.facts["error"] for entry in self.live()}
         for entry in self.live():
             if entry.name.startswith("gsbn") and "pytorch" in errors:
                 allowed = 1.05 * errors["pytorch"] + 2 * ROUNDOFF[self.case.kind] / 4
@@ -175,50 +113,39 @@ class _ModelRun(CaseRun):
         entry.trials["called"] = lambda: trainee.wall(calls)
         if self.device == "cuda":
             facts["peak_bytes"] = trainee.memory()
-            facts["phases"], facts["host"] = trainee.phases(entry.once)
-            if self.settings.graph:
-                replay, facts["graph_failure"] = trainee.capture()
-                if replay:
-                    entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)
+            facts["host_us_a_layer"] = trainee.host(entry.once) * 1e6 / (len(self.case.widths) - 1)
+            replay, facts["graph_failure"] = trainee.capture()
+            if replay:
+                entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)
 
 
 # ---- what is shown and published -----------------------------------------------------------------------------------
 
 
-def print_report(console: Console, report: ModelsReport) -> None:
-    """A table for each way to run a step; those of memory, parts, host cost and errors; and what failed."""
-
-    def phase(part: str) -> Callable[[ModelResult], str]:
-        return lambda result: shown(result.phases[part] * 1e3 if result.phases else None)
-
-    def error(what: str) -> Callable[[ModelResult], str]:
-        return lambda result: shown(result.errors.get(what), ".1e")
-
-    case = Column("", lambda case, results: case.title)
-    clocks = {"called": "wall clock", "graph": "device time"}
-    tables = {
-        f"ms a training step, {WAYS[way]} ({clocks[way]})": [*_each("{}", _ms(way)), _gain("best peer / gsbn", way)]
-        for way in WAYS
-    }
-    tables["Peak MiB of a step, beyond parameters, momenta and input"] = _each("{}", _mib)
-    tables["ms on the device, by part of the step as called"] = [
-        Column(f"{NAMES[name]}, {short}", of(name, phase(part)))
-        for name in BOTH
-        for part, short in (("forward", "fw"), ("backward", "bw"), ("optimiser", "SGD"))
-    ]
-    tables["us that a forward and a backward of a layer cost the host"] = _each("{}", _host_us)
-    tables["Errors of the first step against float64, norm-wise"] = [
-        *_each("y, {}", error("y"), BOTH),
-        *_each("gradients, {}", error("gradients"), BOTH),
-        Column("of what is allowed", of("gsbn", _excess)),
-    ]
-    for title, columns in tables.items():
-        page.print_rows(console, title, [case, *columns], report.by_case().items())
-    page.print_failures(console, report, page.failures(report, NAMES))
+def _mib(result: Result) -> str:
+    return shown(result.facts["peak_bytes"] / 2**20 if "peak_bytes" in result.facts else None, ".0f")
 
 
-def markdown(report: ModelsReport) -> str:
-    """The table of a page, with a line on where it was measured."""
+def _host(result: Result) -> str:
+    return shown(result.facts.get("host_us_a_layer"), ".0f")
+
+
+def _excess(result: Result) -> str:
+    return share(result.facts["excess"]) if "excess" in result.facts else NOTHING
+
+
+def _gain(way: str) -> Column:
+    """The time of the best peer over gsbn's: above 1, gsbn is faster."""
+
+    def cell(case: ModelCase, results: Mapping[str, Result]) -> str:
+        times = {name: seconds for name, result in results.items() if (seconds := result.median(way))}
+        peers = [times[name] for name in PEERS if name in times]
+        return f"{min(peers) / times['gsbn']:.2f}" if peers and "gsbn" in times else NOTHING
+
+    return Column(f"best peer / gsbn, {WAYS[way]}", cell)
+
+
+def _markdown(report: Report) -> str:
     columns = [
         Column("model, widths", lambda case, results: case.layers, left=True),
         Column("rows", lambda case, results: str(case.rows)),
@@ -226,79 +153,64 @@ def markdown(report: ModelsReport) -> str:
     ]
     for way, title in WAYS.items():
         for name, text in (NAMES | {"gsbn": "**gsbn**"}).items():
-            columns.append(Column(f"{text}, {title}", of(name, _ms(way)), strong=name == "gsbn"))
-        columns.append(_gain(f"best peer / gsbn, {title}", way))
-    columns += _each("host µs a layer, {}", _host_us, BOTH)
-    columns += _each("peak MiB, {}", _mib, BOTH)
+            columns.append(Column(f"{text}, {title}", of(name, time_of(way, 1e-3)), strong=name == "gsbn"))
+        columns.append(_gain(way))
+    columns += [Column(f"host µs a layer, {NAMES[name]}", of(name, _host)) for name in BOTH]
+    columns += [Column(f"peak MiB, {NAMES[name]}", of(name, _mib)) for name in BOTH]
     columns.append(Column("error of what is allowed", of("gsbn", _excess)))
-    return f"{markdown_table(columns, report.by_case().items())}\n\n{_caption(report)}"
-
-
-def _caption(report: ModelsReport) -> str:
     graph = "a replay of a CUDA graph by CUDA events, and as called by the wall clock, host included"
-    return (
-        f"Medians in ms of a training step (forward, backward, SGD with momentum), one run, candidates in turns; "
+    caption = (
+        "Medians in ms of a training step (forward, backward, SGD with momentum), one run, candidates in turns; "
         f"{graph if report.on_gpu else 'by the wall clock, on the CPU'}. bfloat16 is torch.autocast over "
         f"float32 parameters. {page.measured_on(report)} {page.sources_of(report)}"
     )
+    return f"{markdown_table(columns, report.by_case().items())}\n\n{caption}"
 
 
-def publish(report: ModelsReport, root: Path, name: str) -> list[Path]:
-    """Write the tables between the markers of this name, and figures and picture; gives the files."""
-    return page.write(report, root, name, plot, markdown, "A training step beside the peers")
+def _legend(report: Report) -> str:
+    graph = " in a graph: device time of a replay in a CUDA graph. MiB: peak of a step, beyond parameters, momenta and "
+    graph += "input. host µs: what a forward and a backward of a layer cost the host."
+    return (
+        "ms as called: wall clock of a training step, a median of trials; of a peer that of its best turn."
+        f"{graph if report.on_gpu else ''} error y, error dw: of the first step's y and gradients against float64, "
+        "norm-wise. allowed: the error of y over what the accuracy rule allows. gsbn ×: how many times as long as gsbn."
+    )
 
 
-def plot(report: ModelsReport, file: str | Path) -> None:
-    """Bars of the speed relative to PyTorch eager, a panel for each way to run a step; PNG, SVG or PDF."""
+def _panels(report: Report) -> Mapping[str, Groups]:
+    """A panel for each way to run a step."""
     panels = {}
     for way, title in WAYS.items():
-        if any(getattr(result, way) for result in report.results):
+        if any(way in result.times for result in report.results):
             panels[title] = [
                 (f"{case.layers}\n{case.rows} rows, {case.kind}",
-                 {name: m.median for name, result in results.items() if (m := getattr(result, way))})
+                 {name: seconds for name, result in results.items() if (seconds := result.median(way))})
                 for case, results in report.by_case().items()
             ]  # fmt: skip
-    title = page.title_of(report, "training steps of whole models")
-    page.plot_speeds(file, title, panels, {name: (NAMES[name], COLOURS[name]) for name in NAMES}, "pytorch")
+    return panels
 
 
-def _each(heading: str, cell: Callable[[ModelResult], str], names: Iterable[str] = tuple(NAMES)) -> list[Column]:
-    """A column of every candidate, whose name goes into the heading."""
-    return [Column(heading.format(NAMES[name]), of(name, cell)) for name in names]
+def _columns(report: Report) -> list[Column]:
+    return [
+        Column("ms as called", time_of("called", 1e-3)),
+        Column("in a graph", time_of("graph", 1e-3)),
+        Column("error y", error_of),
+        Column("error dw", lambda result: shown(result.facts["error_of_gradients"], ".1e")),
+        Column("allowed", _excess),
+        Column("host µs", _host),
+        Column("MiB", _mib),
+    ]
 
 
-def _gain(heading: str, way: str) -> Column:
-    """The time of the best peer over gsbn's: above 1, gsbn is faster."""
-
-    def cell(case: ModelCase, results: dict[str, ModelResult]) -> str:
-        times = {name: m.median for name, result in results.items() if (m := getattr(result, way))}
-        peers = [times[name] for name in PEERS if name in times]
-        return f"{min(peers) / times['gsbn']:.2f}" if peers and "gsbn" in times else NOTHING
-
-    return Column(heading, cell)
-
-
-def _ms(way: str) -> Callable[[ModelResult], str]:
-    return lambda result: shown(m.median * 1e3 if (m := getattr(result, way)) else None)
-
-
-def _phase(part: str) -> Callable[[ModelResult], str]:
-    return lambda result: shown(result.phases[part] * 1e3 if result.phases else None)
-
-
-def _error(what: str) -> Callable[[ModelResult], str]:
-    return lambda result: shown(result.errors.get(what), ".1e")
-
-
-def _mib(result: ModelResult) -> str:
-    return shown(None if result.peak_bytes is None else result.peak_bytes / 2**20, ".0f")
-
-
-def _host_us(result: ModelResult) -> str:
-    """Of a forward and a backward."""
-    layers = len(result.case.widths) - 1
-    return shown(1e6 * (result.host["forward"] + result.host["backward"]) / layers if result.host else None, ".0f")
-
-
-def _excess(result: ModelResult) -> str:
-    return NOTHING if result.excess is None else share(result.excess)
+VIEW = View(
+    names=NAMES,
+    columns=_columns,
+    legend=_legend,
+    markdown=_markdown,
+    panels=_panels,
+    series={name: (NAMES[name], SERIES[name][1]) for name in NAMES if name in SERIES}
+    | {"gsbn-compile": (NAMES["gsbn-compile"], "#8c2f3d")},
+    units=("pytorch",),
+    subject=lambda report: "training steps of whole models",
+    picture="A training step beside the peers",
+)

@@ -8,15 +8,16 @@ keys of ``gsbn.bench.candidate.NAMES``. ``gsbn.bench.ranks`` uses ``own`` and ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gsbn
 
 from .. import _plan
 from .._host.call import bare_gemm
-from . import libraries
-from .bounds import EPS, GRADIENTS, MOMENTUM, Operands, draw_dy
-from .candidate import WITHOUT_BACKWARD, Candidate, Unavailable
+from . import xla
+from .bounds import EPS, GRADIENTS, Operands, draw_dy
+from .candidate import COMPILED, WITHOUT_BACKWARD, Candidate, Unavailable, is_emulated
 from .case import Case
 from .libraries import Native, Torch
 from .machine import matmul_of, path
@@ -24,15 +25,21 @@ from .machine import matmul_of, path
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
-    if name in ("pytorch", "compile", "autotune"):
-        return module(name, case, operands, xp)
     if name.startswith("gsbn") and name != "gsbn-gemm":
         return own(name, case, operands, xp)
+    if is_emulated(name) and case.kind != "float32":
+        raise Unavailable("it is a way to float32 alone")
+    if name == "pytorch" or name in COMPILED:
+        return module(name, case, operands, xp)
     if case.direction != "forward":
         raise Unavailable("it has no backward here")
+    if name.startswith("triton"):
+        return module(name, case, operands, xp)
+    if name.startswith("jax"):
+        return xla.make(name, case, operands, xp)
     if name.startswith("gemm"):
         return _gemm(name, case, operands, xp)
-    return {"gsbn-gemm": _own_gemm, "addmm": _addmm, "jax": _jax}[name](case, operands, xp)
+    return {"gsbn-gemm": _own_gemm, "addmm": _addmm}[name](case, operands, xp)
 
 
 def own(
@@ -159,9 +166,19 @@ def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
     return Candidate("addmm", "torch", call, lambda: {"y": library.give(call())})
 
 
-def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str) -> Any:
+def _triton_linear(precision: str) -> Callable[..., Any]:
+    """A linear layer by this package's Triton kernel."""
+    try:
+        from .triton_gemm import linear
+    except ImportError:
+        raise Unavailable("triton is not installed") from None
+    return partial(linear, precision=precision)
+
+
+def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str, linear: Any) -> Any:
     """KernelBench's module, ``BatchNorm1d(Linear(x) * scale)``, over the memory of the operands; or without the scale,
-    and with the activation after it. Where the vectors are of another dtype than x, the scale is rounded to x's."""
+    and with the activation after it. Where the vectors are of another dtype than x, the scale is rounded to x's.
+    ``linear`` computes the product."""
     torch: Any = library.torch
 
     class GemmScaleBatchNorm(torch.nn.Module):  # type: ignore[misc]
@@ -176,7 +193,7 @@ def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str)
             self.bn.weight, self.bn.bias = parameter(gamma), parameter(beta)
 
         def forward(self, x: Any) -> Any:
-            z = self.gemm(x)
+            z = linear(x, self.gemm.weight, self.gemm.bias)
             y = self.bn(z if self.scale is None else z * self.scale)
             return torch.nn.functional.relu(y) if case.activation == "relu" else y
 
@@ -186,17 +203,24 @@ def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str)
     return GemmScaleBatchNorm().train(case.training)
 
 
-def module(name: str, case: Case, operands: Operands, xp: Any, dy: Any = None, norm: str = "BatchNorm1d") -> Candidate:
-    """KernelBench's module with this class of ``torch.nn``, eager or compiled; its gradients by autograd.
+TORCH_MODES = {"compile": "default", "autotune": "max-autotune-no-cudagraphs", "max-autotune": "max-autotune"}
 
-    ``dy`` is drawn if absent.
+
+def module(name: str, case: Case, operands: Operands, xp: Any, dy: Any = None, norm: str = "BatchNorm1d") -> Candidate:
+    """KernelBench's module with this class of ``torch.nn``; its gradients by autograd.
+
+    It is eager, compiled in one of ``TORCH_MODES``, or eager with Triton's product. ``dy`` is drawn if absent.
     """
-    if name in ("compile", "autotune") and case.direction == "backward":
+    if name in COMPILED and case.direction == "backward":
         raise Unavailable("a compiled backward is timed in its step")
     library = Torch(xp)
-    torch, layer, x = library.torch, _scale_batch_norm(library, case, operands, norm), library.take(operands.x)
-    mode = {"compile": "default", "autotune": "max-autotune-no-cudagraphs"}.get(name)
-    run = torch.compile(layer, dynamic=False, mode=mode) if mode else layer
+    torch, x = library.torch, library.take(operands.x)
+    linear = _triton_linear(name[len("triton-") :]) if name.startswith("triton-") else torch.nn.functional.linear
+    layer = _scale_batch_norm(library, case, operands, norm, linear)
+    run = torch.compile(layer, dynamic=False, mode=TORCH_MODES[name]) if name in COMPILED else layer
+    capturable = name != "max-autotune"  # it launches graphs of its own
+    if not capturable:
+        torch._dynamo.mark_static_address(x)  # or its graph would begin with a copy of x
 
     def reset() -> None:
         for key, a in operands.fresh_statistics(xp).items():
@@ -209,7 +233,7 @@ def module(name: str, case: Case, operands: Operands, xp: Any, dy: Any = None, n
         return {key: library.give(a) for key, a in results.items()}
 
     if case.direction == "forward":
-        return Candidate(name, "torch", lambda: run(x), outputs)
+        return Candidate(name, "torch", lambda: run(x), outputs, capturable)
     reset()
     places = [x, layer.gemm.weight, layer.gemm.bias, layer.scale, layer.bn.weight, layer.bn.bias]
     leaves = {name: leaf for name, leaf in zip(GRADIENTS, places, strict=True) if leaf is not None}
@@ -231,54 +255,4 @@ def module(name: str, case: Case, operands: Operands, xp: Any, dy: Any = None, n
         results = {**dict(zip(leaves, gradients, strict=True)), "y": y.detach()}
         return {key: library.give(a) for key, a in results.items()}
 
-    return Candidate(name, "torch", lambda: gradients_and_y()[0], outputs_of_backward)
-
-
-def _jax(case: Case, operands: Operands, xp: Any) -> Candidate:
-    jax = libraries.load(["jax"])["jax"]
-    if jax is None:
-        raise Unavailable("jax is not installed")
-    if case.dtype == "float64":
-        raise Unavailable("jax computes float64 only in its global x64 mode")
-    if (jax.default_backend() == "gpu") != (xp.__name__ == "cupy"):
-        raise Unavailable(f"jax runs on {jax.default_backend()} here")
-    jnp = jax.numpy
-    algorithm = {"highest": "F32_F32_F32", "high": "TF32_TF32_F32"}[case.precision]
-    precision = algorithm if case.dtype == "float32" and xp.__name__ == "cupy" else None
-
-    def to_jax(a: Any) -> Any:
-        if a.dtype.name == "bfloat16":
-            return jax.lax.bitcast_convert_type(jnp.from_dlpack(a.view("int16")), jnp.bfloat16)
-        return jnp.from_dlpack(a)
-
-    def from_jax(a: Any) -> Any:
-        if a.dtype == jnp.bfloat16:
-            return xp.from_dlpack(jax.lax.bitcast_convert_type(a, jnp.int16)).view(operands.x.dtype)
-        return xp.from_dlpack(a)
-
-    def formula(x: Any, w: Any, s: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any) -> Any:
-        z = jnp.matmul(x, w.T, precision=precision) + b
-        z = z if s is None else z * s
-        m, v = (mean, var)
-        if case.training:
-            m, v = z.mean(0, dtype=jnp.float32), z.var(0, dtype=jnp.float32)
-            unbiased = case.batch / (case.batch - 1)
-            mean = ((1 - MOMENTUM) * mean + MOMENTUM * m).astype(mean.dtype)
-            var = ((1 - MOMENTUM) * var + MOMENTUM * unbiased * v).astype(var.dtype)
-        y = (z - m) * (gamma * jax.lax.rsqrt(v.astype(jnp.float32) + EPS)) + beta
-        y = jax.nn.relu(y) if case.activation == "relu" else y
-        return y.astype(x.dtype), mean, var
-
-    forward = jax.jit(formula)
-    if xp.__name__ == "cupy":
-        xp.cuda.get_current_stream().synchronize()
-    fresh = operands.fresh_statistics(xp)
-    arrays = [operands.x, operands.weight, operands.scale, *operands.affine.values(), *list(fresh.values())[:2]]
-    arguments = [None if a is None else to_jax(a) for a in arrays]
-    jax.block_until_ready(arguments)
-
-    def outputs() -> dict[str, Any]:
-        results = jax.block_until_ready(forward(*arguments))
-        return {key: from_jax(a) for key, a in zip(("y", "running_mean", "running_var"), results, strict=True)}
-
-    return Candidate("jax", "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)
+    return Candidate(name, "torch", lambda: gradients_and_y()[0], outputs_of_backward, capturable)

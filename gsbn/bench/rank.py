@@ -1,4 +1,4 @@
-"""One rank of ``gsbn.bench.ranks``, which starts it as ``python -m gsbn.bench.rank TASK``.
+"""One rank of ``gsbn.bench.ranks``, which starts ``work`` in a process for each.
 
 All ranks must decide alike, or one would wait for a call that the others never make. So times and errors of all ranks
 are gathered before anything depends on them.
@@ -11,49 +11,64 @@ import dataclasses
 import gc
 import hashlib
 import itertools
-import json
 import os
-import sys
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import gsbn
 
+from .._timing import between_events, torch_graph, wall_clock, warm_up
 from . import bounds, libraries, peers
 from .candidate import Candidate
 from .case import Case
-from .clock import between_events, torch_graph, wall_clock, warm_up
-from .ranks import NAMES, WAYS, Task
 from .report import Settings
 from .turns import CaseRun, Entry, line_of
 
 TIMEOUT = 120.0  # seconds that a rank waits for another: one may compile what the other has in its cache
 CAPTURED = 10  # calls of a graph
+NAMES = {
+    "gemm": "bare GEMM",
+    "pytorch": "PyTorch eager, local",
+    "pytorch-sync": "PyTorch eager, SyncBatchNorm",
+    "gsbn": "gsbn, local",
+    "gsbn-reduce": "gsbn, local, and an all_reduce",
+    "gsbn-peer": "gsbn, group",
+    "gsbn-nccl": "gsbn, group over NCCL",
+    "gsbn-gloo": "gsbn, group over gloo",
+}
 NOT_CAPTURED = ("pytorch", "pytorch-sync")
+
+
+class Task(NamedTuple):
+    """What the ranks are told to do."""
+
+    size: int
+    store: str  # the file through which they meet
+    device: str
+    candidates: Sequence[str]
+    cases: Sequence[Case]
+    settings: Settings
 
 
 class World:
     """This rank among the others: torch.distributed, gsbn's groups over it, and clocks that begin together."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, rank: int, task: Task, words: Any) -> None:
         torch: Any = libraries.load(["pytorch"])["torch"]
         self.torch: Any = torch
-        self.rank: int = task.rank
+        self.rank: int = rank
         self.size: int = task.size
         self.on_gpu: bool = task.device == "cuda"
-        self.device: Any = torch.device("cuda", task.rank) if self.on_gpu else torch.device("cpu")
-        self._store, self._outlet = (self._meet(task.port) for _ in range(2))
-        self._words = 0
+        self.device: Any = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        self._queue = words
         options: dict[str, Any] = {}
         if self.on_gpu:
             import cupy
 
-            cupy.cuda.Device(task.rank).use()
-            torch.cuda.set_device(task.rank)
+            cupy.cuda.Device(rank).use()
+            torch.cuda.set_device(rank)
             options["device_id"] = self.device
             self.xp: Any = cupy
             self.side: Any = torch.cuda.Stream()
@@ -61,9 +76,10 @@ class World:
             import numpy
 
             self.xp = numpy
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // task.size))  # the ranks share the cores
         torch.distributed.init_process_group(
-            "nccl" if self.on_gpu else "gloo", store=self._store, rank=task.rank, world_size=task.size,
-            timeout=timedelta(seconds=TIMEOUT), **options,
+            "nccl" if self.on_gpu else "gloo", f"file://{task.store}", timedelta(seconds=TIMEOUT), task.size, rank,
+            **options,
         )  # fmt: skip
         self._one = torch.zeros(1, device=self.device)
         ways = {"gsbn-peer": True, "gsbn-nccl": False} if self.on_gpu else {"gsbn-gloo": False}
@@ -73,14 +89,10 @@ class World:
             if name in task.candidates
         }
 
-    def _meet(self, port: int) -> Any:
-        return self.torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-
-    def say(self, **word: Any) -> None:
+    def say(self, word: Any) -> None:
         """Tell the process that started the ranks."""
         if self.rank == 0:
-            self._outlet.set(f"said/{self._words}", json.dumps(word))
-            self._words += 1
+            self._queue.put(word)
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value."""
@@ -101,12 +113,12 @@ class World:
             self.torch.cuda.synchronize()
 
     def trial(self, call: Callable[[], Any], calls: int) -> float:
-        """Seconds a call; the first is not timed."""
+        """Seconds a call on the slowest rank; the first call is not timed."""
         self.barrier()
         call()
-        if self.on_gpu:
-            return between_events(self.torch, call, calls)
-        return wall_clock(call, calls, self.synchronize)
+        on_gpu, synchronize = self.on_gpu, self.synchronize
+        seconds = between_events(self.torch, call, calls) if on_gpu else wall_clock(call, calls, synchronize)
+        return float(max(self.gathered(seconds)))
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], None]:
         """A replay of a CUDA graph of several calls."""
@@ -191,21 +203,22 @@ class Layer:
 
 
 class RankRun(CaseRun):
-    """All candidates on one shape and dtype, in one direction or in both; an entry's case is its number in the task."""
+    """All candidates on one shape and dtype, in one direction or in both."""
 
-    def __init__(self, world: World, task: Task, cases: dict[int, Case]) -> None:
+    def __init__(self, world: World, task: Task, cases: list[Case]) -> None:
         self.world: World = world
-        self.cases: dict[int, Case] = cases
-        self.plain: Case = dataclasses.replace(next(iter(cases.values())), direction="forward")
-        entries = [Entry(name, number) for number in cases for name in task.candidates]
-        super().__init__(entries, NAMES, self.plain.precision, Settings(**task.settings))
+        self.cases: list[Case] = cases
+        self.done: int = task.cases.index(cases[0])
+        self.plain: Case = dataclasses.replace(cases[0], direction="forward")
+        entries = [Entry(name, case) for case in cases for name in task.candidates]
+        super().__init__(entries, NAMES, self.plain.precision, task.settings)
         self.say(0, "operands and truth")
-        with_gradients = any(case.direction == "step" for case in cases.values())
+        with_gradients = any(case.direction == "step" for case in cases)
         self.layer: Layer = Layer(world, self.plain, with_gradients, self.settings.seed)
 
     def say(self, done: float, what: str) -> None:
         """Report progress."""
-        self.world.say(done=min(self.cases) + done * len(self.cases), doing=f"{self.plain.title}: {what}")
+        self.world.say((self.done + done * len(self.cases), f"{self.plain.title}: {what}"))
 
     def now(self) -> float:
         return self.world.now()
@@ -228,7 +241,7 @@ class RankRun(CaseRun):
 
     def check(self, entry: Entry) -> None:
         """Judge the first call if it shares statistics: gsbn by its bound, PyTorch as a peer."""
-        candidate, group = self.layer.make(entry.name, self.cases[entry.case]), self.world.groups.get(entry.name)
+        candidate, group = self.layer.make(entry.name, entry.case), self.world.groups.get(entry.name)
         entry.candidate = candidate
         if group is None and entry.name != "pytorch-sync":
             candidate.call()
@@ -255,11 +268,11 @@ class RankRun(CaseRun):
 
     def prepare(self, entry: Entry) -> None:
         world, call = self.world, entry.candidate.call
-        entry.once = max(world.gathered(min(world.trial(call, 1) for _ in range(3))))
+        entry.once = min(world.trial(call, 1) for _ in range(3))
         calls = self.settings.calls or max(5, min(50, round(self.settings.trial_ms * 1e-3 / entry.once)))
         entry.facts["calls"] = calls
         entry.trials["called"] = lambda: world.trial(call, calls)
-        if world.on_gpu and self.settings.graph and entry.name not in NOT_CAPTURED:
+        if world.on_gpu and entry.name not in NOT_CAPTURED:
             warm_up(world.torch, call, world.side)
             world.synchronize()
             world.barrier()
@@ -268,45 +281,22 @@ class RankRun(CaseRun):
             if not entry.facts["graph_failure"]:
                 entry.trials["graph"] = lambda: world.trial(replays[0], 1) / CAPTURED
 
-    def round(self, turn: int) -> float:
-        return float(self.world.gathered(super().round(turn))[0])
-
     def finish(self) -> None:
         """See that no group met with an error in a replay, which raises none; then tell the results."""
         for entry in self.live():
             if (group := self.world.groups.get(entry.name)) is not None:
                 entry.failure = self._together(group.check)
-        self.world.say(results=self.results())
-
-    def result(self, case: int, candidate: str, **fields: Any) -> dict[str, Any]:
-        """As ``ranks.RanksResult`` has it, of all ranks."""
-        mine = {way: asdict(fields.pop(way)) for way in WAYS if way in fields}
-        found = self.world.gathered(mine)
-        times = {way: [of_rank[way] for of_rank in found if way in of_rank] for way in WAYS}
-        return {"case": case, "candidate": candidate, **times, **fields}
+        self.world.say(self.results())
 
 
-def main(text: str) -> None:
-    """Run what the task says, and tell the results."""
-    task = Task(*json.loads(text))
-    world = World(task)
-    cases = [Case(**fields) for fields in task.cases]
+def work(rank: int, task: Task, words: Any) -> None:
+    """Run what the task says; rank 0 puts its progress and results into the queue ``words``."""
+    world = World(rank, task, words)
     with libraries.no_grad():
-        for _, alike in itertools.groupby(
-            enumerate(cases), key=lambda item: dataclasses.replace(item[1], direction="forward")
-        ):
-            turn = RankRun(world, task, dict(alike))
+        for _, alike in itertools.groupby(task.cases, key=lambda case: dataclasses.replace(case, direction="forward")):
+            turn = RankRun(world, task, list(alike))
             turn.run(turn.say)
             turn.finish()
             del turn
             world.free()
     world.close()
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1])
-    except BaseException:
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for the other ranks

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from .._timing import median_interval
 from . import peers
 from .bounds import make_operands
 from .candidate import Candidate, Unavailable
 from .case import DTYPES, Case
-from .clock import Clock, GpuClock, median_interval
+from .clock import Clock, GpuClock
 from .libraries import float32_precision
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The fastest that this machine was measured to be.
-
-    Attributes
-    ----------
-    copy : float
-        Bytes per second of a large copy, those read and those written. It goes through memory: a call whose operands
-        are in the L2 cache from the call before may be faster.
-    matrix : dict of str to float
-        FLOP per second of a large GEMM, by a key of `DTYPES`. For float32 it is the larger of the float32 GEMM's and a
-        third of float16's: no way is known to reach float32's accuracy with fewer than three 16-bit products.
-
-    >>> Rates(copy=4e12, matrix={"bfloat16": 8e14}).floor(Case(1024, 8192, 8192, "bfloat16"))
-    """
-
-    copy: float
-    matrix: dict[str, float]
-
-    def floor(self, case: Case) -> float:
-        """Seconds that no implementation of this case can beat: the larger of arithmetic and traffic."""
-        matrix = self.matrix.get(case.kind)
-        return max(case.flops / matrix if matrix else 0.0, case.least_bytes / self.copy)
+from .report import Rates
 
 
 def measure_rates(clock: Clock, kinds: set[str]) -> Rates:

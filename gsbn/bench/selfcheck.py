@@ -37,22 +37,14 @@ class Check:
     family: str  # a key of gsbn.bench.bounds.FAMILIES
     training: bool
     candidate: str
-    y: Judgement | None = None  # y and the statistics against truth and bound
-    running_mean: Judgement | None = None
-    running_var: Judgement | None = None
-    gradients: dict[str, Judgement] = field(default_factory=dict)  # by the fields of gsbn.Gradients
+    # y, running_mean and running_var, and gradients by the fields of gsbn.Gradients, against truth and bound
+    judged: dict[str, Judgement] = field(default_factory=dict)
     failure: str = ""
 
     @property
     def share(self) -> float:
         """The largest part of its bound that any element of any result uses."""
-        judged = (self.y, self.running_mean, self.running_var, *self.gradients.values())
-        return max((j.share for j in judged if j), default=float("inf"))
-
-    def judgement(self, of: str) -> Judgement | None:
-        """Of y or a running statistic, or of a gradient by its name in ``gsbn.Gradients``."""
-        found: Judgement | None = self.gradients.get(of) or getattr(self, of, None)
-        return found
+        return max((judgement.share for judgement in self.judged.values()), default=float("inf"))
 
     @property
     def passed(self) -> bool:
@@ -120,14 +112,12 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
     with libraries.float32_precision(case.precision), libraries.no_grad():
         for name in names:
             try:
-                found = judge(name, case)
-                y, mean, var = (found.get(key) for key in ("y", "running_mean", "running_var"))
-                gradients: dict[str, Judgement] = {}
+                judged = judge(name, case)
                 if name not in WITHOUT_BACKWARD:
                     found = judge(name, backward)
-                    gradients = {key: found[key] for key in GRADIENTS if key in found}
-                    y = max(filter(None, (y, found["y"])), key=lambda judgement: judgement.share)
-                checks.append(Check(case.kind, family, case.training, name, y, mean, var, gradients))
+                    judged |= {key: found[key] for key in GRADIENTS if key in found}
+                    judged["y"] = max(judged["y"], found["y"], key=lambda judgement: judgement.share)
+                checks.append(Check(case.kind, family, case.training, name, judged))
             except Unavailable:
                 continue
             except Exception as error:  # one candidate's failure is a row of the table
@@ -135,7 +125,7 @@ def _check(case: Case, family: str, names: list[str], gpu: bool, seed: int) -> l
         if case.kind == "float32":
             g = libraries.on_host(peers.make("gemm-cupy" if gpu else "gemm-numpy", case, operands, xp).outputs()["g"])
             y_of_g = expected(np, on_host, case.precision, case.training, g, case.activation)["y"].value
-            checks.append(Check(case.kind, family, case.training, "sgemm", truth.forward["y"].judge(y_of_g, np)))
+            checks.append(Check(case.kind, family, case.training, "sgemm", {"y": truth.forward["y"].judge(y_of_g, np)}))
     return checks
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .bounds import Judgement
+from .bounds import GRADIENTS, Judgement
 from .candidate import NAMES
 from .page import share
 from .report import NOTHING
 from .selfcheck import DERIVATION, Check
-from .terminal import Row, print_facts, print_table
+from .terminal import print_facts, print_table
 
 # ---- gsbn info -----------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def print_machine(console: Console, environment: dict[str, Any], title: str, pat
     if environment["gpus"]:
         facts["CUDA"] = f"{environment['cuda_runtime']}, NVRTC {environment['nvrtc']}"
     facts |= {"Python": environment["python"], "libraries": libraries}
-    print_facts(console, "", ("", ""), facts.items())
+    print_facts(console, "", ("", ""), [*facts.items()])
     print_facts(console, title, ("dtype", "GEMM", "why"), [(kind, *path) for kind, path in paths.items()])
 
 
@@ -49,15 +49,12 @@ def print_missing(console: Console, missing: Iterable[tuple[str, str]]) -> None:
 
 # ---- gsbn check ----------------------------------------------------------------------------------------------------
 
-Group = dict[tuple[str, bool], Check]  # the checks of one dtype and family: (candidate, training) to check
 LEGEND = (
     "In each cell: the norm of the error over the norm of the truth, and the largest share of its bound that an "
     "element uses (100%: all of it). *: the norm of the error itself, where the bound is larger than the truth and a "
-    "relative error means nothing. inference: y in inference. mean, variance: the running statistics. worst: the "
-    "largest share among all results of gsbn, its paths and modes. SGEMM y: y if nothing but the float32 GEMM rounded."
+    "relative error means nothing. mean, variance: the running statistics. Only gsbn is held to the bound. "
+    "SGEMM: y if nothing but the float32 GEMM rounded."
 )
-
-
 NEAREST = 5  # lines without --verbose
 
 
@@ -66,35 +63,27 @@ def print_nearest(console: Console, checks: Sequence[Check], skipped: dict[str, 
     ours = sorted((c for c in checks if c.candidate.startswith("gsbn")), key=lambda c: c.share, reverse=True)
     rows = []
     for c in ours[:NEAREST]:
-        named = {"y": c.y, "mean": c.running_mean, "variance": c.running_var}
-        named |= {f"d{name}": judged for name, judged in c.gradients.items()}
-        judged = {name: judged for name, judged in named.items() if judged}
-        result = max(judged, key=lambda name: judged[name].share, default=NOTHING)
-        error = f"{judged[result].norm_error:.1e}{'' if judged[result].relative else '*'}" if judged else NOTHING
-        mode = "training" if c.training else "inference"
-        style = "" if c.passed else "red"
-        rows.append(Row([f"{c.kind}, {c.family}", mode, NAMES[c.candidate], result, error, share(c.share)], style))
+        result = max(c.judged, key=lambda name: c.judged[name].share, default=NOTHING)
+        error = _error(c.judged[result]) if c.judged else NOTHING
+        cells = [f"{c.kind}, {c.family}", _mode(c), _name(c), result, error, share(c.share)]
+        rows.append([Text(cell, style="" if c.passed else "red") for cell in cells])
     columns = ["", "mode", "path", "result", "error", "of its bound"]
-    print_table(console, f"gsbn against float64{variant}, nearest to the bound", columns, rows, columns[1:4])
-    if any(str(row.cells[4]).endswith("*") for row in rows):
+    print_table(console, f"gsbn against float64{variant}, nearest to the bound", columns, rows, left=columns[1:4])
+    if any(str(row[4]).endswith("*") for row in rows):
         console.print(Text("*: the norm of the error itself, not over the truth's.", style="dim"))
     _print_skipped(console, skipped)
 
 
 def print_checks(console: Console, checks: Sequence[Check], skipped: dict[str, str], variant: str = "") -> None:
-    """Every error beside its share of the bound; what was skipped, and why; what the bound is. ``variant`` tells in
-    the titles what sets the layer apart, as ``Case.variant``."""
-    groups: dict[tuple[str, str], Group] = {}
-    for c in checks:
-        groups.setdefault((c.kind, c.family), {})[c.candidate, c.training] = c
-    results = {"y": ("gsbn", True, "y"), "inference": ("gsbn", False, "y")}
-    results |= {"mean": ("gsbn", True, "running_mean"), "variance": ("gsbn", True, "running_var")}
-    gradients = {f"d{name}": ("gsbn", True, name) for name in ("x", "weight", "scale", "gamma", "beta")}
-    peers = {"PyTorch y": ("pytorch", True, "y"), "SGEMM y": ("sgemm", True, "y")}
-    peers |= {f"PyTorch d{name}": ("pytorch", True, name) for name in ("x", "scale")}
-    _print_errors(console, f"gsbn against float64{variant}", groups, results, worst=True)
-    _print_errors(console, f"gsbn's gradients in training{variant}", groups, gradients)
-    _print_errors(console, f"Others in training{variant}, which are not held to the bound", groups, peers)
+    """A table for each dtype, in which every error stands beside its share of the bound; what was skipped, and why;
+    what the bound is. ``variant`` tells in the titles what sets the layer apart, as ``Case.variant``."""
+    results = {"y": "y", "running_mean": "mean", "running_var": "variance"} | {name: f"d{name}" for name in GRADIENTS}
+    for kind in dict.fromkeys(c.kind for c in checks):
+        rows = []
+        for c in (c for c in checks if c.kind == kind):
+            line = [f"{c.family}, {_mode(c)}, {_name(c)}", *(_beside_its_bound(c.judged.get(name)) for name in results)]
+            rows.append([Text(cell, style="" if c.passed else "red") for cell in line])
+        print_table(console, f"{kind} against float64{variant}", ["", *results.values()], rows)
     if checks:
         console.print(Text(f"{LEGEND}\n{DERIVATION}", style="dim"))
     _print_skipped(console, skipped)
@@ -105,38 +94,18 @@ def _print_skipped(console: Console, skipped: dict[str, str]) -> None:
         console.print(Text(f"{NAMES.get(name, name)}: skipped, because {why}", style="yellow"), soft_wrap=True)
 
 
-def _print_errors(
-    console: Console,
-    title: str,
-    groups: dict[tuple[str, str], Group],
-    columns: dict[str, tuple[str, bool, str]],
-    worst: bool = False,
-) -> None:
-    """``columns`` tell by their headings which candidate's result is shown, in training or not."""
-    rows: list[Row] = []
-    kinds: set[str] = set()
-    for (kind, family), group in groups.items():
-        errors = [_error(group, *which) for which in columns.values()]
-        if set(errors) == {NOTHING} and not worst:
-            continue
-        cells: list[str | Text] = [*errors, *([_worst(group)] if worst else [])]
-        rows += [] if kind in kinds else [Row([kind, *[""] * len(cells)], "bold")]
-        rows.append(Row([family, *cells]))
-        kinds.add(kind)
-    print_table(console, title, ["", *columns, *(["worst"] if worst else [])], rows)
+def _mode(check: Check) -> str:
+    return "training" if check.training else "inference"
 
 
-def _error(group: Group, candidate: str, training: bool, of: str) -> str:
-    check = group.get((candidate, training))
-    judged = check.judgement(of) if check else None
-    return NOTHING if judged is None else _beside_its_bound(judged)
+def _name(check: Check) -> str:
+    return NAMES.get(check.candidate, "SGEMM")
 
 
-def _beside_its_bound(judged: Judgement) -> str:
-    error, part = f"{judged.norm_error:.1e}" if judged.norm_error else "0", share(judged.share)
-    return f"{error} {part:>4}" if judged.relative or not judged.norm_error else f"{error}* {part:>3}"
+def _error(judged: Judgement) -> str:
+    error = f"{judged.norm_error:.1e}" if judged.norm_error else "0"
+    return error if judged.relative or not judged.norm_error else f"{error}*"
 
 
-def _worst(group: Group) -> Text:
-    largest = max(c.share for c in group.values() if c.candidate.startswith("gsbn"))
-    return Text(share(largest), style="green" if largest <= 1 else "red")
+def _beside_its_bound(judged: Judgement | None) -> str:
+    return f"{_error(judged)} {share(judged.share):>4}" if judged else NOTHING

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .._timing import peak_bytes, torch_graph, wall_clock, warm_up
 from . import libraries
-from .clock import torch_graph, wall_clock, warm_up
 from .turns import line_of
 
 RATE, MOMENTUM = 1e-4, 0.9  # of SGD: so slow that a thousand steps leave the numbers what they are
@@ -55,14 +54,14 @@ class Trainee:
         for _ in self.steps():
             pass
 
-    def first_step(self, truth: list[Any]) -> dict[str, float]:
+    def first_step(self, truth: list[Any]) -> tuple[float, float]:
         """The errors of y and of the gradients; those of the parameters count alike, whatever their sizes."""
         steps = self.steps()
         next(steps), next(steps)
         y, *gradients = (_relative(a, b) for a, b in zip(self.outcome(), truth, strict=True))
-        errors = {"y": y, "gradients": statistics.fmean(e * e for e in gradients) ** 0.5}
-        if not max(errors.values()) < 1:
-            raise RuntimeError(f"wrong result: an error of {max(errors.values()):.2g} of the truth")
+        errors = y, statistics.fmean(e * e for e in gradients) ** 0.5
+        if not max(errors) < 1:
+            raise RuntimeError(f"wrong result: an error of {max(errors):.2g} of the truth")
         next(steps)
         self.dy, self.y = self.dy.to(self.y.dtype), None
         return errors
@@ -80,35 +79,26 @@ class Trainee:
 
     def memory(self) -> int:
         """Bytes: the peak of one warm step, over what was there before it without any gradients."""
-        cuda = self.torch.cuda
         self.optimiser.zero_grad(set_to_none=True)
         self.y = None
-        cuda.synchronize()
-        cuda.reset_peak_memory_stats()
-        before = cuda.memory_allocated()
-        self.step()
-        return int(cuda.max_memory_allocated() - before)
+        return peak_bytes(self.torch, self.step)
 
-    def phases(self, once: float) -> tuple[dict[str, float], dict[str, float]]:
-        """The device's time by part of the step, and the host's: a busy device at its start lets the host run ahead.
+    def host(self, once: float) -> float:
+        """Seconds that a forward and a backward cost the host: a busy device lets it run ahead.
 
         ``once`` is the time of a step as called.
         """
-        device: list[list[float]] = []
-        host: list[list[float]] = []
+        found = []
         for _ in range(5):
             self.synchronize()
             self.torch.cuda._sleep(int(4e9 * once))  # about twice a step as called
-            events, times = [self.torch.cuda.Event(enable_timing=True)], [time.perf_counter()]
-            events[0].record()
-            for _ in self.steps():
-                times.append(time.perf_counter())
-                events.append(self.torch.cuda.Event(enable_timing=True))
-                events[-1].record()
+            steps, start = self.steps(), time.perf_counter()
+            next(steps), next(steps)
+            found.append(time.perf_counter() - start)
+            next(steps)
+            next(steps, None)
             self.synchronize()
-            device.append([a.elapsed_time(b) * 1e-3 for a, b in itertools.pairwise(events)])
-            host.append([b - a for a, b in itertools.pairwise(times)])
-        return _medians(device), _medians(host)
+        return statistics.median(found)
 
     def capture(self) -> tuple[Callable[[], None] | None, str]:
         """A replay of a step as a graph, or the reason why it cannot be one."""
@@ -131,12 +121,6 @@ def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
     y = wide(x.double())
     y.backward(dy.double())
     return [y.detach(), *(parameter.grad for parameter in wide.parameters())]
-
-
-def _medians(samples: list[list[float]]) -> dict[str, float]:
-    """By part of the step."""
-    parts = zip(*samples, strict=True)
-    return dict(zip(("forward", "backward", "optimiser"), map(statistics.median, parts), strict=True))
 
 
 def _relative(got: Any, want: Any) -> float:

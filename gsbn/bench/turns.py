@@ -2,6 +2,9 @@
 
 A bench derives from ``CaseRun`` and adds only what differs: how a candidate is checked, and how it is prepared and
 timed. A candidate that fails is not called any more; the others go on.
+
+Some peers are as fast as luck has it: with other addresses the same calls take twice as long. So all candidates are
+prepared and timed several times. A peer's time is that of its best turn, gsbn's is the median over all turns.
 """
 
 from __future__ import annotations
@@ -14,11 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._timing import LEAST_ROUNDS, Measurement, balanced_order, median_interval
 from . import libraries
-from .clock import median_interval
-from .report import Settings
+from .report import Result, Settings
 
-LEAST_ROUNDS = 7  # the fewest samples whose median has an interval
 Progress = Callable[[float, int, str], None]  # how many cases are done, of how many, and what is being done
 
 
@@ -31,21 +33,46 @@ class Entry:
     failure: str = ""  # after one it is not called any more
     candidate: Any = None
     once: float = 1.0  # seconds of one call, before the turns
-    facts: dict[str, Any] = field(default_factory=dict)  # fields of its result
-    # By field of its result: what runs a trial and gives seconds a call, or None where it cannot be known.
+    facts: dict[str, Any] = field(default_factory=dict)  # of its result
+    # By what is timed: what runs a trial and gives seconds a call, or None where it cannot be known.
     trials: dict[str, Callable[[], float | None]] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)  # what the trials gave
+    times: dict[str, list[float]] = field(default_factory=dict)  # what the trials of this turn gave
+    turns: list[dict[str, list[float]]] = field(default_factory=list)  # ``times`` of every turn
 
-    @property
-    def first(self) -> list[float]:
-        """The times of the first of ``trials``."""
-        return next(iter(self.times.values()), [])
+    def begin_turn(self) -> None:
+        """Forget how trials were run, and begin new times."""
+        self.trials, self.times = {}, {}
+        self.turns.append(self.times)
+
+    def sample(self) -> None:
+        """Run every trial once."""
+        found = {way: trial() for way, trial in self.trials.items()}
+        for way, seconds in found.items():
+            if seconds is not None:
+                self.times.setdefault(way, []).append(seconds)
+
+    def result(self) -> Result:
+        """What is known now: the failure, or the times."""
+        if self.failure:
+            return Result(self.case, self.name, failure=self.failure)
+        ways = dict.fromkeys(way for times in self.turns for way in times)
+        turns = {way: [times[way] for times in self.turns if way in times] for way in ways}
+        judge = over_all if self.name.startswith("gsbn") else best
+        return Result(self.case, self.name, {way: judge(samples) for way, samples in turns.items()}, self.facts)
+
+
+def best(turns: Iterable[Sequence[float]]) -> Measurement:
+    """The smallest of the medians of several turns."""
+    return min(map(median_interval, turns), key=lambda found: found.median)
+
+
+def over_all(turns: Iterable[Sequence[float]]) -> Measurement:
+    """The median over all turns."""
+    return median_interval([*itertools.chain(*turns)])
 
 
 class CaseRun:
     """All candidates on one case."""
-
-    result: Callable[..., Any]  # makes a result of case and candidate, and of facts and times or a failure
 
     def __init__(self, entries: Iterable[Entry], titles: Mapping[str, str], precision: str, settings: Settings) -> None:
         self.entries: list[Entry] = list(entries)
@@ -77,29 +104,20 @@ class CaseRun:
                 progress(index / len(self.entries) / 2, f"checking {self.titles[entry.name]}")
                 self.attempt(entry, self.check)
             self.checked()
-            self.each(self.prepare)
-            if self.live():
-                self._take_turns(progress)
+            for turn in range(self.settings.turns):
+                for entry in self.live():
+                    entry.begin_turn()
+                    self.attempt(entry, self.prepare)
+                if self.live():
+                    self._take_turn(turn, progress)
 
-    def results(self) -> list[Any]:
-        """What is known now: the failures, and of the others the rounds that all of them have completed."""
-        rounds, found = min((len(entry.first) for entry in self.live()), default=0), []
-        for entry in self.entries:
-            times = {way: median_interval(seconds[:rounds]) for way, seconds in entry.times.items() if seconds[:rounds]}
-            if entry.failure:
-                found.append(self.result(entry.case, entry.name, failure=entry.failure))
-            elif rounds:
-                found.append(self.result(entry.case, entry.name, **entry.facts, **times))
-        return found
+    def results(self) -> list[Result]:
+        """The results so far: failures, and those that have times."""
+        return [entry.result() for entry in self.entries if entry.failure or any(entry.turns)]
 
     def live(self) -> list[Entry]:
         """The entries without a failure."""
         return [entry for entry in self.entries if not entry.failure]
-
-    def each(self, step: Callable[[Entry], None]) -> None:
-        """Do this with every live entry."""
-        for entry in self.live():
-            self.attempt(entry, step)
 
     def attempt(self, entry: Entry, step: Callable[[Entry], None]) -> None:
         """Do this with an entry; it may fail in any way, and must not take the others with it."""
@@ -108,47 +126,48 @@ class CaseRun:
         except Exception as error:
             entry.failure = line_of(error)
 
-    def round(self, turn: int) -> float:
+    def round(self, number: int) -> float:
         """A trial of every candidate; the sum of their times, each divided by what one call took before."""
         live = self.live()
-        for index in balanced_order(len(live), turn):
-            self.attempt(live[index], self._sample)
-        return sum(entry.first[-1] / entry.once for entry in self.live())
+        for index in balanced_order(len(live), number):
+            self.attempt(live[index], Entry.sample)
+        return sum(next(iter(entry.times.values()))[-1] / entry.once for entry in self.live())
 
     def forget(self) -> None:
-        """Drop the times so far: the clocks were settling."""
+        """Drop the times of this turn so far: the clocks were settling."""
         for entry in self.entries:
             entry.times.clear()
 
-    def _sample(self, entry: Entry) -> None:
-        found = {way: trial() for way, trial in entry.trials.items()}
-        for way, seconds in found.items():
-            if seconds is not None:
-                entry.times.setdefault(way, []).append(seconds)
-
-    def _take_turns(self, progress: Callable[[float, str], None]) -> None:
-        """Run rounds until the clocks settle, then those that count."""
+    def _take_turn(self, turn: int, progress: Callable[[float, str], None]) -> None:
+        """Run rounds until the clocks settle, or one where an earlier turn has settled them; then those that count."""
+        settings = self.settings
         gc_was_on = gc.isenabled()
         gc.disable()  # else the candidate that runs during a collection would pay for it
         try:
-            progress(0.5, "until the clocks settle")
-            turns = itertools.count()
-            settle(lambda: self.round(next(turns)), self.settings.settle, now=self.now)
+            if turn:
+                self.round(0)
+            else:
+                progress(0.5, "until the clocks settle")
+                numbers = itertools.count()
+                settle(lambda: self.round(next(numbers)), settings.settle, now=self.now)
             self.forget()
-            started = self.now()
-            for number in range(self.settings.rounds):
-                if number >= LEAST_ROUNDS and self.now() - started > self.settings.seconds:
+            started, past = self.now(), turn * settings.rounds
+            for number in range(settings.rounds):
+                if number >= LEAST_ROUNDS and self.now() - started > settings.seconds / settings.turns:
                     break
-                progress(0.5 + number / self.settings.rounds / 2, f"round {number + 1}")
+                done = (past + number) / (settings.turns * settings.rounds)
+                progress(0.5 + done / 2, f"turn {turn + 1}, round {number + 1}")
                 self.round(number)
         finally:
             if gc_was_on:
                 gc.enable()
 
 
-def run_all(cases: Sequence[Any], start: Callable[[Any], CaseRun], progress: Progress) -> tuple[list[Any], bool]:
+def run_all(
+    cases: Sequence[Any], start: Callable[[Any], CaseRun], progress: Progress
+) -> tuple[tuple[Result, ...], bool]:
     """The results of all cases, each run by what ``start`` gives for it, and whether Ctrl-C ended that early."""
-    results: list[Any] = []
+    results: list[Result] = []
     try:
         for index, case in enumerate(cases):
 
@@ -161,24 +180,13 @@ def run_all(cases: Sequence[Any], start: Callable[[Any], CaseRun], progress: Pro
             finally:
                 results += case_run.results()
     except KeyboardInterrupt:
-        return results, True
-    return results, False
+        return tuple(results), True
+    return tuple(results), False
 
 
 def line_of(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def balanced_order(n: int, turn: int) -> list[int]:
-    """The order of ``n`` candidates in round ``turn``: a row of a Williams design.
-
-    Over ``n`` rounds (``2 n`` for an odd ``n``) every candidate takes every place, and follows every other one, equally
-    often. This matters because a trial starts with the temperature, power and clocks that the one before it has left.
-    """
-    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, -1, 1, -2, 2, … modulo n
-    order = [(i + turn) % n for i in zigzag]
-    return order[::-1] if n % 2 and turn // n % 2 else order
 
 
 def settle(work: Callable[[], float], longest: float, now: Callable[[], float] = time.perf_counter) -> bool:

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from gsbn.bench import machine, models, trainee
-from gsbn.bench.clock import median_interval
-from gsbn.bench.report import Settings
+from gsbn._timing import median_interval
+from gsbn.bench import machine, models, page, trainee
+from gsbn.bench.case import ModelCase
+from gsbn.bench.publish import publish
+from gsbn.bench.report import Report, Result, Settings
 
 torch = pytest.importorskip("torch")
 gsbn_torch = pytest.importorskip("gsbn.torch")
 
-QUICK = Settings(rounds=7, seconds=0.1, settle=0, calls=1)
-TINY = models.ModelCase((12, 16, 8), 24, "float32")
+QUICK = Settings(turns=1, rounds=7, seconds=0.1, settle=0, calls=1)
+TINY = ModelCase((12, 16, 8), 24, "float32")
 
 
 def test_the_models_of_the_table() -> None:
@@ -44,14 +46,22 @@ def test_a_run_on_the_cpu(kind: str) -> None:
     report = models.run([case], models.ON_A_CPU, QUICK)
     assert report.device == "cpu" and not report.interrupted
     for result in report.by_case()[case].values():
-        assert result.failure == "" and result.called is not None and result.called.samples == 7
-        assert (result.graph, result.peak_bytes, result.phases) == (None, None, {}), "a CPU has no device time"
-        assert max(result.errors.values()) < (1e-5 if kind == "float32" else 0.3)
-    page = models.markdown(report)
-    assert "by the wall clock, on the CPU" in page
-    assert "graph" not in page and "MiB" not in page
+        assert result.failure == "" and {way: time.samples for way, time in result.times.items()} == {"called": 7}
+        assert not {"peak_bytes", "host_us_a_layer"} & set(result.facts), "a CPU has no device time"
+        errors = result.facts["error"], result.facts["error_of_gradients"]
+        assert max(errors) < (1e-5 if kind == "float32" else 0.3)
+    text = models.VIEW.markdown(report)
+    assert "by the wall clock, on the CPU" in text
+    assert "graph" not in text and "MiB" not in text
     saved = json.loads(report.to_json(), parse_constant=lambda name: pytest.fail(name))
-    assert saved["preset"] == "models" and len(saved["results"]) == 2
+    assert saved["bench"] == "models" and len(saved["results"]) == 2
+
+
+def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
+    report = report_of_a_gpu()
+    report.save_json(tmp_path / "r.json")
+    again = Report.load(tmp_path / "r.json")
+    assert models.VIEW.markdown(again) == models.VIEW.markdown(report)
 
 
 @pytest.mark.usefixtures("cpu")
@@ -61,8 +71,8 @@ def test_what_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(gsbn_torch, "convert", fails)
     results = models.run([TINY], models.ON_A_CPU, QUICK).by_case()[TINY]
-    assert results["gsbn"].failure == "no such thing" and results["gsbn"].called is None
-    assert results["pytorch"].called is not None
+    assert results["gsbn"].failure == "no such thing" and not results["gsbn"].times
+    assert results["pytorch"].times
     monkeypatch.setattr(gsbn_torch, "convert", lambda model: SimpleNamespace(replaced=(("0", "1", "2"),)))
     (result,) = models.run([TINY], ["gsbn"], QUICK).results
     assert "not all of the model was converted" in result.failure
@@ -89,30 +99,31 @@ def test_an_interruption_keeps_what_is_done() -> None:
     assert [(r.case.rows, r.candidate) for r in report.results] == [(24, "pytorch"), (24, "gsbn")]
 
 
-def report_of_a_gpu() -> models.ModelsReport:
+def report_of_a_gpu() -> Report:
     """A report with plausible figures of a GPU; one graph and one candidate are missing."""
     noise, results = random.Random(0), []
     relative = {"pytorch": 1.8, "compile": 1.5, "gsbn": 1.2, "gsbn-compile": 1.1}
     for case in models.cases():
         for name, times in relative.items():
             m = median_interval([1e-3 * times * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
-            errors = {"y": 1e-3, "gradients": 2e-3}
-            phases = dict.fromkeys(("forward", "backward", "optimiser"), 1e-4)
-            results.append(models.ModelResult(case, name, m, m, phases, 3 << 20, errors, 0.9, host=phases))
-    results[-1] = models.ModelResult(results[-1].case, "gsbn-compile", failure="it broke")
-    results[-2].graph, results[-2].graph_failure = None, "refused"
+            facts = {"peak_bytes": 3 << 20, "host_us_a_layer": 67.0, "excess": 0.9}
+            facts |= {"error": 1e-3, "error_of_gradients": 2e-3}
+            results.append(Result(case, name, {"called": m, "graph": m}, facts))
+    results[-1] = Result(results[-1].case, "gsbn-compile", failure="it broke")
+    del results[-2].times["graph"]
+    results[-2].facts["graph_failure"] = "refused"
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
     environment = machine.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
-    return models.ModelsReport(environment, Settings(), "cuda", results)
+    return Report("models", environment, Settings(), tuple(results))
 
 
 def test_what_is_published(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "results.md"
-    page.write_text("before\n<!-- results:models -->\nold\n<!-- /results:models -->\nafter\n")
-    models.publish(report_of_a_gpu(), tmp_path, "models")
-    text = page.read_text()
+    results = tmp_path / "docs" / "results.md"
+    results.write_text("before\n<!-- results:models -->\nold\n<!-- /results:models -->\nafter\n")
+    publish(report_of_a_gpu(), models.VIEW, tmp_path, "models")
+    text = results.read_text()
     assert text.startswith("before\n<!-- results:models -->\n| model, widths") and text.endswith("after\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert {len(row) for row in rows} == {18} and len(rows) == 2 + 10
@@ -121,7 +132,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     assert rows[-1].count("–") >= 1, "what is missing is a dash"
     assert "NVIDIA H200, driver 580.1" in text
     of_host = rows[0].index("host µs a layer, gsbn")
-    assert {row[of_host] for row in rows[2:-2]} == {"67"}, "of three layers, 100 us forward and backward each"
+    assert {row[of_host] for row in rows[2:-2]} == {"67"}
     for name in ("models.json", "models.png"):
         assert (tmp_path / "docs" / "results" / name).stat().st_size > 1000
 
@@ -130,17 +141,9 @@ def test_what_a_terminal_shows() -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    models.print_report(console, report_of_a_gpu())
+    page.show(console, report_of_a_gpu(), models.VIEW)
     text = console.export_text()
-    parts = (
-        "as called (wall clock)",
-        "in a CUDA graph (device time)",
-        "Peak MiB",
-        "against float64",
-        "90%",
-        "cost the host",
-    )
-    for part in parts:
+    for part in ("2048→8192→8192→8192, 256 rows, bfloat16", "ms as called", "in a graph", "MiB", "error y", "90%"):
         assert part in text
     assert "gsbn, compiled: it broke (in 8 × 512, 8192 rows, float32)" in " ".join(text.split())
     assert "gsbn: no graph: refused (in 8 × 512" in " ".join(text.split())
@@ -154,15 +157,11 @@ def test_what_a_terminal_shows() -> None:
 def test_a_run_on_the_gpu(kind: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA device")
-    case = models.ModelCase((512, 1024, 1024, 1024), 512, kind)
+    case = ModelCase((512, 1024, 1024, 1024), 512, kind)
     report = models.run([case], ("pytorch", "gsbn"), dataclasses.replace(QUICK, calls=5))
     results = report.by_case()[case]
     for result in results.values():
-        assert (result.failure, result.graph_failure) == ("", "")
-        assert result.called is not None and result.graph is not None
-        assert 0 < result.graph.median < 2 * result.called.median
-        assert result.peak_bytes is not None and result.peak_bytes > 4 * 512 * 1024
-        for parts in (result.phases, result.host):
-            assert set(parts) == {"forward", "backward", "optimiser"} and min(parts.values()) > 0
-    excess = results["gsbn"].excess
-    assert excess is not None and excess <= 1
+        assert (result.failure, result.facts["graph_failure"]) == ("", "")
+        assert 0 < result.times["graph"].median < 2 * result.times["called"].median
+        assert result.facts["peak_bytes"] > 4 * 512 * 1024 and result.facts["host_us_a_layer"] > 0
+    assert results["gsbn"].facts["excess"] <= 1

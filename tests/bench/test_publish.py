@@ -13,11 +13,30 @@ import pytest
 
 import gsbn
 from gsbn import bench
+from gsbn._timing import median_interval
 from gsbn.bench import front_page, machine
-from gsbn.bench import layers_page as publish
-from gsbn.bench.clock import median_interval
-from gsbn.bench.page import SERIES, changed_since, stamps
+from gsbn.bench.layers_page import SERIES, VIEW
+from gsbn.bench.picture import KIND_COLOURS, draw
+from gsbn.bench.publish import publish
 from tests.support import ROOT
+
+
+def changed_since(results: Path) -> list[str]:
+    """Which of ``gsbn`` and ``kernels`` are no longer the sources that a saved report was measured on."""
+    measured = json.loads(results.read_text())["environment"]["digest"]
+    return [folder for folder, digest in machine.source_digests().items() if measured.get(folder) != digest]
+
+
+def stamps() -> dict[str, list[str]]:
+    """What the published reports were measured on, version and digests of the sources: and which they are, each with
+    its date."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(PUBLISHED.glob("*.json")):
+        report = json.loads(file.read_text())
+        sources = " ".join(f"{folder}/ {digest}" for folder, digest in sorted(report["environment"]["digest"].items()))
+        key = f"{report['environment']['gsbn']}, {sources}"
+        found.setdefault(key, []).append(f"{file.stem} {report['date'][:10]}")
+    return found
 
 
 def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
@@ -29,11 +48,11 @@ def report_of_a_gpu(preset: str = "kernelbench") -> bench.Report:
         for name, times in relative.items():
             seconds = times * (rates.floor(case) + 5e-6)
             m = median_interval([seconds * (1 + noise.gauss(0, 0.01)) for _ in range(20)])
-            results.append(bench.Result(case, name, "", "graph", 10, m, m, 1 << 20, 1e-7))
+            results.append(bench.Result(case, name, {"time": m, "host": m}, {"error": 1e-7, "calls": 10}))
         results.append(bench.Result(case, "autotune", failure="refused"))
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
     environment = machine.environment() | {"gpus": [gpu], "driver": "580.1", "cuda_runtime": "13.0"}
-    return bench.Report(environment, bench.Settings(), rates, tuple(results))
+    return bench.Report("layers", environment, bench.Settings(), tuple(results), rates=rates)
 
 
 MARKED = "before\n<!-- results:rows -->\nold\n<!-- /results:rows -->\nafter\n"
@@ -45,7 +64,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
     page = tmp_path / "docs" / "results.md"
     page.write_text("<!-- results:others -->\nkept\n<!-- /results:others -->\n" + MARKED)
     for _ in range(2):  # and again, to the same text
-        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+        publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
     text = page.read_text()
     assert text.startswith(
         "<!-- results:others -->\nkept\n<!-- /results:others -->\nbefore\n<!-- results:rows -->\n| B, I"
@@ -64,22 +83,38 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
 
 def test_a_cpu_has_no_device_time_and_no_graph() -> None:
     report = report_of_a_gpu()
-    assert "Medians of device time" in publish.markdown(report)
-    on_cpu = dataclasses.replace(report, environment=report.environment | {"gpus": [], "driver": None})
-    assert "Medians of wall-clock time" in publish.markdown(on_cpu)
-    assert not {"device", "graph"} & set(publish.markdown(on_cpu).replace(",", " ").split())
+    assert "Medians of device time" in VIEW.markdown(report)
+    on_cpu = dataclasses.replace(report, device="cpu", environment=report.environment | {"gpus": [], "driver": None})
+    assert "Medians of wall-clock time" in VIEW.markdown(on_cpu)
+    assert not {"device", "graph"} & set(VIEW.markdown(on_cpu).replace(",", " ").split())
 
 
 def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(MARKED)
     for name in ("kernelbench", "rows"):
         with pytest.raises(ValueError, match=rf"results.md: expected a file with the lines <!-- results:{name} -->"):
-            publish.publish(report_of_a_gpu(), tmp_path, name)
+            publish(report_of_a_gpu(), VIEW, tmp_path, name)
     assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == MARKED
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "results.md").write_text(MARKED.replace("<!-- /results:rows -->", ""))
     with pytest.raises(ValueError, match=r"results.md: expected a file with the lines"):
-        publish.publish(report_of_a_gpu(), tmp_path, "rows")
+        publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
+
+
+def test_other_ways_to_float32_have_a_table_of_times_and_errors() -> None:
+    report = report_of_a_gpu()
+    assert "Other ways" not in VIEW.markdown(report), "nobody timed them"
+    case = bench.Case(1024, 8192, 8192)
+    m = median_interval([1.73e-3] * 9)
+    found = (
+        bench.Result(case, "jax-tf32x3", {"time": m}, {"error": 9.6e-6}),
+        bench.Result(case, "triton-bf16x6", failure="triton is not installed"),
+    )
+    report = dataclasses.replace(report, results=(*report.results, *found))
+    table = VIEW.markdown(report).partition("Other ways to float32, ms and error against float64:")[2].split("\n\n")[1]
+    assert table.splitlines()[0] == "| B, I, O | **gsbn** | PyTorch eager | XLA TF32 X3 |"
+    (line,) = table.splitlines()[2:]
+    assert line.startswith("| 1024, 8192, 8192 | **") and line.endswith(", 1.0e-7 | 1.73, 9.6e-6 |")
 
 
 def test_the_table_of_the_readme_is_of_several_reports(tmp_path: Path) -> None:
@@ -89,9 +124,9 @@ def test_the_table_of_the_readme_is_of_several_reports(tmp_path: Path) -> None:
     page.write_text(MARKED.replace("rows", "kernelbench") + MARKED.replace("rows", "many"))
     marked = MARKED.replace("rows", "brief")
     readme.write_text(marked)
-    publish.publish(report_of_a_gpu(), tmp_path, "kernelbench")
+    publish(report_of_a_gpu(), VIEW, tmp_path, "kernelbench")
     assert readme.read_text() == marked, "one of its reports is not there yet"
-    assert readme in publish.publish(report_of_a_gpu("many"), tmp_path, "many")
+    assert readme in publish(report_of_a_gpu("many"), VIEW, tmp_path, "many")
     text = readme.read_text()
     assert text.startswith("before\n<!-- results:brief -->\n| layer | B, I, O |") and text.endswith("-->\nafter\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
@@ -111,9 +146,12 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
     report = report_of_a_gpu()
     report.save_json(tmp_path / "r.json")
     again = bench.Report.load(tmp_path / "r.json")
-    assert publish.markdown(again) == publish.markdown(report)
+    assert VIEW.markdown(again) == VIEW.markdown(report)
     assert (again.date, again.environment, again.settings) == (report.date, report.environment, report.settings)
     assert [r.failure for r in again.results] == [r.failure for r in report.results]
+    (tmp_path / "old.json").write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="schema 2 or 3, got 1"):
+        bench.Report.load(tmp_path / "old.json")
 
 
 @pytest.mark.parametrize("preset", ["kernelbench", "sweep"])
@@ -121,7 +159,7 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
     pytest.importorskip("matplotlib")
     from matplotlib import colors, image
 
-    publish.plot(report_of_a_gpu(preset), tmp_path / "plot.png")
+    draw(report_of_a_gpu(preset), VIEW, tmp_path / "plot.png")
     pixels = image.imread(tmp_path / "plot.png")[..., :3]
     assert pixels.shape[0] >= 500
     assert pixels.shape[1] >= 1500
@@ -130,10 +168,10 @@ def test_the_plot_shows_the_bars_and_the_roofline(preset: str, tmp_path: Path) -
     def count(part: np.ndarray, colour: str) -> int:
         return int((np.abs(part - np.array(colors.to_rgb(colour))).max(-1) < 0.02).sum())
 
-    for name in ("gemm-", "pytorch", "compile", "jax", "gsbn"):
+    for name in ("gemm", "pytorch", "compile", "jax", "gsbn"):
         assert count(bars, SERIES[name][1]) > 500, name
     for kind in ("float32", "tf32", "float16"):
-        assert count(roof, publish.KIND_COLOURS[kind]) > 50, kind
+        assert count(roof, KIND_COLOURS[kind]) > 50, kind
     assert 0.5 < (pixels > 0.98).all(-1).mean() < 0.98
 
 
@@ -167,13 +205,13 @@ def test_the_tables_are_those_of_the_published_reports() -> None:
     assert set(reports) == set(OF_LAYERS)
     assert f"<!-- results:brief -->\n{front_page.markdown(reports)}\n<!-- /results:brief -->" in pages[0]
     for name, report in reports.items():
-        assert f"<!-- results:{name} -->\n{publish.markdown(report)}\n" in pages[1], name
+        assert f"<!-- results:{name} -->\n{VIEW.markdown(report)}\n" in pages[1], name
     assert "results:" not in pages[0].replace("results:brief", ""), "the README has one table"
 
 
 def test_the_published_results_are_of_one_version() -> None:
     """Tells, without failing, which tables were measured on other sources than the others."""
-    if len(found := stamps(ROOT)) > 1:
+    if len(found := stamps()) > 1:
         said = "; ".join(f"{', '.join(names)} ({sources})" for sources, names in found.items())
         warnings.warn(f"the tables are not of one version: {said}: run `make bench`", stacklevel=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gsbn._cuda import device as _device
-from gsbn.bench import cli, libraries, machine, ranks
-from gsbn.bench.clock import median_interval
-from gsbn.bench.report import Settings
+from gsbn._timing import median_interval
+from gsbn.bench import cli, libraries, machine, page, ranks
+from gsbn.bench.publish import publish
+from gsbn.bench.report import Report, Result, Settings
+from tests.bench import bad_ranks
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-QUICK = Settings(rounds=7, seconds=0.1, settle=0, calls=1)
+QUICK = Settings(turns=1, rounds=7, seconds=0.1, settle=0, calls=1)
 TINY = ranks.cases([(16, 12, 8)], ["float32"])
 
 
@@ -36,13 +38,6 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cli, "err", Console(width=100, stderr=True))
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(_device, "gpu_obstacle", lambda: "hidden by the test")
-
-
-def worker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Start ranks with this code; in it `real` is the module of a rank, and `rank` the number."""
-    given = "import json, os, sys, time; rank = json.loads(sys.argv[1])[0]; from gsbn.bench import rank as real\n"
-    given = given if "real" in code else given.partition(" from")[0] + "\n"
-    monkeypatch.setattr(ranks, "WORKER", [sys.executable, "-c", given + code])
 
 
 def command(*arguments: str, status: int = 0) -> Any:
@@ -64,80 +59,54 @@ def test_the_cases_of_the_table() -> None:
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     saved, picture = tmp_path / "r.json", tmp_path / "r.svg"
     (tmp_path / "docs").mkdir()
-    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
-        page.write_text("<!-- results:ranks --><!-- /results:ranks -->")
-    quick = ["--rounds", "7", "--seconds", "0.1", "--settle", "0", "--calls", "1", "--shape", "16,12,8"]
+    for file in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
+        file.write_text("<!-- results:ranks --><!-- /results:ranks -->")
+    quick = ["--rounds", "7", "--turns", "1", "--seconds", "0.1", "--settle", "0", "--calls", "1", "--shape", "16,12,8"]
     files = ["--json", str(saved), "--plot", str(picture), "--publish", str(tmp_path)]
     result = command("--ranks", "2", *quick, "--dtype", "bfloat16", *files, status=1)
     assert "--publish: expected a GPU" in result.stderr and "over gloo, on the CPU" in result.stderr
-    assert "Forward in training, µs on 2 ranks" in result.stdout
+    assert "2 ranks, B rows each" in " ".join(result.stdout.split())
     assert "gsbn, group over gloo" in result.stdout and "in a graph" not in result.stdout
     assert picture.stat().st_size > 1000
     told = json.loads(saved.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert (told["preset"], told["ranks"], told["device"]) == ("ranks", 2, "cpu")
+    assert (told["bench"], told["ranks"], told["device"]) == ("ranks", 2, "cpu")
     assert len(told["results"]) == 2 * len(ranks.ON_A_CPU)
     for row in told["results"]:
-        assert row["failure"] == "" and row["graph"] == [] and row["graph_us"] is None
-        assert row["called_us"] == 1e6 * max(rank["median"] for rank in row["called"])
-        assert [rank["samples"] for rank in row["called"]] == [7, 7]
+        assert row["failure"] == "" and "graph_us" not in row
+        assert 0 < row["called_low_us"] <= row["called_us"] <= row["called_high_us"]
         assert row["candidate"] != "gsbn-gloo" or 0 < row["error"] < 1e-2
 
 
-def test_what_is_wrong_or_fails_on_one_rank_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker(monkeypatch, """if rank == 1:
-    honest = real.gsbn.forward
-    def forward(*arguments, group=None, **options):
-        y = honest(*arguments, group=group, **options)
-        return y * 1.1 if group is not None and not isinstance(y, tuple) else y
-    def fails(*arguments):
-        raise RuntimeError("no such thing\\nand more")
-    judged_by = real.Layer.judge
-    def judge(self, results):
-        judged = judged_by(self, results)
-        results["running_mean"] = results["running_mean"] + ("x" in judged)
-        return judged
-    real.gsbn.forward, real.peers.module, real.Layer.judge = forward, fails, judge
-real.main(sys.argv[1])""")  # fmt: skip
-    report = ranks.run(2, TINY, ["pytorch", "gsbn", "gsbn-gloo"], QUICK)
+def test_what_is_wrong_or_fails_on_one_rank_is_not_timed() -> None:
+    report = ranks.run(2, TINY, ["pytorch", "gsbn", "gsbn-gloo"], QUICK, worker=bad_ranks.computes_wrongly)
     assert report.failure == ""
-    forward, step = (report.of(direction)[case] for direction, case in zip(ranks.DIRECTIONS, TINY, strict=True))
+    forward, step = (report.by_case()[case] for case in TINY)
     assert forward["pytorch"].failure == step["pytorch"].failure == "no such thing"
-    assert "wrong result: y uses" in forward["gsbn-gloo"].failure and not forward["gsbn-gloo"].called
+    assert "wrong result: y uses" in forward["gsbn-gloo"].failure and not forward["gsbn-gloo"].times
     assert step["gsbn-gloo"].failure == "wrong result: the ranks have different running statistics"
-    assert forward["gsbn"].called and step["gsbn"].called
+    assert forward["gsbn"].times and step["gsbn"].times
 
 
 def test_a_rank_that_dies_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits for it, and is ended; earlier results are printed."""
-    worker(monkeypatch, """honest = real.RankRun.forget
-def forget(self):
-    if rank == 1 and self.plain.batch == 20:
-        print("out of luck", flush=True)
-        os._exit(3)
-    honest(self)
-real.RankRun.forget = forget
-real.main(sys.argv[1])""")  # fmt: skip
+    monkeypatch.setattr(ranks, "work", bad_ranks.dies_in_the_second_case)
     quick = ["--rounds", "1", "--settle", "0", "--calls", "1", "--dtype", "float32", "--only", "gemm,gsbn"]
     result = command("--ranks", "2", "--shape", "16,12,8", "--shape", "20,12,8", *quick, status=1)
-    assert "gsbn: rank 1 ended with 3, after it printed:\nout of luck\n" in result.stderr
-    assert "16, 12, 8 float32" in result.stdout and "20, 12, 8" not in result.stdout
+    assert "gsbn: process 1 terminated with exit code 3" in result.stderr
+    assert "(16, 12, 8) float32" in result.stdout and "(20, 12, 8)" not in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("worker", "said"),
     [
-        ("print('hello'); sys.exit(4 if rank else 0)", "rank 1 ended with 4, after it printed:\nhello"),
-        ("sys.exit(5)", "ended with 5, after it printed:\nnothing"),  # of one rank or both: either may be seen first
-        (
-            "print('hello', flush=True); time.sleep(60)",
-            "nothing was heard of the ranks for 1 s\nrank 0 printed:\nhello",
-        ),
+        (bad_ranks.ends, "process 1 terminated with exit code 4"),
+        (bad_ranks.raises, "RuntimeError: out of luck"),
+        (bad_ranks.sleeps, "nothing was heard of the ranks for 1 s"),
     ],
 )
-def test_ranks_that_never_begin(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
-    monkeypatch.setattr(ranks, "PATIENCE", 1.0)
-    worker(monkeypatch, code)
-    report = ranks.run(2, TINY, ["gsbn"], QUICK)
+def test_ranks_that_never_begin(monkeypatch: pytest.MonkeyPatch, worker: Callable[..., None], said: str) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 30.0 if worker is not bad_ranks.sleeps else 1.0)
+    report = ranks.run(2, TINY, ["gsbn"], QUICK, worker=worker)
     assert said in report.failure
     assert not report.measured and not report.results
 
@@ -176,33 +145,31 @@ def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error == "gsbn: --ranks: expected a GPU for each of 2 ranks; PyTorch sees 1 here\n"
 
 
-def report_of_two_gpus() -> ranks.RanksReport:
+def report_of_two_gpus() -> Report:
     """A report with plausible figures of two GPUs; some candidates are missing."""
     noise, results = random.Random(0), []
     relative = dict(zip(ranks.ON_GPUS, (1.0, 1.8, 2.4, 1.05, 1.15, 1.2, 1.3), strict=True))
     for case in ranks.cases():
         for name, times in relative.items():
-            m = [
-                median_interval([1e-4 * times * slower * (1 + noise.gauss(0, 1e-3)) for _ in range(20)])
-                for slower in (1, 1.1)
-            ]
-            graph = [] if name.startswith("pytorch") else m
-            results.append(ranks.RanksResult(case, name, 10, m, graph, 1e-3 if name in ranks.GROUPS else None))
-    results[-2] = ranks.RanksResult(results[-2].case, "gsbn-peer", failure="it broke")
-    results[-1].graph, results[-1].graph_failure = [], "refused"
+            m = median_interval([1.1e-4 * times * (1 + noise.gauss(0, 1e-3)) for _ in range(20)])
+            ways = {"called": m} if name.startswith("pytorch") else {"called": m, "graph": m}
+            results.append(Result(case, name, ways, {"calls": 10} | ({"error": 1e-3} if name in ranks.GROUPS else {})))
+    results[-2] = Result(results[-2].case, "gsbn-peer", failure="it broke")
+    del results[-1].times["graph"]
+    results[-1].facts["graph_failure"] = "refused"
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
     environment = machine.environment() | {"gpus": [gpu, gpu], "driver": "580.1", "cuda_runtime": "13.0"}
-    return ranks.RanksReport(environment, Settings(), "cuda", 2, results)
+    return Report("ranks", environment, Settings(), tuple(results), ranks=2)
 
 
 def test_what_is_published(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "results.md"
-    page.write_text("before\n<!-- results:ranks -->\nold\n<!-- /results:ranks -->\nafter\n")
+    results = tmp_path / "docs" / "results.md"
+    results.write_text("before\n<!-- results:ranks -->\nold\n<!-- /results:ranks -->\nafter\n")
     report = report_of_two_gpus()
-    ranks.publish(report, tmp_path, "ranks")
-    text = page.read_text()
+    publish(report, ranks.VIEW, tmp_path, "ranks")
+    text = results.read_text()
     assert text.startswith("before\n<!-- results:ranks -->\nForward in training, µs:\n\n| B, I, O | dtype |")
     assert "Training step (forward and backward), µs:" in text and text.endswith("after\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
@@ -211,20 +178,20 @@ def test_what_is_published(tmp_path: Path) -> None:
     full = [row for row in rows if row[0][0].isdigit()]
     for row in full[:-1]:
         assert float(row[9]) == pytest.approx(2.4 / 1.2, abs=0.02)
-        assert float(row[-1]) == pytest.approx(1.1 * 15, abs=0.3), "of the slower rank"
+        assert float(row[-1]) == pytest.approx(1.1 * 15, abs=0.3)
     assert float(full[-1][9]) == pytest.approx(2.4 / 1.3, abs=0.02), "without peer memory, NCCL"
     assert full[-1][-1] == "–"
     assert "2 ranks, a GPU each; 2" in text and "NVIDIA H200, driver 580.1" in text
-    saved = json.loads((tmp_path / "docs" / "results" / "ranks.json").read_text())
-    assert len(saved["results"][0]["called"]) == 2
+    again = Report.load(tmp_path / "docs" / "results" / "ranks.json")
+    assert ranks.VIEW.markdown(again) == ranks.VIEW.markdown(report)
     assert (tmp_path / "docs" / "results" / "ranks.png").stat().st_size > 1000
 
 
 def test_what_a_terminal_shows() -> None:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    ranks.print_report(console, report_of_two_gpus())
+    page.show(console, report_of_two_gpus(), ranks.VIEW)
     text = " ".join(console.export_text().split())
-    for part in ("Forward in training, µs on 2 ranks", "SyncBatchNorm / gsbn group", "1024, 8192, 8192 bfloat16"):
+    for part in ("2 ranks, B rows each", "µs as called", "(1024, 8192, 8192) bfloat16 training, step"):
         assert part in text
     assert "gsbn, group: it broke (in (1024, 8192, 8192) float32 training, step)" in text
     assert "gsbn, group over NCCL: no graph: refused (in (1024, 8192, 8192) float32 training, step)" in text
@@ -240,5 +207,6 @@ def test_two_gpus() -> None:
     report = ranks.run(2, ranks.cases([(512, 256, 384)], ["bfloat16"]), ranks.ON_GPUS, QUICK)
     assert (report.failure, report.device) == ("", "cuda")
     for result in report.results:
-        assert (result.failure, result.graph_failure) == ("", "")
-        assert len(result.called) == 2 and len(result.graph) == (0 if result.candidate.startswith("pytorch") else 2)
+        assert (result.failure, result.facts.get("graph_failure", "")) == ("", "")
+        assert result.times["called"].median > 0
+        assert ("graph" in result.times) == (not result.candidate.startswith("pytorch"))

@@ -19,8 +19,8 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from gsbn import bench
-from gsbn.bench import bounds, layers_page, machine, selfcheck, tables, terminal
-from gsbn.bench.clock import Measurement
+from gsbn._timing import Measurement
+from gsbn.bench import bounds, layers_page, machine, page, selfcheck, tables, terminal
 from tests.support import ROOT
 
 NUMBER = re.compile(r"\d[\d.,–]*(?:e[+-]?\d+)?[%×*]?")
@@ -45,13 +45,14 @@ def checks() -> list[selfcheck.Check]:
     """Plausible checks: every family, relative and absolute errors, within and out of bound."""
     found = []
     for i, family in enumerate(bounds.FAMILIES):
-        good = bounds.Judgement(1e-7, 1e-6, 2.5e-8 * (i + 1), 3e-7, True, 1.0, 0.07 * (i + 1))
+        good = bounds.Judgement(2.5e-8 * (i + 1), True, 1.0, 0.07 * (i + 1))
         absolute = dataclasses.replace(good, relative=False, share=1e-9)
         bad = dataclasses.replace(good, norm_error=4.3e2, relative=False, share=10.0 ** (i * 2))
-        gradients = dict(zip(bounds.GRADIENTS, (good, absolute, good, absolute, good, good), strict=True))
-        found.append(selfcheck.Check("float32", family, True, "gsbn", good, good, absolute, gradients))
-        found.append(selfcheck.Check("float32", family, False, "gsbn", good))
-        found.append(selfcheck.Check("float32", family, True, "pytorch", bad, bad, bad, dict.fromkeys(gradients, bad)))
+        judged = {"y": good, "running_mean": good, "running_var": absolute}
+        judged |= dict(zip(bounds.GRADIENTS, (good, absolute, good, absolute, good, good), strict=True))
+        found.append(selfcheck.Check("float32", family, True, "gsbn", judged))
+        found.append(selfcheck.Check("float32", family, False, "gsbn", {"y": good}))
+        found.append(selfcheck.Check("float32", family, True, "pytorch", dict.fromkeys(judged, bad)))
     return found
 
 
@@ -61,17 +62,18 @@ def report() -> bench.Report:
     case, results = bench.Case(16384, 4096, 4096), []
     for i, name in enumerate(("gsbn", "gsbn-prepared", "pytorch", "compile")):
         m = Measurement(1.234e-3 * (i + 1), 1.2e-3 * (i + 1), 1.3e-3 * (i + 1) ** 2, 40, 0.95)
-        results.append(bench.Result(case, name, "sm90", "graph", 10, m, m, 123456789 * i, 1e-7))
+        facts = {"path": "sm90", "method": "graph", "calls": 10, "extra_bytes": 123456789 * i, "error": 1e-7}
+        results.append(bench.Result(case, name, {"time": m, "host": m}, facts))
     results.append(bench.Result(case, "jax", failure="jax is not installed"))
     gpu = {"name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_gib": 139.8, "l2_mib": 60.0}
     environment = machine.environment() | {"gpus": [gpu], "cuda_runtime": "13.0", "nvrtc": "13.0"}
-    return bench.Report(environment, bench.Settings(), bench.Rates(4.27e12, {"float32": 263e12}), tuple(results))
+    rates = bench.Rates(4.27e12, {"float32": 263e12})
+    return bench.Report("layers", environment, bench.Settings(), tuple(results), rates=rates)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
 def test_check_shows_the_same_numbers_at_any_width(width: int) -> None:
     text, wide = (printed(w, tables.print_checks, checks(), {"tf32": "no"}) for w in (width, 300))
-    assert "SGEMM y" not in text.split("In each cell")[0], "nobody ran it"
     assert numbers(text.split("In each cell")[0]) >= numbers(wide.split("In each cell")[0])
     for whole in ("2.5e-08", "4.3e+02*", "1e14×", "56%"):
         assert whole in text
@@ -85,18 +87,16 @@ def test_check_shows_what_is_nearest_to_its_bound(width: int) -> None:
     assert text.startswith("gsbn against float64, relu, nearest")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 99])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_bench_shows_the_same_numbers_at_any_width(width: int) -> None:
-    text, wide = (printed(w, layers_page.print_report, report()) for w in (width, 99))
-    assert numbers(text.split("JAX")[0]) == numbers(wide.split("JAX")[0])
-    assert "4800–20800" in text and "device µs" in text
+    text, wide = (printed(w, page.show, report(), layers_page.VIEW).split("JAX")[0] for w in (width, 300))
+    assert numbers(text) == numbers(wide)
+    assert "4800–20800" in text and "1.0e-7" in text and "gsbn ×" in text
 
 
-def test_a_wide_terminal_shows_more() -> None:
-    assert "GB/s" not in printed(99, layers_page.print_report, report()).split("JAX")[0]
-    text = printed(120, layers_page.print_report, report())
-    assert "GB/s" in text.split("JAX")[0] and "sm90" in text
-    assert numbers(text.split("JAX")[0]) > numbers(printed(99, layers_page.print_report, report()).split("JAX")[0])
+def test_at_80_columns_a_case_is_one_table() -> None:
+    text = printed(80, page.show, report(), layers_page.VIEW)
+    assert text.count("torch.compile") == 1 and "MB" in text.splitlines()[1]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -115,11 +115,10 @@ def test_a_remedy_is_one_line_at_any_width() -> None:
 
 
 def test_a_table_without_a_value_is_not_printed() -> None:
-    rows = [terminal.Row(["gsbn", "–", "", "1.5"]), terminal.Row(["jax", "–", "", "–"])]
+    rows = [["gsbn", "–", "", "1.5"], ["jax", "–", "", "–"]]
     text = printed(40, terminal.print_table, "Title", ["", "none", "blank", "some"], rows)
     assert "none" not in text and "blank" not in text and "some" in text
-    assert printed(40, terminal.print_table, "Title", ["", "none", "blank"], [row._replace(cells=row.cells[:3])
-                                                                              for row in rows]) == ""  # fmt: skip
+    assert printed(40, terminal.print_table, "Title", ["", "none", "blank"], [row[:3] for row in rows]) == ""
 
 
 @pytest.mark.parametrize(
@@ -145,24 +144,6 @@ def test_an_interval_is_told_so_that_it_can_be_believed(
 )  # fmt: skip
 def test_a_share_beyond_the_bound_never_reads_as_within(share: float, shown: str) -> None:
     assert tables.share(share) == shown
-
-
-@pytest.mark.parametrize(
-    ("encoding", "text", "written"),
-    [
-        ("ascii", "|Δg| ≤ 6 √I 2⁻²⁴ sqrt(g² + 6·2⁻¹⁰) ± 3 µs", "|dg| <= 6 sqrt I 2^-24 sqrt(g^2 + 6*2^-10) +- 3 us"),
-        ("cp1252", "2⁻²⁴ g² ± 3 µs × 4 – 5 → 6", "2^-24 g² ± 3 µs × 4 – 5 -> 6"),
-        ("latin-1", "4 – 5 ×", "4 - 5 ×"),
-        ("ascii", "snow ☃ \udcff", "snow \\u2603 \\udcff"),
-        ("utf-8", "→ ☃", "→ ☃"),
-    ],
-)
-def test_what_an_encoding_lacks_is_spelled_out(encoding: str, text: str, written: str) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    terminal.spell_out(stream, io.StringIO())
-    stream.write(text)
-    stream.flush()
-    assert stream.buffer.getvalue().decode(encoding) == written
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -198,10 +179,8 @@ for command in sys.argv[1:]:
     assert run.returncode == 0, errors
     assert "Traceback" not in errors
     assert re.findall(r"^status (\d)", out, re.M) == ["0", "0", "0", "0", "2", "0", "0"]
-    assert "(6 sqrt I + I/4 on tensor cores) 2^-24" in " ".join(out.split())
-    assert "->" in out
+    assert "The bound, element by element" in out
     assert "--shape" in errors
-    assert "?" not in out + errors and "\\u" not in (out + errors).replace("\\u2603", "")
 
 
 @pytest.mark.parametrize("command", ["", "info", "check", "bench", "warmup"])
