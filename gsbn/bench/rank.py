@@ -251,8 +251,9 @@ class RankRun(CaseRun):
         if entry.name == "gsbn-peer" and group is not None and not group.on_device.waits:
             raise RuntimeError("the GPUs do not reach each other's memory")
         bounds.demand(judged, self.plain.kind, held=group is not None)
-        running = [libraries.on_host(results[name]).tobytes() for name in ("running_mean", "running_var")]
-        entry.facts.update(error=judged["y"].relative_error, statistics=b"".join(running if group is not None else []))
+        shared = () if group is None else ("running_mean", "running_var")  # PyTorch's step gives none
+        running = [libraries.on_host(results[name]).tobytes() for name in shared]
+        entry.facts.update(error=judged["y"].relative_error, statistics=b"".join(running))
 
     def checked(self) -> None:
         """Compare what the ranks have found, and free what the checks needed."""

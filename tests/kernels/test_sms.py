@@ -41,11 +41,11 @@ def test_the_other_sms_stay_free_while_calls_follow_each_other(path: str, probe:
     assert np.quantile(found.waits, 0.9) < found.call / 4, found
 
 
-@pytest.mark.parametrize("path", ["one launch behind limbs, float32", "tiled and passes, float32"])
-def test_launches_that_overlap_hold_the_other_sms(path: str, probe: vacancy.Probe, hopper: None) -> None:
-    """The test above fails if limited calls are launched like others."""
+def test_launches_that_overlap_hold_the_other_sms(probe: vacancy.Probe, hopper: None) -> None:
+    """The test above fails if limited calls are launched like others: CTAs of the next launch wait on the SMs. (Where a
+    call has several launches of unlike sizes, they hold them for too short a time to be seen.)"""
     with vacancy.overlapping():
-        found = probe.wait(PATHS[path](probe.sms))
+        found = probe.wait(PATHS["inference in one launch, bfloat16"](probe.sms))
     assert len(found.waits) >= 16
     if found.shared:
         pytest.skip("other processes have the GPU: run this test alone")
