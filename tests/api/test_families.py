@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from tests.support.families import FAMILIES, spoil
 from tests.support.forwards import recompute_on_few_sms
 from tests.support.harness import forward, kind_of
 from tests.support.strategies import Case
-from tests.support.tolerance import assert_outcome_within, bounds, norm_error, summed
+from tests.support.tolerance import assert_outcome_within, assert_within, bounds, norm_error, summed
 
 pytest.importorskip("torch")
 from tests.support import beside_torch
@@ -167,6 +168,12 @@ def test_the_bound_of_a_statistic_grows_as_the_root_of_the_rows() -> None:
     assert [summed(n) for n in (1, 10, 32)] == [1, 10, 32]
     assert summed(1_000_000) < 1.2 * 1000
     np.testing.assert_allclose(summed(64_000_000) / summed(16_000_000), 2, rtol=0.01)
+
+
+@pytest.mark.parametrize(("got", "right"), [([1.0, np.nan], True), ([1.0, 2.0], False), ([np.nan, np.nan], False)])
+def test_nan_is_right_where_it_is_the_truth_alone(got: list[float], right: bool) -> None:
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="NaN"):
+        assert_within(np.array(got), np.array([1.0, np.nan]), np.array([1e-9, np.nan]))
 
 
 @pytest.mark.parametrize("error", [5e-5, -5e-5])
