@@ -11,6 +11,7 @@ Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` ta
 """
 
 from ._compare import Comparison, Measured, compare
+from ._compile import backend, inductor_options
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
 from ._groups import group
@@ -25,9 +26,11 @@ __all__ = [
     "Measured",
     "Sequential",
     "SyncBatchNorm",
+    "backend",
     "compare",
     "convert",
     "group",
+    "inductor_options",
     "linear_batch_norm",
     "revert",
 ]

@@ -1,4 +1,4 @@
-"""convert: let gsbn run consecutive modules of an ``nn.Sequential`` as one call."""
+"""convert: let gsbn run consecutive modules of an ``nn.Sequential``, or of a traced forward, as one call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .._typing import Precision
 from .._values import choice, type_name
 from . import _modules as modules
 from ._layer import LinearBatchNorm1d
-from ._modules import NAMES, NORMS, Row, SyncBatchNorm, is_plain, run
+from ._modules import NORMS, Row, SyncBatchNorm, around, hindrance, run, title
+from ._trace import Traced, required, traces
 
 _NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, nn.LazyBatchNorm1d)
-_OURS = ("_scales", "_precision", "_plan")  # attributes that `convert` adds to an nn.Sequential
+_OURS = ("_scales", "_precision", "_plan", "_inputs", "_traces")  # attributes that `convert` adds to a module
 
 
 class Left(NamedTuple):
@@ -101,9 +102,10 @@ class Sequential(nn.Sequential):
         return "\n".join(filter(None, shown))
 
     @classmethod
-    def of_class(cls, type_: Any) -> nn.Sequential:
-        """For pickle and copy: a converted instance of this subclass of ``nn.Sequential``, without its state."""
-        made: nn.Sequential = _class_for(type_).__new__(_class_for(type_))
+    def of_class(cls, type_: Any, traced: bool = False) -> nn.Module:
+        """For pickle and copy: a converted instance of this class, without its state."""
+        class_ = _class_for(type_, Traced if traced else Sequential)
+        made: nn.Module = class_.__new__(class_)
         return made
 
     def __prepare_scriptable__(self) -> nn.Sequential:
@@ -117,20 +119,18 @@ class Sequential(nn.Sequential):
 
 
 @cache
-def _class_for(type_: Any) -> Any:
-    """The class that an instance of this class gets by `convert`."""
+def _class_for(type_: Any, base: Any) -> Any:
+    """The class that an instance of this class gets by `convert`, which inherits from the base, too."""
     if type_ is nn.Sequential:
         return Sequential
-    if issubclass(type_, Sequential):
+    if issubclass(type_, base):
         return type_
     members = {"__module__": type_.__module__, "__qualname__": type_.__qualname__, "__doc__": type_.__doc__}
-    return new_class(
-        type_.__name__, (Sequential, type_), exec_body=lambda body: body.update(members, __reduce_ex__=_reduce)
-    )
+    return new_class(type_.__name__, (base, type_), exec_body=lambda body: body.update(members, __reduce_ex__=_reduce))
 
 
 def _own_class(module: Any) -> Any:
-    """The class that a `gsbn.torch.Sequential` had before `convert`."""
+    """The class that a module had before `convert`."""
     type_ = type(module)
     if type_ is Sequential:
         return nn.Sequential
@@ -139,16 +139,19 @@ def _own_class(module: Any) -> Any:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """How an instance of a class that `_class_for` made is pickled and copied: no module has its class."""
-    return Sequential.of_class, (_own_class(self),), self.__getstate__()
+    return Sequential.of_class, (_own_class(self), isinstance(self, Traced)), self.__getstate__()
 
 
-def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest") -> Conversion:
+def convert(
+    model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False
+) -> Conversion:
     """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
     `gsbn.torch.Sequential`, that of an instance of a subclass without a ``forward`` of its own becomes a subclass of
-    both, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`.
+    both, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`. With `trace`, so does
+    that of each module whose ``forward`` was traced and changed.
     ``print`` the result to see what was converted.
 
     Parameters
@@ -160,6 +163,9 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
         Modules of other classes are never taken for a scale.
     precision : {"highest", "high"}
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
+    trace : bool
+        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and ReLU one after another, where
+        ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is now.
 
     Returns
     -------
@@ -202,7 +208,7 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
         before = len(replaced)
         for i, child in enumerate(children):
             if isinstance(child, _NORMS) and not isinstance(parent, LinearBatchNorm1d):
-                found = _around(children, i, scales) if isinstance(parent, nn.Sequential) else _NO_ROW
+                found = around(children, i, scales) if isinstance(parent, nn.Sequential) else _NO_ROW
                 found = found if isinstance(found, str) else _hindrance(parent, found) or found
                 if isinstance(found, str):
                     left.append(Left(names[i], found))
@@ -212,9 +218,67 @@ def convert(model: nn.Module, *, scales: tuple[type, ...] = (), precision: Preci
                         child.__class__ = SyncBatchNorm
         if len(replaced) > before:
             type_: Any = type(parent)
-            parent.__class__ = _class_for(type_)
+            parent.__class__ = _class_for(type_, Sequential)
             parent.__dict__.update(_scales=scales, _precision=precision, _plan=None)
+    if trace:
+        return _convert_traced(model, replaced, dict(left), scales, precision)
     return Conversion(tuple(replaced), tuple(left))
+
+
+def _convert_traced(
+    model: nn.Module, rows: list[tuple[str, ...]], left: dict[str, str], scales: tuple[type, ...], precision: Precision
+) -> Conversion:
+    """Convert modules with a forward of their own; `rows` are those of each nn.Sequential, `left` the other norms."""
+    replaced: list[tuple[str, ...]] = []
+    called: set[str] = set()
+    failures = {_NO_ROW}
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for prefix, module in modules:
+        within = f"{prefix}." if prefix else ""
+        if not _may_trace(module) or not any(name.startswith(within) for name in (*left, *sum(rows, ()))):
+            continue
+        both = traces(module, scales, precision)
+        found = both[module.training]
+        called |= {within + name for name in found.called}
+        if found.failed is not None:
+            failures.add(found.failed)
+            left.update({name: found.failed for name in left if name.startswith(within) and left[name] in failures})
+        left.update({within + name: why for name, why in found.left.items() if within + name in left})
+        replaced += [tuple(within + name for name in row) for row in found.replaced]
+        if found.replaced or isinstance(module, Traced):
+            type_: Any = type(module)
+            module.__class__ = _class_for(type_, Traced)
+            inputs = len(required(module))
+            module.__dict__.update(_scales=scales, _precision=precision, _inputs=inputs, _traces=both)
+    for row in rows:
+        parent = row[0].rpartition(".")[0]
+        if _calls_apart(model, parent, called):
+            _restore(model.get_submodule(parent))
+            left.update({name: _NOT_CALLED for name in row if isinstance(model.get_submodule(name), _NORMS)})
+        else:
+            replaced.insert(0, row)
+    for name in {name for row in replaced for name in row}:
+        left.pop(name, None)
+        if model.get_submodule(name).__class__ is nn.SyncBatchNorm:
+            model.get_submodule(name).__class__ = SyncBatchNorm
+    return Conversion(tuple(dict.fromkeys(replaced)), tuple(Left(*entry) for entry in left.items()))
+
+
+def _calls_apart(model: nn.Module, name: str, called: set[str]) -> bool:
+    """Whether the forwards that call these modules call those in this nn.Sequential one by one, or in one beside it."""
+    apart = {other.rpartition(".")[0] for other in called} - called
+    above = name.rpartition(".")[0]
+    beside = any(other.rpartition(".")[0] == above for other in apart)
+    in_list = isinstance(model.get_submodule(above), (nn.Sequential, nn.ModuleList))  # a trace may end after the first
+    return name in apart or (name not in called and in_list and beside)
+
+
+def _may_trace(module: Any) -> bool:
+    """Whether the module has a forward in Python that is not PyTorch's or gsbn's."""
+    class_ = type(module)
+    if isinstance(module, (torch.jit.ScriptModule, LinearBatchNorm1d)) or "forward" in vars(module):
+        return False
+    return not isinstance(module, Sequential) and not str(class_.forward.__module__).startswith("torch.")
 
 
 def revert(model: nn.Module) -> None:
@@ -244,13 +308,18 @@ def revert(model: nn.Module) -> None:
     """
     _module(model)
     for module in model.modules():
-        if isinstance(module, Sequential) and _own_class(module) is not type(module):
-            module.__class__ = _own_class(module)
-            for name in _OURS:
-                module.__dict__.pop(name, None)
+        if isinstance(module, (Sequential, Traced)) and _own_class(module) is not type(module):
+            _restore(module)
         for child in () if isinstance(module, LinearBatchNorm1d) else module._modules.values():
             if child.__class__ is SyncBatchNorm:
                 child.__class__ = nn.SyncBatchNorm
+
+
+def _restore(module: Any) -> None:
+    """Give a module the class that it had before `convert`."""
+    module.__class__ = _own_class(module)
+    for name in _OURS:
+        module.__dict__.pop(name, None)
 
 
 def _module(model: Any) -> None:
@@ -258,7 +327,8 @@ def _module(model: Any) -> None:
         raise TypeError(f"model: expected an nn.Module, got {type_name(model)}")
 
 
-_INSTEAD = "put the modules in an nn.Sequential, or use LinearBatchNorm1d.from_modules"
+_INSTEAD = "put the modules in an nn.Sequential, use LinearBatchNorm1d.from_modules, or try trace=True"
+_NOT_CALLED = "a forward calls the modules of its nn.Sequential one by one"
 _NO_ROW = f"it is not in an nn.Sequential, so code in a forward calls it: {_INSTEAD}"
 
 
@@ -267,7 +337,7 @@ def _steps(children: tuple[Any, ...], scales: tuple[type, ...]) -> tuple[Any, ..
     steps = list(children)
     for i in range(len(children) - 1, -1, -1):
         if isinstance(children[i], _NORMS):
-            found = _around(children, i, scales)
+            found = around(children, i, scales)
             if not isinstance(found, str):
                 places = _places(i, found)
                 steps[places[0] : places[-1] + 1] = [found]
@@ -279,47 +349,8 @@ def _places(i: int, row: Row) -> range:
     return range(i - (1 if row.scale is None else 2), i + (1 if row.activation is None else 2))
 
 
-def _around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
-    """The row whose norm is child i, or why there is none; depends only on the modules' classes and sizes."""
-    norm = children[i]
-    if norm.__class__ not in NORMS:
-        return f"it is a {_title(norm)}, not an nn.BatchNorm1d or nn.SyncBatchNorm"
-    scaled = i > 0 and children[i - 1].__class__ in scales
-    scale, at = (children[i - 1], i - 2) if scaled else (None, i - 1)
-    if at < 0:
-        return "no nn.Linear stands before it"
-    linear = children[at]
-    if linear.__class__ is not nn.Linear:
-        return f"it follows a {_title(linear)}, not an nn.Linear{'' if scaled else ' or a class in scales='}"
-    features = linear.out_features
-    if norm.num_features != features:
-        return f"it has {norm.num_features} features, its nn.Linear {features}"
-    if scale is not None and not _is_scale(scale, features):
-        return f"its {_title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
-    follows = i + 1 < len(children) and children[i + 1].__class__ in NAMES
-    return Row(linear, scale, norm, children[i + 1] if follows else None)
-
-
-def _is_scale(module: Any, features: int) -> bool:
-    factor = module._parameters.get("scale")
-    if factor is None or len(module._parameters) > 1 or module._modules or module._buffers:
-        return False
-    return tuple(factor.shape) == (features,) or factor.numel() == 1
-
-
 def _hindrance(parent: Any, row: Row) -> str | None:
-    """The reason why a row cannot run as one call now, or None."""
+    """The reason why a row of a Sequential cannot run as one call now, or None."""
     if "forward" in vars(parent) or type(parent).forward not in (nn.Sequential.forward, Sequential.forward):
-        return f"its row is a {_title(parent)}, which has a forward of its own: {_INSTEAD}"
-    modules = [module for module in row[:3] if module is not None]
-    for module in modules:
-        if not is_plain(module, type(module)):
-            return f"its {_title(module)} has hooks or a forward of its own"
-    devices = {str(tensor.device) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        return f"its tensors are on several devices: {', '.join(sorted(devices))}"
-    return None
-
-
-def _title(module: Any) -> str:
-    return type(module).__qualname__
+        return f"its row is a {title(parent)}, which has a forward of its own: {_INSTEAD}"
+    return hindrance(row)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
+from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from .._arrays.admit import is_memory
@@ -69,20 +70,25 @@ class Row(NamedTuple):
     """Consecutive modules, in order; None for an absent one."""
 
     linear: Any
-    scale: Any  # multiplies by its parameter `scale`
+    scale: Any  # a module that multiplies by its parameter `scale`, or the parameter itself
     norm: Any
-    activation: Any
+    activation: Any  # a module, or functional.relu
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
     """The output of the modules in sequence: by one call of gsbn if possible, else by the modules themselves."""
     linear, scale, norm, after = row
-    factor = None if scale is None else scale._parameters["scale"]
+    factor = scale._parameters["scale"] if isinstance(scale, nn.Module) else scale
     if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
-        for module in row:
-            x = x if module is None else module(x)
+        for step in row:
+            if step is not None:
+                x = x * step if step is factor else step(x)
         return x
-    activation = NAMES[after.__class__] if after is not None and is_plain(after, after.__class__) else None
+    activation: Activation | None = None
+    if after is functional.relu:
+        activation = "relu"
+    elif after is not None and is_plain(after, after.__class__):
+        activation = NAMES[after.__class__]
     y = fused(x, linear, factor, norm, activation, precision, "auto")
     return y if after is None or activation is not None else after(y)
 
@@ -95,7 +101,9 @@ def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
         return True
     # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
     agree = factor.dtype is linear._parameters["weight"].dtype
-    return is_plain(scale, scale.__class__) and (agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"))
+    return (scale is factor or is_plain(scale, scale.__class__)) and (
+        agree or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    )
 
 
 def is_plain(module: Any, type_: Any) -> bool:
@@ -160,3 +168,51 @@ def fused(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
     )  # fmt: skip
+
+
+def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row | str:
+    """The row whose norm is child i, or why there is none; depends only on the modules' classes and sizes."""
+    norm = children[i]
+    if norm.__class__ not in NORMS:
+        return f"it is a {title(norm)}, not an nn.BatchNorm1d or nn.SyncBatchNorm"
+    scaled = i > 0 and (children[i - 1].__class__ in scales or isinstance(children[i - 1], Tensor))
+    scale, at = (children[i - 1], i - 2) if scaled else (None, i - 1)
+    if at < 0:
+        return "no nn.Linear stands before it"
+    linear = children[at]
+    if linear.__class__ is not nn.Linear:
+        return f"it follows a {title(linear)}, not an nn.Linear{'' if scaled else ' or a class in scales='}"
+    features = linear.out_features
+    if norm.num_features != features:
+        return f"it has {norm.num_features} features, its nn.Linear {features}"
+    if scale is not None and not _is_scale(scale, features):
+        return f"its {title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
+    after = children[i + 1] if i + 1 < len(children) else None
+    follows = after is functional.relu or after.__class__ in NAMES
+    return Row(linear, scale, norm, after if follows else None)
+
+
+def _is_scale(scale: Any, features: int) -> bool:
+    factor = scale
+    if isinstance(scale, nn.Module):
+        factor = scale._parameters.get("scale")
+        if factor is None or len(scale._parameters) > 1 or scale._modules or scale._buffers:
+            return False
+    return tuple(factor.shape) == (features,) or factor.numel() == 1
+
+
+def hindrance(row: Row) -> str | None:
+    """The reason why modules that stand in a row cannot run as one call now, or None."""
+    modules = [module for module in row[:3] if isinstance(module, nn.Module)]
+    for module in modules:
+        if not is_plain(module, type(module)):
+            return f"its {title(module)} has hooks or a forward of its own"
+    devices = {str(tensor.device) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        return f"its tensors are on several devices: {', '.join(sorted(devices))}"
+    return None
+
+
+def title(module: Any) -> str:
+    """The name of a module's class, for a message."""
+    return type(module).__qualname__

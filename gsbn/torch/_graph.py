@@ -1,0 +1,213 @@
+"""A pass over graphs of torch.fx: gsbn runs linear, scale, batch_norm and relu, whatever `forward` calls them."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.nn import functional
+
+from .._arrays.check import DTYPES
+from .._typing import Activation, Precision
+from ._function import call
+
+_log = logging.getLogger("gsbn.torch")
+
+# The parameters of PyTorch's functions, by name
+_LINEAR = {functional.linear: ("input", "weight", "bias")}
+_NORM = {
+    functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", ""),
+}
+_DEFAULTS = {"bias": None, "weight": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+_TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
+_RELU = (functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_")
+# Calls that write nothing, besides those above
+_PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
+_DTYPES = [getattr(torch, name) for name in DTYPES]
+
+
+class Calls(NamedTuple):
+    """Nodes of a graph that one call may replace."""
+
+    linear: Any
+    scale: Node | None
+    norm: Node
+    activation: Node | None
+
+    @property
+    def last(self) -> Node:
+        return self.norm if self.activation is None else self.activation
+
+
+def one_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor, beta: Tensor,
+    state: tuple[Tensor, Tensor, Tensor | None], options: tuple[Any, ...], activation: Activation | None,
+) -> Tensor:  # fmt: skip
+    """What the pass puts into a graph. Each run of it, or a compiler that looks into it, decides as any call does."""
+    y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation)
+    return y
+
+
+def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -> int:
+    """Put `one_call` in the place of calls in a graph that Dynamo captured; return how many it put there."""
+    replaced = total = 0
+    for row in list(rows(graph, _kind)):
+        total += 1
+        on = _value(row.norm)
+        if row.linear is not None and _computes_the_same(row) and (on.is_cuda or (cpu and on.is_cpu)):
+            _substitute(graph, row, precision)
+            replaced += 1
+    if total:
+        _log.info("replaced %d of %d calls of batch_norm", replaced, total)
+    return replaced
+
+
+def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
+    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "relu" of a node.
+
+    `linear` is None if it does not follow one, or if anything else uses what lies between, or may write its operands.
+    """
+    for norm in graph.nodes:
+        if kind(norm) == "norm":
+            scale, linear = None, _input(norm)
+            if linear is not None and kind(linear) == "times":
+                scale = linear
+                linear = next((node for node in scale.all_input_nodes if kind(node) == "linear"), None)
+            steps = [linear, norm] if scale is None else [linear, scale, norm]
+            if linear is None or kind(linear) != "linear" or not _stand_together(steps, kind):
+                linear = scale = None
+            user = next(iter(norm.users)) if len(norm.users) == 1 else None
+            yield Calls(linear, scale, norm, user if user is not None and kind(user) == "relu" else None)
+
+
+def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> bool:
+    """Whether nothing else uses what lies between, and nothing there can write x, the weight or the bias."""
+    node, last = steps[0], steps[-1]
+    while node is not last:
+        harmless = node in steps or node.op == "get_attr" or node.target in ("item", "size", one_call, *_PURE)
+        if not (harmless or _is_count(node) or kind(node) in ("linear", "norm")):
+            return False
+        node = node.next
+    return all(len(node.users) == 1 for node in steps[:-1])
+
+
+def replace_calls(graph: Graph, row: Calls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Call the function in the place of the row."""
+    with graph.inserting_before(row.norm):
+        y = graph.call_function(function, arguments)
+    y.meta = dict(row.last.meta)
+    row.last.replace_all_uses_with(y)
+    for node in reversed(row):
+        if node is not None:
+            graph.erase_node(node)
+
+
+def other_operand(row: Calls) -> Any:
+    """What the multiplication multiplies the Linear's output by, or None."""
+    if row.scale is None:
+        return None
+    return row.scale.args[1] if row.scale.args[0] is row.linear else row.scale.args[0]
+
+
+def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
+    linear, norm = _arguments(row.linear), _arguments(row.norm)
+    count = _count_before(row.norm) if norm["training"] else None
+    state = norm["running_mean"], norm["running_var"], None if count is None else count.args[0]
+    options = norm["training"], norm["momentum"], norm["eps"], precision, "auto"
+    vectors = linear["bias"], other_operand(row), norm["weight"], norm["bias"]
+    activation = None if row.activation is None else "relu"
+    operands = linear["input"], linear["weight"]
+    replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation))
+    if count is not None:
+        graph.erase_node(count)
+
+
+def _computes_the_same(row: Calls) -> bool:
+    """Whether one call of gsbn gives what these calls do."""
+    linear, norm = _arguments(row.linear), _arguments(row.norm)
+    if not isinstance(norm["training"], bool) or not isinstance(norm["momentum"], (float, int, Node)):
+        return False
+    operands = [_value(linear[name]) for name in ("input", "weight")]
+    vectors = [_value(norm[name]) for name in ("running_mean", "running_var", "weight", "bias")]
+    vectors += [] if linear["bias"] is None else [_value(linear["bias"])]
+    steps = [_value(node) for node in (row.linear, row.scale, row.norm, row.activation) if node is not None]
+    tensors = [*operands, *vectors, *steps]
+    if not all(value.__class__ is FakeTensor and value.layout is torch.strided for value in tensors):
+        return False  # not a tensor with plain memory, or a transform of torch.func wraps it
+    y = steps[0]
+    if any(value.dim() != 2 for value in (*operands, *steps)):
+        return False  # with three dimensions, linear and batch_norm disagree about the dimension of the features
+    if any(value.dtype is not y.dtype or value.shape != y.shape for value in steps) or y.dtype not in _DTYPES:
+        return False  # PyTorch continues in a wider dtype
+    wide = torch.promote_types(y.dtype, torch.float32)
+    if any(value.dtype not in (y.dtype, wide) for value in tensors) or vectors[0].dtype is not vectors[1].dtype:
+        return False
+    if row.scale is not None and not _is_factor(other_operand(row), y):
+        return False
+    return all(value.device == y.device for value in tensors)
+
+
+def _is_factor(factor: Any, y: Tensor) -> bool:
+    """Whether the operand beside the Linear's output is a number, or a scale for its features."""
+    if not isinstance(factor, Node):
+        return isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    value = _value(factor)
+    if value.__class__ is not FakeTensor or value.dtype is not y.dtype or value.device != y.device:
+        return False
+    return tuple(value.shape) in ((y.shape[1],), (1,), ())
+
+
+def _count_before(norm: Node) -> Node | None:
+    """The call that adds 1 to num_batches_tracked, if it stands right before this batch norm: gsbn adds it."""
+    node = norm.prev
+    while node.op != "root" and node.target == "item":
+        node = node.prev
+    return node if _is_count(node) and _value(node).device == _value(norm).device else None
+
+
+def _is_count(node: Node) -> bool:
+    if node.op != "call_method" or node.target != "add_" or node.args[1:] != (1,) or node.kwargs or node.users:
+        return False
+    value = _value(node)
+    return isinstance(value, Tensor) and value.dtype is torch.int64 and value.dim() == 0
+
+
+def _kind(node: Node) -> str | None:
+    """What a node of Dynamo's graph calls."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if node.target in _LINEAR or node.target in _NORM:
+        return "linear" if node.target in _LINEAR else "norm"
+    return functional_kind(node)
+
+
+def functional_kind(node: Node) -> str | None:
+    """ "times" or "relu", if the node calls a function or a method that does this."""
+    if node.op not in ("call_function", "call_method") or not set(node.kwargs) <= {"inplace"}:
+        return None
+    if node.target in _TIMES and len(node.args) == 2:
+        return "times"
+    return "relu" if node.target in _RELU else None
+
+
+def _input(node: Node) -> Node | None:
+    found = node.args[0] if node.args else node.kwargs.get("input")
+    return found if isinstance(found, Node) else None
+
+
+def _value(node: Any) -> Any:
+    """The fake tensor that Dynamo computed for a node."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call of `_LINEAR` or `_NORM` by name."""
+    names = {**_LINEAR, **_NORM}[node.target]
+    return {**_DEFAULTS, **dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -1,0 +1,207 @@
+"""convert(trace=True): let gsbn run modules that a `forward` calls one after another, by a trace of torch.fx."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.nn import functional
+
+from .._typing import Precision
+from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
+from ._modules import NAMES, NORMS, Row, around, hindrance, run, title
+
+_NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
+
+
+class Trace(NamedTuple):
+    """What a trace of a module's forward found; names are those within the module."""
+
+    forward: Callable[..., Any] | None  # of the module and its inputs; None if nothing is to be replaced
+    replaced: tuple[tuple[str, ...], ...]
+    left: dict[str, str]  # the norms that this forward calls, and why they are left
+    called: frozenset[str]  # the modules that this forward calls, even if torch.fx cannot trace it
+    failed: str | None
+
+
+class Traced(nn.Module):
+    """A part of the class of a module whose forward `convert` has traced: gsbn runs some of its modules as one call."""
+
+    _scales: tuple[type, ...]
+    _precision: Precision
+    _inputs: int  # how many a call gives
+    _traces: dict[bool, Trace]  # by `training`
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own forward, or what was made of its trace if the call is like the one that was traced."""
+        forward = self._traces[self.training].forward
+        if forward is None or named or len(inputs) != self._inputs:
+            return super().forward(*inputs, **named)
+        for value in inputs:
+            if not isinstance(value, Tensor):
+                return super().forward(*inputs, **named)
+        return forward(self, *inputs)
+
+    def extra_repr(self) -> str:
+        """One line for each call of gsbn: the names of the modules that it runs."""
+        rows = dict.fromkeys(self._traces[self.training].replaced)  # without what is called twice
+        return "\n".join(
+            filter(None, (super().extra_repr(), *(f"one call of gsbn: {' + '.join(row)}" for row in rows)))
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_traces"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._traces = traces(self, self._scales, self._precision)
+
+
+def traces(module: Any, scales: tuple[type, ...], precision: Precision) -> dict[bool, Trace]:
+    """The traces of a module for each value of its `training`."""
+    before, found = module.training, {}
+    try:
+        for module.training in (True, False):
+            found[module.training] = trace(module, scales, precision)
+    finally:
+        module.training = before
+    return found
+
+
+def required(module: Any) -> list[str]:
+    """The arguments that each call of the module's forward must give."""
+    parameters = list(inspect.signature(_own_forward(module)).parameters.values())[1:]
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in places and each.default is each.empty]
+
+
+def _own_forward(module: Any) -> Any:
+    class_: Any = type(module)
+    return (class_.__bases__[1] if isinstance(module, Traced) else class_).forward
+
+
+def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
+    """Trace the module's own forward as it is in the module's mode, but not into the modules that it calls."""
+    tracer, before, failed = _Tracer(), dict(vars(module)), None
+    try:
+        graph = tracer.trace(module)
+    except Exception as error:  # of any kind: the forward is anyone's code, and its arguments are not tensors here
+        failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
+    after = vars(module)
+    if before.keys() != after.keys() or any(after[name] is not value for name, value in before.items()):
+        after.clear()
+        after.update(before)
+        failed = f"the forward of {title(module)} sets attributes, which torch.fx cannot trace"
+    called = frozenset(tracer.called)
+    if failed is not None:
+        return Trace(None, (), {}, called, failed)
+    replaced, left = _replace(module, graph, scales, precision)
+    return Trace(_code(graph) if replaced else None, tuple(replaced), left, called, None)
+
+
+class _Tracer(Tracer):
+    """Traces a forward with its optional arguments at their defaults, and every module that it calls as one node."""
+
+    traced_func_name = "forward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+        self.context = _context()
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        inputs = [self.create_proxy("placeholder", name, (), {}) for name in required(self.root)]
+        return _own_forward(self.root), [self.root, *inputs]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        self.called.add(module_qualified_name)
+        return True
+
+    def create_node(self, *arguments: Any, **named: Any) -> Node:
+        if _context() != self.context:
+            raise ValueError("it changes the grad mode or autocast")
+        return super().create_node(*arguments, **named)
+
+
+def _context() -> tuple[Any, ...]:
+    """What torch.fx does not trace."""
+    devices = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cuda", "cpu")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *devices
+
+
+def run_modules(x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision) -> Any:
+    """What stands in the traced forward for a row; each call decides as in an nn.Sequential."""
+    return run(Row(linear, scale, norm, functional.relu if activation == "relu" else activation), x, precision)
+
+
+def _replace(
+    module: Any, graph: Graph, scales: tuple[type, ...], precision: Precision
+) -> tuple[list[tuple[str, ...]], dict[str, str]]:
+    """Replace the rows in the graph; return their names, and the norms that are left with the reasons."""
+
+    def kind(node: Node) -> str | None:
+        if node.op != "call_module":
+            return functional_kind(node)
+        if len(node.args) != 1 or node.kwargs:
+            return None
+        class_ = module.get_submodule(node.target).__class__
+        kinds = {nn.Linear: "linear", **dict.fromkeys(NORMS, "norm"), **dict.fromkeys(NAMES, "relu")}
+        return "times" if class_ in scales else kinds.get(class_)
+
+    replaced, left = [], {}
+    for calls in list(rows(graph, kind)):
+        found = _row(module, calls) if calls.linear is not None else _NOT_ALONE
+        if not isinstance(found, str):
+            found = around(found, len(found) - (1 if calls.activation is None else 2), scales)
+        if not isinstance(found, str):
+            found = hindrance(found) or found
+        if isinstance(found, str):
+            left[str(calls.norm.target)] = found
+            continue
+        nodes = [node for node in calls if node is not None and node.op == "call_module"]
+        replaced.append(tuple(str(node.target) for node in nodes))
+        _substitute(graph, calls, precision)
+    return replaced, left
+
+
+def _row(module: Any, calls: Calls) -> tuple[Any, ...] | str:
+    """The modules of a row, as if they stood in an nn.Sequential."""
+    children = []
+    for node in calls:
+        if node is None:
+            continue
+        if node.op == "call_module":
+            children.append(module.get_submodule(node.target))
+        elif node is calls.activation:
+            children.append(functional.relu)
+        else:
+            factor = other_operand(calls)
+            if not isinstance(factor, Node) or factor.op != "get_attr":
+                return "a factor that is not a parameter stands between it and its nn.Linear"
+            children.append(module.get_parameter(factor.target))
+    return tuple(children)
+
+
+def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
+    linear, scale, norm, activation = calls
+
+    def of(node: Node | None) -> Any:
+        return graph.get_attr(node.target) if node is not None and node.op == "call_module" else None
+
+    with graph.inserting_before(norm):
+        factor = other_operand(calls) if scale is not None and scale.op != "call_module" else of(scale)
+        after = "relu" if activation is not None and activation.op != "call_module" else of(activation)
+        arguments = linear.args[0], of(linear), factor, of(norm), after, precision
+    replace_calls(graph, calls, run_modules, arguments)
+
+
+def _code(graph: Graph) -> Callable[..., Any]:
+    """The graph as a function of the module and its inputs."""
+    made = GraphModule(nn.Module(), Graph())
+    made.graph = graph
+    forward: Callable[..., Any] = type(made).forward
+    return forward
