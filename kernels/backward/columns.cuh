@@ -15,13 +15,13 @@ struct ColumnSums {
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
-// A sum of G: of a few float32 numbers; of float64 numbers with the rounding errors (Knuth's two-sum).
+// A sum of G: of a few float32 numbers; of float64 numbers with the rounding errors.
 struct Sum {
     G high = 0, low = 0;
     __device__ void add(G v) {
         if constexpr (sizeof(G) == 8) {
-            const G sum = high + v, back = sum - high;
-            low += (high - (sum - back)) + (v - back);
+            const G sum = high + v;
+            low += rest_of_sum(high, v, sum);
             high = sum;
         } else {
             high += v;
@@ -120,15 +120,15 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
         const double* at = reinterpret_cast<const double*>(workspace) + part * SUMS * p.n + c;
 #pragma unroll 1
         for (int left = count_every(static_cast<int>(p.splits), part, parts); left > 0; left -= AT_ONCE) {
-            ColumnSums of[AT_ONCE];
+            ColumnSums next[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i, at += step)
 #pragma unroll
-                for (int j = 0; j < SUMS; ++j) of[i].of[j] = i < left ? at[j * p.n] : 0.0;
+                for (int j = 0; j < SUMS; ++j) next[i].of[j] = i < left ? at[j * p.n] : 0.0;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
-                for (int j = 0; j < SUMS; ++j) long_sums[j].add(of[i].of[j]);
+                for (int j = 0; j < SUMS; ++j) long_sums[j].add(next[i].of[j]);
         }
     }
 #pragma unroll

@@ -37,13 +37,13 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int ro
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) shared.of_parts[i][thread] = of_part[i];
     __syncthreads();
-    double high[SUMS] = {}, low[SUMS] = {};  // low: rounding errors of high (Knuth's two-sum); there are up to 32 parts
+    double high[SUMS] = {}, low[SUMS] = {};  // low: rounding errors of high; there are up to 32 parts
 #pragma unroll 2
     for (int at = of.column; at < THREADS; at += columns) {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
-            const double v = shared.of_parts[i][at], sum = high[i] + v, back = sum - high[i];
-            low[i] += (high[i] - (sum - back)) + (v - back);
+            const double v = shared.of_parts[i][at], sum = high[i] + v;
+            low[i] += rest_of_sum(high[i], v, sum);
             high[i] = sum;
         }
     }

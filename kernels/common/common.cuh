@@ -204,14 +204,21 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_OFFSET * n + i] = offset;
 }
 
-// A sum in float64; if COMPENSATED, with its rounding errors (Knuth's two-sum).
+// What the rounding of sum = a + b lost (Knuth's two-sum).
+template <typename R>
+__device__ __forceinline__ R rest_of_sum(R a, R b, R sum) {
+    const R back = sum - a;
+    return (a - (sum - back)) + (b - back);
+}
+
+// A sum in float64; if COMPENSATED, with its rounding errors.
 template <bool COMPENSATED>
 struct LongSum {
     double high = 0.0, low = 0.0;
     __device__ __forceinline__ void add(double v) {
         if constexpr (COMPENSATED) {
-            const double sum = high + v, back = sum - high;
-            low += (high - (sum - back)) + (v - back);
+            const double sum = high + v;
+            low += rest_of_sum(high, v, sum);
             high = sum;
         } else {
             high += v;

@@ -12,12 +12,6 @@ struct Affine {  // of one feature
     }
 };
 
-// What the rounding of sum = a + b lost (Knuth's two-sum).
-__device__ __forceinline__ float rest_of_sum(float a, float b, float sum) {
-    const float back = sum - a;
-    return (a - (sum - back)) + (b - back);
-}
-
 // Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c at the
 // g for which z is the running mean: there a g and c cancel, and these errors are common to all rows.
 struct Frozen {
