@@ -83,6 +83,11 @@ def machine():
     return f"{where}, PyTorch {torch.__version__}, gsbn {gsbn.__version__}"
 
 
+def keep(rows, file, machine):
+    finite = [{k: v if not isinstance(v, float) or np.isfinite(v) else str(v) for k, v in row.items()} for row in rows]
+    file.write_text(json.dumps({"machine": machine, "results": finite}, indent=0))
+
+
 def write(rows, page, machine):
     text = page.read_text(encoding="utf-8")
     begin, end = MARKS
@@ -128,13 +133,10 @@ def main():
             wrong = sorted(filter(fails, found), key=lambda row: -row["share"])
             print(f"{device} {shape}: {len(found)} results, {len(wrong)} failed, {time.time() - begun:.1f} s")
             print(*([HEADER, *map(line, wrong)] if wrong else []), sep="\n", flush=True)
+            if args.json:  # after each shape: a run that is stopped keeps what it has
+                keep(rows, args.json, named)
     wrong = list(filter(fails, rows))
     print(f"{named}: {len(rows)} results, {len(wrong)} failed, {time.time() - start:.0f} s")
-    if args.json:
-        finite = [
-            {k: v if not isinstance(v, float) or np.isfinite(v) else str(v) for k, v in row.items()} for row in rows
-        ]
-        args.json.write_text(json.dumps({"machine": named, "results": finite}, indent=0))
     if args.write:
         write(rows, ROOT / "docs" / "trust.md", named)
     return int(bool(wrong))

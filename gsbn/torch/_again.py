@@ -78,8 +78,8 @@ def _checked(how: How, given: Given, x: Any) -> bool:
         )
     if x is None:
         raise RuntimeError(
-            "gsbn.torch: no second derivatives and no batched gradients of a weight that does not require grad, whose "
-            "forward keeps no x: let it require grad, or call PyTorch's own modules"
+            "gsbn.torch: no second derivatives and no batched gradients of a call in which neither x nor weight "
+            "requires grad, which keeps no x: let one of them require grad, or call PyTorch's own modules"
         )
     if create and not given.connected:
         raise RuntimeError(

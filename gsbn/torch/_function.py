@@ -297,12 +297,15 @@ def _forward(
 
 
 def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
-    """x and weight, each None unless the backward reads it: then a cast is freed, and the original may change."""
+    """x and weight, each None unless a backward reads it: then a cast is freed, and the original may change.
+
+    The backward reads x for dweight alone, but second derivatives and batched gradients compute the call again.
+    """
     x, weight = saved.x, saved.weight
     if not x.is_cuda:  # the backward on the CPU takes both
         return x, weight
     reads_weight = makes_both_products(str(weight.dtype).removeprefix("torch."), x.shape[0], *weight.shape)
-    return x if of_weight else None, weight if of_x or reads_weight else None
+    return x if of_x or of_weight else None, weight if of_x or reads_weight else None
 
 
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:

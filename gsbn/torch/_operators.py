@@ -35,7 +35,12 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
         with torch.no_grad():
             made = forward_of(arrays, options)
-        return (made[0], made[1].deviations, made[1].vectors) if keep else made
+        if not keep:
+            return made
+        y, (deviations, vectors) = made[0], (made[1].deviations, made[1].vectors)
+        if deviations.shape[1] > y.shape[1]:
+            deviations[:, y.shape[1] :].zero_()  # padding: equal calls have equal results
+        return y, deviations, vectors
 
     return run
 

@@ -67,10 +67,11 @@ struct BeforeY {
     }
 };
 
-// Adds all rows to the sums of VEC columns. LONG: see Walk.
+// Adds up VEC columns over all rows. LONG: see Walk.
 template <bool LONG>
 __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows, const G (&centre)[VEC],
                                          const BeforeY& before, double (&sums)[SUMS][VEC]) {
+    double low[SUMS][VEC] = {};  // the rounding errors of the sums
 #pragma unroll 1
     for (int first = 0; first < rows.count; first += GROUP) {
         Sum sums_of[SUMS][VEC];
@@ -89,8 +90,18 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
 #pragma unroll
         for (int i = 0; i < SUMS; ++i)
 #pragma unroll
-            for (int j = 0; j < VEC; ++j) sums[i][j] += static_cast<double>(sums_of[i][j].high) + sums_of[i][j].low;
+            for (int j = 0; j < VEC; ++j) {
+                const double before_it = sums[i][j], v = static_cast<double>(sums_of[i][j].high) + sums_of[i][j].low;
+                sums[i][j] += v;
+                if constexpr (FLOAT64) low[i][j] += rest_of_sum(before_it, v, sums[i][j]);
+            }
     }
+    if constexpr (FLOAT64)
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i)
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (isfinite(sums[i][j])) sums[i][j] += low[i][j];
 }
 
 // Loads what is subtracted from VEC columns of d; nothing in training.

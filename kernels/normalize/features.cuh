@@ -225,13 +225,15 @@ __device__ __forceinline__ void store_running(const ForwardProblem& p, long long
     const double offset = (within ? 0.0 : gamma_r * fma(s, b, -of.mean)) + of.beta;
     store_affine(affine, pitch, at, mean, a, offset);
     if (saved == nullptr) return;
-    const double centre = centre_near(middle, g + c, p);
+    const double centre = centre_near(middle, g + c, p), biased = centre + b;
+    // In float64 a rounding of the sum, times all rows, would be most of dgamma's error.
+    const double rest = isfinite(biased) ? rest_of_sum(centre, b, biased) : 0.0;
     saved[SAVED_A * p.n + c] = a;
     saved[SAVED_SCALE * p.n + c] = gamma_r;
     saved[SAVED_GAMMA * p.n + c] = r;
     saved[SAVED_CENTRE * p.n + c] = centre;
-    saved[SAVED_BIASED * p.n + c] = centre + b;
-    saved[SAVED_Z * p.n + c] = fma(s, centre + b, -of.mean);
+    saved[SAVED_BIASED * p.n + c] = biased;
+    saved[SAVED_Z * p.n + c] = fma(s, rest, fma(s, biased, -of.mean));
     saved[SAVED_S * p.n + c] = s;
     saved[SAVED_MEAN * p.n + c] = mean;
     saved[SAVED_OFFSET * p.n + c] = static_cast<G>(offset);

@@ -82,12 +82,13 @@ def test_nothing_is_kept_where_nothing_needs_a_gradient(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("features", [512, 4096])  # one node, and two
 @pytest.mark.parametrize("autocast", [False, True])
 def test_only_what_a_gradient_needs_is_kept(features: int, autocast: bool) -> None:
-    """A first layer, whose x needs no gradient, keeps no weight, cast or not; a frozen layer keeps no x."""
+    """A first layer, whose x needs no gradient, keeps no weight, cast or not; one of which gamma and beta alone are
+    trained keeps neither. A frozen layer keeps x, for second derivatives."""
     layer = LinearBatchNorm1d(features, features, device="cuda")
     x = torch.randn(2048, features, device="cuda")
-    for first in (True, False):
-        layer.linear.weight.requires_grad_(first)
-        x = x.detach().requires_grad_(not first)
+    for needed in ("weight", "x", "gamma"):
+        layer.linear.weight.requires_grad_(needed == "weight")
+        x = x.detach().requires_grad_(needed == "x")
         kept: list[Any] = []
 
         def keep(t: Any, kept: list[Any] = kept) -> Any:
@@ -98,10 +99,11 @@ def test_only_what_a_gradient_needs_is_kept(features: int, autocast: bool) -> No
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast), hooks:
             y = layer(x)
         shapes = [tuple(t.shape) for t in kept]
-        assert shapes.count((features, features)) == (0 if first else int(not autocast or features < 4096))
-        assert shapes.count((2048, features)) == (2 if first else 1)  # x and the deviations
+        assert shapes.count((features, features)) == int(needed == "x" and (not autocast or features < 4096))
+        assert shapes.count((2048, features)) == (1 if needed == "gamma" else 2)  # x and the deviations
         y.sum().backward()
-        assert (x.grad is None) == first and (layer.linear.weight.grad is None) != first
+        assert (x.grad is not None) == (needed == "x")
+        assert (layer.linear.weight.grad is not None) == (needed == "weight")
         layer.zero_grad()
 
 
