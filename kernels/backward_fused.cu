@@ -22,7 +22,7 @@ struct Shared {
     uint4 pipeline[STAGES * CHUNKS * THREADS];
     Totals<THREADS, VEC, SUMS> totals;
     alignas(VEC * sizeof(G)) G coefficients[DG_ROWS][WIDEST];
-    ClusterTotals<WIDEST, true, SUMS / 2> of_cluster;
+    ClusterTotals<WIDEST, true, SUMS / 2, FLOAT64> of_cluster;
 };
 // Read by gsbn/_plan/variants.py: the pipelines, the sums in float64, the coefficients, the sums of the cluster.
 constexpr int TOTALS_BYTES = SUMS * 8 * (VEC * (THREADS / 2 + 16 / VEC) + THREADS);

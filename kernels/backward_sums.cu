@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         uint4 pipeline[STAGES * CHUNKS * THREADS];
         double sums[2][VEC][THREADS];  // two at a time; the words of neighbouring threads are adjacent
     } memory;
-    __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2> of_cluster;
+    __shared__ ClusterTotals<LANES * VEC, false, SUMS / 2, FLOAT64> of_cluster;
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     const int rank = rank_in_cluster();

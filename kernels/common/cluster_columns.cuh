@@ -52,8 +52,8 @@ __device__ __forceinline__ void total(Totals<THREADS, VEC, SUMS>& shared, int ro
 }
 
 // The sums over all CTAs of a cluster, PAIRS pairs of each of up to WIDEST columns; for one use. With EVERYWHERE each
-// CTA gets those of every column; otherwise CTA column % CLUSTER alone gets them.
-template <int WIDEST, bool EVERYWHERE = true, int PAIRS = 1>
+// CTA gets those of every column; otherwise CTA column % CLUSTER alone gets them. COMPENSATED: see LongSum.
+template <int WIDEST, bool EVERYWHERE = true, int PAIRS = 1, bool COMPENSATED = false>
 struct ClusterTotals {
     double2 of_rank[CLUSTER][PAIRS][CLUSTER == 1 ? 1 : EVERYWHERE ? WIDEST : WIDEST / CLUSTER];
     unsigned long long here;  // a barrier: all sums are here
@@ -88,12 +88,14 @@ struct ClusterTotals {
             mbar_wait_sent(&here, 0);
 #pragma unroll
             for (int j = 0; j < PAIRS; ++j) {
-                sums[2 * j] = sums[2 * j + 1] = 0.0;
+                LongSum<COMPENSATED> first, second;
 #pragma unroll
                 for (int cta = 0; cta < CLUSTER; ++cta) {
-                    sums[2 * j] += of_rank[cta][j][at].x;
-                    sums[2 * j + 1] += of_rank[cta][j][at].y;
+                    first.add(of_rank[cta][j][at].x);
+                    second.add(of_rank[cta][j][at].y);
                 }
+                sums[2 * j] = first.total();
+                sums[2 * j + 1] = second.total();
             }
         }
     }

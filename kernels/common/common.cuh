@@ -200,6 +200,7 @@ __device__ inline void store_saved(double* saved, long long n, long long i, doub
     saved[SAVED_RATE * n + i] = to_units * to_units * square;  // in few roundings: dg of an outlier cancels by it
     saved[SAVED_UNIT * n + i] = unit;
     saved[SAVED_REST * n + i] = eps * square;
+    saved[SAVED_S * n + i] = 0.0;  // no backward in training reads it: but equal calls save equal bytes
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
 }
