@@ -144,7 +144,7 @@ def info(
 @app.command(cls=_Command)
 def check(
     as_json: AsJson = None,
-    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help=(
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help=(
         f"Only this of {_list(DTYPES)}; may be given again."))] = None,
     family: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
         f"Only this input of {_list(FAMILIES)}; may be given again."))] = None,
@@ -201,7 +201,7 @@ def bench_command(
     model: Annotated[str, typer.Option(metavar="NAME", help=(
         "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
         "gsbn.torch."))] = "",
-    dtype: Annotated[list[str] | None, typer.Option(metavar="DTYPE", help=(
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help=(
         f"{_list(DTYPES)}; may be given again. By default all but float64."))] = None,
     mode: Annotated[str, typer.Option(metavar="NAME", help=f"{_list(MODES)}.")] = "training",
     direction: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
@@ -214,9 +214,9 @@ def bench_command(
         "How often all are prepared and timed; a peer's time is that of its best turn."))] = Settings.turns,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help=(
         "Trials of each candidate in a turn, interleaved."))] = Settings.rounds,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
+    seconds: Annotated[float, typer.Option("--seconds", metavar="SECONDS", min=0, help=(
         f"No new round after this long, but {turns.LEAST_ROUNDS} a turn at least."))] = Settings.seconds,
-    settle: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
+    settle: Annotated[float, typer.Option("--settle", metavar="SECONDS", min=0, help=(
         "Seconds at most until the clocks settle."))] = Settings.settle,
     calls: Annotated[int | None, typer.Option(metavar="N", min=1, help=(
         "Calls a trial; 1 times them cold."))] = None,

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +444,18 @@ def test_info_on_the_gpu_names_it_and_its_paths() -> None:
     told = json.loads(run("info", "--json", "-").stdout)
     assert told["gpus"]
     assert all(told["paths"][kind]["gemm"] not in ("numpy", "–") for kind in told["paths"])
+
+
+def test_an_option_whose_metavar_is_its_name_is_named() -> None:
+    """typer 0.27 takes the metavar for the name otherwise: the option was --SECONDS there."""
+    from typer.main import get_command
+
+    for command in get_command(cli.app).commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            assert all(name == name.lower() for name in parameter.opts)
+    for name in ("check", "bench"):
+        hints = typing.get_type_hints(getattr(cli, name), include_extras=True)
+        for parameter, hint in hints.items():
+            for option in getattr(hint, "__metadata__", ()):
+                if (option.metavar or "").lower() == parameter:
+                    assert option.param_decls or isinstance(option.default, str), parameter  # Annotated: the first name
