@@ -132,6 +132,8 @@ def _markdown(report: Report) -> str:
     }
     if others:
         parts += ["Other ways to float32, ms and error against float64:", _float32_table(others)]
+    if halves := _beside_half(report):
+        parts += [_HALF, halves]
     return "\n\n".join([*parts, _caption(report)])
 
 
@@ -144,6 +146,30 @@ def _float32_table(table: Mapping[Case, Results]) -> str:
     names = ["gsbn", "pytorch", *EMULATED]
     columns = [Column("**gsbn**" if n == "gsbn" else NAMES[n], of(n, both), strong=n == "gsbn") for n in names]
     return markdown_table([layer_columns()[0], *columns], table.items())
+
+
+_HALF = (
+    "16-bit operands beside PyTorch's float32, ms and error. Such a ratio compares two different results: the operands "
+    "have lost 13 of 24 bits before the call, which the error does not count. Float32 with float32 is the honest one:"
+)
+
+
+def _beside_half(report: Report) -> str:
+    """gsbn's float16 beside float32 of PyTorch and gsbn, for forwards that were timed in both."""
+    of_sizes: dict[Any, dict[str, Results]] = {}
+    for case, results in report.by_case().items():
+        if case.direction == "forward" and case.training:
+            of_sizes.setdefault(case.shape, {})[case.kind] = results
+    lines = []
+    for sizes, kinds in of_sizes.items():
+        wide, half = kinds.get("float32", {}), kinds.get("float16", {})
+        eager, ours, in_half = wide.get("pytorch"), wide.get("gsbn"), half.get("gsbn")
+        if eager and ours and in_half and eager.times and ours.times and in_half.times:
+            cells = [f"{milliseconds(result)}, {error_of(result)}" for result in (eager, ours, in_half)]
+            cells[2:2], after = [speedup(eager, ours)], speedup(eager, in_half)
+            lines.append(f"| {', '.join(map(str, sizes))} | {' | '.join(cells)} | {after} |")
+    head = "| B, I, O | PyTorch eager, float32 | gsbn, float32 | × eager | gsbn, float16 | × eager, float32 |"
+    return "\n".join([head, "| --- |" + " ---: |" * 5, *lines]) if lines else ""
 
 
 def _caption(report: Report) -> str:

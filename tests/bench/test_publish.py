@@ -71,9 +71,15 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
     )
     assert text.endswith("<!-- /results:rows -->\nafter\n")
     assert "old" not in text
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| 1")]
+    table, beside_half = text.split("16-bit operands beside PyTorch's float32")
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| 1")]
     assert len(rows) == 12
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
+    assert {line.count("|") for line in table.splitlines() if line.startswith("|")} == {13}
+    halves = [line.split("|")[1:-1] for line in beside_half.splitlines() if line.startswith("| 1")]
+    assert len(halves) == 3 and {len(line) for line in halves} == {6}
+    for _, _, wide, ratio, half, of_half in halves:
+        gained = float(wide.split(",")[0]) / float(half.split(",")[0])  # by the 16 bits alone
+        assert float(of_half) == pytest.approx(float(ratio) * gained, rel=0.02)
     assert all(1.45 < float(row[7]) < 1.55 for row in rows), "PyTorch's time over gsbn's, 1.8 / 1.2"
     assert "NVIDIA H200, driver 580.1" in text and "(results/rows.png)" in text
     assert changed_since(tmp_path / "docs/results/rows.json") == []
