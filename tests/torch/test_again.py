@@ -108,7 +108,7 @@ def test_what_has_no_second_derivative_says_so(device: str) -> None:
     gamma = torch.ones(O, device=device, requires_grad=True)
     y = linear_batch_norm(x.detach(), weight.detach(), gamma=gamma, training=True)
     if device == "cuda":  # x is not kept there
-        with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second .* in which neither x nor weight requires grad"):
+        with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second .* in which neither x nor weight"):
             torch.autograd.grad(y.sum(), gamma, create_graph=True)
     with torch.autocast(device, torch.bfloat16):
         y = linear_batch_norm(x, weight, training=True)
