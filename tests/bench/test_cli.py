@@ -453,8 +453,8 @@ def test_an_option_whose_metavar_is_its_name_is_named() -> None:
     for command in get_command(cli.app).commands.values():  # type: ignore[attr-defined]
         for parameter in command.params:
             assert all(name == name.lower() for name in parameter.opts)
-    for name in ("check", "bench"):
-        hints = typing.get_type_hints(getattr(cli, name), include_extras=True)
+    for made in cli.app.registered_commands:
+        hints = typing.get_type_hints(made.callback, include_extras=True)
         for parameter, hint in hints.items():
             for option in getattr(hint, "__metadata__", ()):
                 if (option.metavar or "").lower() == parameter:
