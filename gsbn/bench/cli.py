@@ -216,7 +216,7 @@ def bench_command(
         "Trials of each candidate in a turn, interleaved."))] = Settings.rounds,
     seconds: Annotated[float, typer.Option("--seconds", metavar="SECONDS", min=0, help=(
         f"No new round after this long, but {turns.LEAST_ROUNDS} a turn at least."))] = Settings.seconds,
-    settle: Annotated[float, typer.Option("--settle", metavar="SECONDS", min=0, help=(
+    settle: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
         "Seconds at most until the clocks settle."))] = Settings.settle,
     calls: Annotated[int | None, typer.Option(metavar="N", min=1, help=(
         "Calls a trial; 1 times them cold."))] = None,

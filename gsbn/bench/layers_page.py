@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,19 +133,20 @@ def _markdown(report: Report) -> str:
     }
     if others:
         parts += ["Other ways to float32, ms and error against float64:", _float32_table(others)]
-    if halves := _beside_half(report):
+    if halves := _half_table(report.by_case()):
         parts += [_HALF, halves]
     return "\n\n".join([*parts, _caption(report)])
 
 
+def _both(result: Result) -> str:
+    """The time and the error of a result."""
+    return f"{milliseconds(result)}, {error_of(result)}" if result.times else NOTHING
+
+
 def _float32_table(table: Mapping[Case, Results]) -> str:
     """Time and error of all that compute a float32 layer, also from products of 16 bits or TF32."""
-
-    def both(result: Result) -> str:
-        return f"{milliseconds(result)}, {error_of(result)}" if result.times else NOTHING
-
     names = ["gsbn", "pytorch", *EMULATED]
-    columns = [Column("**gsbn**" if n == "gsbn" else NAMES[n], of(n, both), strong=n == "gsbn") for n in names]
+    columns = [Column("**gsbn**" if n == "gsbn" else NAMES[n], of(n, _both), strong=n == "gsbn") for n in names]
     return markdown_table([layer_columns()[0], *columns], table.items())
 
 
@@ -154,22 +156,25 @@ _HALF = (
 )
 
 
-def _beside_half(report: Report) -> str:
-    """gsbn's float16 beside float32 of PyTorch and gsbn, for forwards that were timed in both."""
-    of_sizes: dict[Any, dict[str, Results]] = {}
-    for case, results in report.by_case().items():
-        if case.direction == "forward" and case.training:
-            of_sizes.setdefault(case.shape, {})[case.kind] = results
-    lines = []
-    for sizes, kinds in of_sizes.items():
-        wide, half = kinds.get("float32", {}), kinds.get("float16", {})
-        eager, ours, in_half = wide.get("pytorch"), wide.get("gsbn"), half.get("gsbn")
-        if eager and ours and in_half and eager.times and ours.times and in_half.times:
-            cells = [f"{milliseconds(result)}, {error_of(result)}" for result in (eager, ours, in_half)]
-            cells[2:2], after = [speedup(eager, ours)], speedup(eager, in_half)
-            lines.append(f"| {', '.join(map(str, sizes))} | {' | '.join(cells)} | {after} |")
-    head = "| B, I, O | PyTorch eager, float32 | gsbn, float32 | × eager | gsbn, float16 | × eager, float32 |"
-    return "\n".join([head, "| --- |" + " ---: |" * 5, *lines]) if lines else ""
+def _half_table(table: Mapping[Case, Results]) -> str:
+    """gsbn's float16 beside float32 of PyTorch and gsbn, for forwards that were timed in both; "" if none was."""
+    rows = []
+    for case, results in table.items():
+        half = table.get(dataclasses.replace(case, dtype="float16"), {})
+        found = results | {"half": half["gsbn"]} if "gsbn" in half else {}
+        if case.kind == "float32" and case.direction == "forward" and all(
+            name in found and found[name].times for name in ("pytorch", "gsbn", "half")
+        ):
+            rows.append((case, found))
+    columns = [
+        layer_columns()[0],
+        Column("PyTorch eager, float32", of("pytorch", _both)),
+        Column("gsbn, float32", of("gsbn", _both)),
+        Column("× eager", lambda case, results: speedup(results["pytorch"], results["gsbn"])),
+        Column("gsbn, float16", of("half", _both)),
+        Column("× eager, float32", lambda case, results: speedup(results["pytorch"], results["half"])),
+    ]
+    return markdown_table(columns, rows) if rows else ""
 
 
 def _caption(report: Report) -> str:
