@@ -275,7 +275,7 @@ class Tally:
             limit = FACTOR * max(its, *filter(np.isfinite, kept), 0.0) + self.roundoff[key]
             times, inputs = UNPROMISED.get((family, kind, mode, quantity), (1.0, range(0)))
             limit *= times if shape[1] in inputs else 1.0
-            if kind == "tf32" and path != "tiled":  # which has no TF32. Each library chooses a kernel of cuBLAS by speed
+            if kind == "tf32" and path != "tiled":  # has no TF32. Each library chooses cuBLAS kernels by speed
                 limit = max(limit, TF32_LEAST)
             if (family, kind, quantity) == ("mean 1e4", "float32", "running_var") and path in ("skinny", "sm90"):
                 limit = max(limit, dropped(shape[1]))
