@@ -162,9 +162,8 @@ def _half_table(table: Mapping[Case, Results]) -> str:
     for case, results in table.items():
         half = table.get(dataclasses.replace(case, dtype="float16"), {})
         found = results | {"half": half["gsbn"]} if "gsbn" in half else {}
-        if case.kind == "float32" and case.direction == "forward" and all(
-            name in found and found[name].times for name in ("pytorch", "gsbn", "half")
-        ):
+        timed = all(name in found and found[name].times for name in ("pytorch", "gsbn", "half"))
+        if timed and case.training and (case.kind, case.direction) == ("float32", "forward"):
             rows.append((case, found))
     columns = [
         layer_columns()[0],
