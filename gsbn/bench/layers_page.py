@@ -161,7 +161,7 @@ def _half_table(table: Mapping[Case, Results]) -> str:
     rows = []
     for case, results in table.items():
         half = table.get(dataclasses.replace(case, dtype="float16"), {})
-        found = results | {"half": half["gsbn"]} if "gsbn" in half else {}
+        found = {**results, "half": half["gsbn"]} if "gsbn" in half else {}
         timed = all(name in found and found[name].times for name in ("pytorch", "gsbn", "half"))
         if timed and case.training and (case.kind, case.direction) == ("float32", "forward"):
             rows.append((case, found))
