@@ -23,8 +23,8 @@
 // depends on the shape alone: there is no ticket, and no CTA waits for another. It runs from the last rows to the
 // first: backward_sums read forwards, so L2 still holds the end.
 //
-// If ranks share the batch, merge_sums runs between the two: the gradients of size O are of this rank's S and D, dg of
-// the sums over all ranks (common/ranks.cuh), which then are the sums of one split.
+// If ranks share the batch, merge_sums runs between the two: the gradients of size O are of this rank's rows, dg of the
+// sums over all ranks (common/ranks.cuh), which then are the sums of one split.
 //
 // Bytes moved: dy and d once, dg once (with TRANSPOSED twice), the minimum of a second pass; at (16384, 4096) in
 // bfloat16 403 MB.
@@ -114,16 +114,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 
 // merge_sums: turns the sums of each rank into those of all ranks, in training. A thread has one column. First, unless
-// `gathered` is given, it merges the splits, stores the gradients of size O, and posts S and D: to the other ranks or,
-// for another library to gather, to `posted`. Then, unless `totals` is null, it collects those of all ranks, adds them
-// in the order of the ranks, and writes them to `totals` (SUMS, n). It waits for other ranks as merge_statistics does.
-// Ranks do not exchange F and Q: `totals` has those of deviations that were not rounded.
+// `gathered` is given, it merges the splits and posts their sums: to the other ranks or, for another library to gather,
+// to `posted`. Then, unless `totals` is null, it collects those of all ranks, adds them in the order of the ranks, stores
+// the gradients of size O, and writes to `totals` (SUMS, n) the sums of all ranks, scaled to this rank's rows: for
+// backward_dg they are those of p.m rows. It waits for other ranks as merge_statistics does.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_sums(const __grid_constant__ BackwardProblem p, const double* saved, const char* workspace, double* posted,
-               Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale, void* to_gamma,
-               void* to_beta) {
+    merge_sums(const __grid_constant__ BackwardProblem p, const D* d, const double* saved, const char* workspace,
+               double* posted, Ranks* ranks, const double* gathered, double* totals, void* to_bias, void* to_scale,
+               void* to_gamma, void* to_beta) {
     await_kernel_ahead(true);
-    const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
+    const BackwardExchange exchange(ranks, gathered, FEATURES_AT + POSTS * p.n, p.signature);
     if (posted != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
         posted[ROWS_AT] = static_cast<double>(p.m);
         posted[CALL_AT] = static_cast<double>(p.signature);
@@ -132,14 +132,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](long long item) {
         const auto post = [&](long long c, int, const ColumnSums& sums) {
-            const double S = sums.of[0], E = sums.of[1];
-            store_gradients(p, Factors{saved, p.n, c}, S, E, to_bias, to_scale, to_gamma, to_beta);
-            const double unit = saved[SAVED_UNIT * p.n + c];
+            const Factors of{saved, p.n, c};
             if (posted == nullptr) {
-                post_sums(exchange, p, c, unit, S, E);
+                post_sums(exchange, p, d, of, sums);
             } else {
-                posted[FEATURES_AT + 2 * c] = S;
-                posted[FEATURES_AT + 2 * c + 1] = unit * E;
+                double posts[POSTS];
+                sums_to_post(p, d, of, sums, posts);
+#pragma unroll
+                for (int j = 0; j < POSTS; ++j) posted[FEATURES_AT + POSTS * c + j] = posts[j];
             }
         };
         if (gathered == nullptr)
@@ -147,15 +147,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                          post);
         const long long c = item * at_once.columns + threadIdx.x;
         if (totals == nullptr || threadIdx.x >= at_once.columns || c >= p.n) return;
-        double S, E;
-        merge_totals(exchange, p, c, saved[SAVED_UNIT * p.n + c], S, E);
-        totals[c] = S;
-        totals[p.n + c] = E;
-        if constexpr (ROUNDED) {
-            const double rate = saved[SAVED_RATE * p.n + c], rest = saved[SAVED_REST * p.n + c];
-            totals[2 * p.n + c] = 0.0;
-            totals[3 * p.n + c] = rate == 0.0 ? 0.0 : static_cast<double>(p.m) * (1.0 - rest) / rate;
+        const Factors of{saved, p.n, c};
+        double all[POSTS], S, E;
+        const double rows = collect_sums(exchange, of, all);
+        const Projection by(rows, of, all);
+        exchange.peek(exchange.rank, FEATURES_AT + POSTS * c, S);
+        exchange.peek(exchange.rank, FEATURES_AT + POSTS * c + 1, E);
+        store_gradients(p, of, S, by.of_part(S, E / of(SAVED_UNIT)), to_bias, to_scale, to_gamma, to_beta);
+        const double own = static_cast<double>(p.m) / rows;
+        if constexpr (SUMS < POSTS) {  // backward_dg makes no correction
+            all[1] = by.stretch * by.E;
+            all[0] -= by.centre * of(SAVED_RATE) * all[1];
         }
+#pragma unroll
+        for (int j = 0; j < SUMS; ++j) totals[j * p.n + c] = own * all[j];
     });
     __syncthreads();
     if (threadIdx.x == 0 && totals != nullptr) exchange.leave(gridDim.x);

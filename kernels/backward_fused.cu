@@ -62,19 +62,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         total(memory.totals, static_cast<int>(p.row_threads), sums, all.of);
         memory.of_cluster.add(rank, column, part == 0, all.of);
         if (of.c < p.n) {
-            const double S = all.of[0], E = all.of[1];
-            const Projection own = ranks == nullptr ? Projection(p, of, all) : Projection(S, E);
-            Projection of_all = own;
-            if (TRAINING && ranks != nullptr && part == 0) {
-                const Exchange exchange(ranks, nullptr, 0, p.signature);
-                const double unit = of(SAVED_UNIT);
-                post_sums(exchange, p, of.c, unit, S, E);
-                merge_totals(exchange, p, of.c, unit, of_all.S, of_all.E);
+            Projection by(static_cast<double>(p.m), of, all.of);
+            double own_E = by.E;  // of this rank's rows
+            if (TRAINING && ranks != nullptr) {
+                const BackwardExchange exchange(ranks, nullptr, 0, p.signature);
+                if (part == 0) post_sums(exchange, p, d, of, all);
+                double of_ranks[POSTS];
+                const double rows = collect_sums(exchange, of, of_ranks);
+                by = Projection(rows, of, of_ranks);
+                own_E = by.of_part(all.of[0], all.of[1]);
             }
-            if (part == 0) store_coefficients(p, of, of_all, &memory.coefficients[0][0], WIDEST, column);
+            if (part == 0) store_coefficients(of, by, &memory.coefficients[0][0], WIDEST, column);
 #pragma unroll 1
             for (int i = parts - 1 - part; rank == 0 && i < GRADIENTS; i += parts)
-                store_gradient(i, p, of, own.S, own.E, to_bias, to_scale, to_gamma, to_beta);
+                store_gradient(i, p, of, all.of[0], own_E, to_bias, to_scale, to_gamma, to_beta);
         }
         if (dg == nullptr) return;
         __syncthreads();
@@ -89,5 +90,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         work(blockIdx.x / CLUSTER);  // there are as many clusters as blocks of columns
     if (ranks == nullptr) return;
     __syncthreads();
-    if (threadIdx.x == 0) Exchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);
+    if (threadIdx.x == 0) BackwardExchange(ranks, nullptr, 0, p.signature).leave(gridDim.x);
 }

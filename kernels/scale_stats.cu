@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int columns = static_cast<int>(p.merge_columns);
     const Sharers<THREADS> sharers(columns);
     const int at = sharers.column, part = sharers.part, parts = sharers.parts;
-    const auto merge = [&](long long item, const Exchange* exchange) {
+    const auto merge = [&](long long item, const Exchange<2>* exchange) {
         const long long c = item * columns + at;
         const bool there = c < p.n;
 #pragma unroll 1
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 posted[FEATURES_AT + 2 * c] = mean;
                 posted[FEATURES_AT + 2 * c + 1] = m2;
             } else if (exchange != nullptr) {
-                if (gathered == nullptr) exchange->post_feature(c, mean, m2);
+                if (gathered == nullptr) exchange->post_feature(c, {mean, m2});
                 const GroupStatistics<double> all = exchange->statistics<double>(c);
                 rows = all.right ? all.rows : 0.0;
                 mean = all.mean;
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for_each_item(items, [&](long long item) { merge(item, nullptr); });
         return;
     }
-    const Exchange exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
+    const Exchange<2> exchange(ranks, gathered, FEATURES_AT + 2 * p.n, p.signature);
     if (blockIdx.x == 0 && threadIdx.x == 0 && gathered == nullptr) exchange.post_header(static_cast<double>(p.m));
     for_each_item(items, [&](long long item) { merge(item, &exchange); });
     __syncthreads();

@@ -100,7 +100,8 @@ def plan_backward(
         dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
     # ---- the workspace: sums of each split, sums of all ranks, dg or the partial products of dw, dg's transpose, limbs
-    of_sums_bytes = column_sums(cut.sums[0]) * n * 8
+    sums_of_column, posts_of_column = column_sums(cut.sums[0])
+    of_sums_bytes, posts = sums_of_column * n * 8, letters(n, posts_of_column)
     totals_at = round_up(cut.splits * of_sums_bytes, 256)
     dg_at = round_up(totals_at + (of_sums_bytes if ranks else 0), 256)
     of_dg = p.m * pitch * size if dg and linear and not in_place else 0
@@ -108,7 +109,7 @@ def plan_backward(
     limbs, weight_first = split_limbs_of(dx, dw, round_up(transposed_at + n * ld_transposed * size, 256), own=norm)
     scales_at = limbs.end
     workspace = scales_at + (8 * n if one_scale else 0)
-    posted, gathered, end = posts_at(workspace, n, ranks)
+    posted, gathered, end = posts_at(workspace, posts, ranks)
 
     # ---- copies
     of_dy = build.operand("dy", (m, n), dy, at_dy, dtype) if m else "dy"
@@ -151,12 +152,12 @@ def plan_backward(
     if ranks is not None and norm and not cut.fused:
         assert cut.merge is not None
         totals = place(totals_at)
-        passed = {"saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks", "gathered": ABSENT}
-        passed |= {"totals": totals, **to_vectors}
+        passed = {"d": "deviations", "saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks"}
+        passed |= {"gathered": ABSENT, "totals": totals, **to_vectors}
         if not ranks.waits:
             first = {**passed, "posted": place(posted), "totals": ABSENT}
             build.launch(*cut.merge, fields, first)
-            build.gather(letters(n), place(posted), place(gathered))
+            build.gather(posts, place(posted), place(gathered))
             passed["gathered"] = place(gathered)
         build.launch(*cut.merge, fields, passed)
         of_sums = totals

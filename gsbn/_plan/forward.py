@@ -259,7 +259,7 @@ def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, 
             wanted = [split_of("x", taken.x, p.m, k), split_of("weight", taken.w, n, k)]
             limbs = lay_out(wanted[: 1 + (product.element == "limbs")], limbs.end)
             workspace = limbs.end
-    posted, gathered, end = posts_at(workspace, n, ranks)
+    posted, gathered, end = posts_at(workspace, letters(n, 2), ranks)
 
     _save(build, call, ldg)
     build.copy()
@@ -294,10 +294,10 @@ def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, 
         if ranks is not None and not ranks.waits:
             passed |= {"posted": place(posted), "gathered": place(gathered)}
             if m == 0:
-                build.clear(passed["posted"], 8 * letters(n))
+                build.clear(passed["posted"], 8 * letters(n, 2))
             else:
                 build.launch(merge, merge_grid, fields, passed | {"gathered": ABSENT})
-            build.gather(letters(n), passed["posted"], passed["gathered"])
+            build.gather(letters(n, 2), passed["posted"], passed["gathered"])
             passed["posted"] = ABSENT
         if ranks is not None:
             passed["ranks"] = "ranks"

@@ -136,14 +136,15 @@ class Ranks(NamedTuple):
     signature: int = 0  # of the call; it must be the same on all ranks
 
 
-def letters(features: int) -> int:
-    """How many numbers a rank posts."""
-    return 2 + 2 * features
+def letters(features: int, numbers: int) -> int:
+    """How many numbers a rank posts, if there are `numbers` of each feature."""
+    return 2 + numbers * features
 
 
-def posts_at(start: int, features: int, ranks: Ranks | None) -> tuple[int, int, int]:
-    """Offsets in the workspace, from `start` on: of what this rank posts, of what NCCL gathers, and of the end."""
-    nbytes = 8 * letters(features) + -8 * letters(features) % 256
+def posts_at(start: int, count: int, ranks: Ranks | None) -> tuple[int, int, int]:
+    """Offsets in the workspace, from `start` on: of the `count` numbers that this rank posts, of what NCCL gathers, and
+    of the end."""
+    nbytes = round_up(8 * count, 256)
     start += -start % 256
     return start, start + nbytes, start + nbytes * (1 if ranks is None or ranks.waits else 1 + ranks.size)
 

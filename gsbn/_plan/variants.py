@@ -233,9 +233,10 @@ def backward_kernels(
     return sums, dg, fused, *others
 
 
-def column_sums(kernel: Kernel) -> int:
-    """How many sums of each column backward_sums writes."""
-    return Constants("backward/columns.cuh", dict(kernel.defines))["SUMS"]
+def column_sums(kernel: Kernel) -> tuple[int, int]:
+    """How many sums of each column backward_sums writes, and how many a rank posts."""
+    constants = Constants("backward/columns.cuh", dict(kernel.defines))
+    return constants["SUMS"], constants["POSTS"]
 
 
 def _in_clusters(kernel: Kernel, cluster: int) -> Kernel:

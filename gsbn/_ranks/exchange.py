@@ -19,9 +19,10 @@ from .._cuda.driver import beside_captures
 from .._plan.problem import letters
 from .group import Group
 
-_MAILBOX = 64 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
-_FEATURES = 1 << 16, 1 << 20  # least and most features; above 16 ranks a mailbox grows by 4 MiB per rank
+_MAILBOX = 128 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
+_FEATURES = 1 << 16, 1 << 20  # least and most features; above 16 ranks a mailbox grows by 8 MiB per rank
 _LETTER = 16
+_NUMBERS = 4  # of each feature, at most: the sums of a backward in 16 bits
 _LONGEST = 1e9  # seconds; in nanoseconds it fits into 64 bits
 _INFO = struct.Struct("16s 16s q q ? 64s")  # host, process, mailbox, device, has an IPC handle, IPC handle
 _NCCL_FLOAT64 = 8
@@ -42,7 +43,7 @@ def signature(what: str) -> int:
 def features_of(ranks: int) -> int:
     """The number of features that fit into a mailbox."""
     least, most = _FEATURES
-    return min(max((_MAILBOX // (2 * ranks * _LETTER) - 2) // 2, least), most)
+    return min(max((_MAILBOX // (2 * ranks * _LETTER) - 2) // _NUMBERS, least), most)
 
 
 def exchange_of(group: Group, device: int, capturing: bool) -> Exchange:
@@ -72,7 +73,7 @@ class Exchange:
         group.agree(f"first call on a GPU, peer_memory={group.peer_memory}")
         runtime = cuda().runtime
         self.features = features_of(group.size)
-        nbytes = 2 * group.size * letters(self.features) * _LETTER
+        nbytes = 2 * group.size * letters(self.features, _NUMBERS) * _LETTER
         self._mailbox = runtime.malloc(nbytes) if group.peer_memory else 0  # not pooled, since others open all of it
         boxes = self._open(nbytes) if group.peer_memory else None
         ready = all(flag == b"\1" for flag in group.gather_bytes(b"\1" if boxes is not None else b"\0"))
@@ -85,7 +86,7 @@ class Exchange:
         self._status = cuda().cupy.cuda.alloc_pinned_memory(8)
         ctypes.memset(self._status.ptr, 0, 8)
         nanoseconds = int(min(group.timeout, _LONGEST) * 1e9)
-        given = group.rank, group.size, letters(self.features), nanoseconds, self._status.ptr
+        given = group.rank, group.size, letters(self.features, _NUMBERS), nanoseconds, self._status.ptr
         counts = 0, 0, 0  # call, leaving, broken
         self._ranks = cuda().cupy.asarray(np.array([*given, *counts, *(boxes or ())], np.uint64))
         self.address: int = self._ranks.data.ptr

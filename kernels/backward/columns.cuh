@@ -12,6 +12,9 @@ constexpr int SUMS = ROUNDED ? 4 : 2;
 struct ColumnSums {
     double of[SUMS] = {};
 };
+// Those that ranks exchange. Few rows keep d in float64 and need no F and Q, but another rank may have many rows.
+constexpr int POSTS = TRAINING && sizeof(T) == 2 ? 4 : 2;
+using BackwardExchange = Exchange<POSTS>;
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
@@ -173,7 +176,7 @@ struct Factors {
     }
 };
 
-// S and E of a column over all rows, and how they follow from its sums.
+// How S and E of a column follow from the sums over all `rows`.
 //
 // Deviations in 16 bits have neither the mean 0 nor the variance v that the forward computed. In dg of an outlier two
 // terms cancel almost completely (dy and its projection on d), if r is that of the same deviations; otherwise dg is
@@ -182,21 +185,21 @@ struct Factors {
 //   dg = a (dy - S/B - t rate (d - e) E/B)
 // with s^2 r^2 in units of the deviations (SAVED_RATE).
 struct Projection {
-    double S, E, centre = 0.0, stretch = 1.0;  // e and t
+    double rows, S, E, centre = 0.0, stretch = 1.0;  // e and t
 
-    // of sums over ranks, or whose deviations are not rounded
-    __device__ Projection(double S, double E) : S(S), E(E) {}
-    __device__ Projection(const BackwardProblem& p, const Factors& of, const ColumnSums& sums)
-        : S(sums.of[0]), E(sums.of[1]) {
-        if constexpr (ROUNDED) {
-            const double inverse = 1.0 / static_cast<double>(p.m);
-            centre = sums.of[2] * inverse;
-            const double square = of(SAVED_REST) + of(SAVED_RATE) * (sums.of[3] * inverse - centre * centre);
+    template <int COUNT>
+    __device__ Projection(double rows, const Factors& of, const double (&sums)[COUNT]) : rows(rows), S(sums[0]) {
+        if constexpr (COUNT == 4) {
+            const double inverse = 1.0 / rows;
+            centre = sums[2] * inverse;
+            const double square = of(SAVED_REST) + of(SAVED_RATE) * (sums[3] * inverse - centre * centre);
             stretch = rsqrtf(static_cast<float>(square));
             stretch *= 1.5 - 0.5 * square * stretch * stretch;  // Newton's step: from 22 bits to 44
-            E = stretch * (E - centre * S);
         }
+        E = COUNT == 4 ? of_part(S, sums[1]) : sums[1];
     }
+    // E of some of the rows, from their S and E.
+    __device__ double of_part(double S, double E) const { return POSTS == 4 ? stretch * (E - centre * S) : E; }
 };
 
 constexpr int GRADIENTS = 4;  // of size O: bias, scale, gamma, beta
@@ -232,11 +235,11 @@ __device__ inline void store_gradients(const BackwardProblem& p, const Factors& 
 }
 
 // In training, stores the coefficients of dg of a feature, in rows of `pitch`, at `at`.
-__device__ inline void store_coefficients(const BackwardProblem& p, const Factors& of, const Projection& by,
-                                          G* coefficients, long long pitch, long long at) {
+__device__ inline void store_coefficients(const Factors& of, const Projection& by, G* coefficients, long long pitch,
+                                          long long at) {
     if (!TRAINING) return;
-    const double a = of(SAVED_A), rows = static_cast<double>(p.m);
-    const double rate = by.stretch * of(SAVED_RATE) * by.E / rows, mean = by.S / rows - by.centre * rate;
+    const double a = of(SAVED_A);
+    const double rate = by.stretch * of(SAVED_RATE) * by.E / by.rows, mean = by.S / by.rows - by.centre * rate;
     const G mean_high = static_cast<G>(mean);
     coefficients[DG_A * pitch + at] = static_cast<G>(a);
     coefficients[DG_MEAN * pitch + at] = mean_high;
@@ -248,27 +251,46 @@ __device__ inline void store_coefficients(const BackwardProblem& p, const Factor
 __device__ inline void store_feature(const BackwardProblem& p, const Factors& of, const ColumnSums& sums,
                                      bool gradients, void* to_bias, void* to_scale, void* to_gamma, void* to_beta,
                                      G* coefficients, long long pitch, long long at) {
-    const Projection by(p, of, sums);
+    const Projection by(static_cast<double>(p.m), of, sums.of);
     if (gradients) store_gradients(p, of, by.S, by.E, to_bias, to_scale, to_gamma, to_beta);
-    store_coefficients(p, of, by, coefficients, pitch, at);
+    store_coefficients(of, by, coefficients, pitch, at);
 }
 
-// Posts S and D of feature c of this rank; and with the first feature the header.
-__device__ inline void post_sums(const Exchange& exchange, const BackwardProblem& p, long long c, double unit, double S,
-                                 double E) {
-    if (c == 0) exchange.post_header(static_cast<double>(p.m));
-    exchange.post_feature(c, S, unit * E);
+// Turns sums into those of deviations that are `unit` times as large.
+__device__ inline void scale_sums(double (&sums)[POSTS], double unit) {
+#pragma unroll
+    for (int j = 1; j < POSTS; ++j) sums[j] *= j == 3 ? unit * unit : unit;
 }
 
-// S and E of feature c over all ranks, scaled by p.m over the rows of all ranks: so store_feature can take them for
-// sums of this rank's p.m rows.
-__device__ inline void merge_totals(const Exchange& exchange, const BackwardProblem& p, long long c, double unit,
-                                    double& S, double& E) {
-    double rows, D;
-    exchange.sums(c, rows, S, D);
-    const double own = static_cast<double>(p.m) / rows;
-    S *= own;
-    E = D / unit * own;
+// What this rank posts of a feature: its sums, of deviations in units of g.
+__device__ inline void sums_to_post(const BackwardProblem& p, const D* d, const Factors& of, const ColumnSums& sums,
+                                    double (&posts)[POSTS]) {
+#pragma unroll
+    for (int j = 0; j < POSTS; ++j) posts[j] = j < SUMS ? sums.of[j] : 0.0;
+    if constexpr (SUMS < POSTS)
+#pragma unroll 1
+        for (long long row = 0; row < p.m; ++row) {  // there are few
+            const double deviation = static_cast<double>(to_float(d[row * p.ldd + of.c]));
+            posts[2] += deviation;
+            posts[3] += deviation * deviation;
+        }
+    scale_sums(posts, of(SAVED_UNIT));
+}
+
+// Posts this rank's sums of a feature, and with the first one the header.
+__device__ inline void post_sums(const BackwardExchange& exchange, const BackwardProblem& p, const D* d,
+                                 const Factors& of, const ColumnSums& sums) {
+    double posts[POSTS];
+    sums_to_post(p, d, of, sums, posts);
+    if (of.c == 0) exchange.post_header(static_cast<double>(p.m));
+    exchange.post_feature(of.c, posts);
+}
+
+// The sums of a feature over all ranks, of deviations in this rank's units. Returns the rows of all.
+__device__ inline double collect_sums(const BackwardExchange& exchange, const Factors& of, double (&all)[POSTS]) {
+    const double rows = exchange.sums(of.c, all);
+    scale_sums(all, 1.0 / of(SAVED_UNIT));
+    return rows;
 }
 
 // Computes dg of the VEC columns from col on. In training its coefficients lie in shared memory, where

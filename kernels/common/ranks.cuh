@@ -10,7 +10,7 @@
 //
 // Gathered. If another library exchanges the numbers, they lie in rows of doubles, one row for every rank.
 //
-// A rank posts the number of its rows, its call's signature (which reveals a rank that calls something else), and two
+// A rank posts the number of its rows, its call's signature (which reveals a rank that calls something else), and a few
 // doubles for every feature.
 //
 // Waiting is limited: after `timeout` a call fails and writes a status to the host's memory, and every later call
@@ -38,9 +38,10 @@ struct GroupStatistics {  // a feature's statistics over all ranks
     bool right;
 };
 
-// One call, as a thread sees it.
+// One call, as a thread sees it, in which a rank posts NUMBERS doubles for every feature.
+template <int NUMBERS>
 struct Exchange {
-    static constexpr int BATCH = 4;  // ranks whose letters are in flight at once
+    static constexpr int BATCH = 8 / NUMBERS;  // ranks whose letters are in flight at once
 
     Ranks* ranks;
     const double* gathered;  // rows of `pitch` numbers, or null
@@ -87,9 +88,9 @@ struct Exchange {
         post(CALL_AT, signature);
     }
 
-    __device__ void post_feature(long long c, double first, double second) const {
-        post(FEATURES_AT + 2 * c, first);
-        post(FEATURES_AT + 2 * c + 1, second);
+    __device__ void post_feature(long long c, const double (&numbers)[NUMBERS]) const {
+#pragma unroll
+        for (int j = 0; j < NUMBERS; ++j) post(FEATURES_AT + NUMBERS * c + j, numbers[j]);
     }
 
     __device__ bool peek(int from, long long i, double& value) const {
@@ -116,17 +117,19 @@ struct Exchange {
 
     // What BATCH ranks from `from` on have posted of feature c; absent ranks have no rows. NEVER if one of them calls
     // something else, or has not posted in time.
-    __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
-                          double (&second)[BATCH]) const {
+    __device__ Found look(int from, long long c, double (&rows)[BATCH], double (&numbers)[NUMBERS][BATCH]) const {
         bool here = true, wrong = false;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            rows[i] = first[i] = second[i] = 0.0;
+            rows[i] = 0.0;
+#pragma unroll
+            for (int j = 0; j < NUMBERS; ++j) numbers[j][i] = 0.0;
             if (from + i >= size) continue;
             double theirs;
             const bool header = peek(from + i, ROWS_AT, rows[i]) & peek(from + i, CALL_AT, theirs);
-            here &= header & peek(from + i, FEATURES_AT + 2 * c, first[i]) &
-                    peek(from + i, FEATURES_AT + 2 * c + 1, second[i]);
+            here &= header;
+#pragma unroll
+            for (int j = 0; j < NUMBERS; ++j) here &= peek(from + i, FEATURES_AT + NUMBERS * c + j, numbers[j][i]);
             // Where another library gathers, a rank without rows posts nothing else.
             const bool other = __double_as_longlong(theirs) != __double_as_longlong(signature);
             wrong |= header && other && !(gathered != nullptr && rows[i] == 0.0);
@@ -139,19 +142,18 @@ struct Exchange {
     }
 
     // The same, but waits for it; false if it is NEVER.
-    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&first)[BATCH],
-                            double (&second)[BATCH]) const {
+    __device__ bool collect(int from, long long c, double (&rows)[BATCH], double (&numbers)[NUMBERS][BATCH]) const {
         Found found;
-        while ((found = look(from, c, rows, first, second)) == NOT_YET) __nanosleep(20);
+        while ((found = look(from, c, rows, numbers)) == NOT_YET) __nanosleep(20);
         return found == HERE;
     }
 
     // Whether `statistics` would not wait.
     __device__ bool ready(long long c) const {
-        double rows[BATCH], first[BATCH], second[BATCH];
+        double rows[BATCH], numbers[NUMBERS][BATCH];
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH)
-            if (look(from, c, rows, first, second) == NOT_YET) return false;
+            if (look(from, c, rows, numbers) == NOT_YET) return false;
         return true;
     }
 
@@ -161,12 +163,14 @@ struct Exchange {
     // the tensor core waits tens of cycles for every float64 instruction.
     template <typename R>
     __device__ GroupStatistics<R> statistics(long long c) const {
+        static_assert(NUMBERS == 2, "mean and M2");
         GroupStatistics<R> all = {R(0), R(0), R(0), true};
         R pivot = R(0), sum = R(0);
-        double rows[BATCH], mean[BATCH], m2[BATCH];
+        double rows[BATCH], moments[2][BATCH];
+        const auto &mean = moments[0], &m2 = moments[1];
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            all.right &= collect(from, c, rows, mean, m2);
+            all.right &= collect(from, c, rows, moments);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const R r = from + i < size ? R(rows[i]) : R(0);
@@ -185,7 +189,7 @@ struct Exchange {
         R rest = R(0);
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            if (size > BATCH) all.right &= collect(from, c, rows, mean, m2);  // otherwise they are still there
+            if (size > BATCH) all.right &= collect(from, c, rows, moments);  // otherwise they are still there
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 const R r = from + i < size ? R(rows[i]) : R(0);
@@ -204,19 +208,21 @@ struct Exchange {
     }
 
     // The sums over all ranks of what they posted of feature c, and of their rows; NaN if a rank is missing.
-    __device__ void sums(long long c, double& rows, double& first, double& second) const {
-        double of_rows[BATCH], of_first[BATCH], of_second[BATCH];
-        rows = first = second = 0.0;
+    __device__ double sums(long long c, double (&all)[NUMBERS]) const {
+        double of_rows[BATCH], of[NUMBERS][BATCH], rows = 0.0;
+#pragma unroll
+        for (int j = 0; j < NUMBERS; ++j) all[j] = 0.0;
 #pragma unroll 1
         for (int from = 0; from < size; from += BATCH) {
-            if (!collect(from, c, of_rows, of_first, of_second)) first = __longlong_as_double(0x7FF8000000000000LL);
+            if (!collect(from, c, of_rows, of)) all[0] = __longlong_as_double(0x7FF8000000000000LL);
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
                 rows += of_rows[i];
-                first += of_first[i];
-                second += of_second[i];
+#pragma unroll
+                for (int j = 0; j < NUMBERS; ++j) all[j] += of[j][i];
             }
         }
+        return rows;
     }
 
     // Called by one thread of each of `ctas` CTAs when its CTA no longer needs the call. True for the last one.

@@ -36,7 +36,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     if constexpr (MODE != MODE_CLUSTER_BATCH)
         number = p.flags & FLAG_ALONE ? later_than(now()) : agree_on_number(epoch, lane);
 #if RANKS
-    const Exchange exchange(ranks, nullptr, 0, p.signature);
+    const Exchange<2> exchange(ranks, nullptr, 0, p.signature);
 #endif
     if (which == 0 && lane == 0) {
         sh.launch = number;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
                 merge_feature(published, parts, member, lanes, mean, m2);
             }
 #if RANKS
-            if (mine) exchange.post_feature(feature, mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2);
+            if (mine) exchange.post_feature(feature, {mean, BY_LIMBS ? m2 * M2_OF_LIMBS : m2});
             continue;
 #endif
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
@@ -147,7 +147,7 @@ __device__ __forceinline__ void Cta::epilogue_meanwhile(int backoff) const {
 // ranks wait for each other, in whatever order their CTAs take their tiles.
 __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     mbar_wait(&sh.agreed, 0);
-    const Exchange exchange(ranks, nullptr, 0, p.signature);
+    const Exchange<2> exchange(ranks, nullptr, 0, p.signature);
     const u64 launch = *(volatile u64*)&sh.launch;
     // the features [first, end) of its block that have been merged, of a tile
     struct Share {
