@@ -6,6 +6,7 @@ BF16_BF16_F32_X9. Where a GPU's compiler has no such product, it may take TF32 a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from . import libraries
@@ -23,8 +24,11 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         raise Unavailable("jax is not installed")
     if case.dtype == "float64":
         raise Unavailable("jax computes float64 only in its global x64 mode")
-    if (jax.default_backend() == "gpu") != (xp.__name__ == "cupy"):
-        raise Unavailable(f"jax runs on {jax.default_backend()} here")
+    on_gpu = xp.__name__ == "cupy"
+    with xp.cuda.Device() if on_gpu else nullcontext():  # JAX starts here, and leaves the last GPU current
+        backend = jax.default_backend()
+    if (backend == "gpu") != on_gpu:
+        raise Unavailable(f"jax runs on {backend} here")
     jnp = jax.numpy
     precision = _algorithm(jax, name, case, xp)
 
@@ -52,7 +56,7 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         return y.astype(x.dtype), mean, var
 
     forward = jax.jit(formula)
-    if xp.__name__ == "cupy":
+    if on_gpu:
         xp.cuda.get_current_stream().synchronize()
     fresh = operands.fresh_statistics(xp)
     vectors = [operands.affine[key] for key in ("bias", "gamma", "beta")]
