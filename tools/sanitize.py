@@ -46,7 +46,15 @@ from gsbn._plan.sm90_variants import (
     SPLIT_K_TILES_BY_MODE,
 )
 from gsbn._plan.sources import with_activation
-from gsbn._plan.variants import SKINNY_BACKWARD, SKINNY_CHUNKS, TILES, skinny_backward_sizes, skinny_features
+from gsbn._plan.variants import (
+    DUAL_CLUSTERS,
+    DUAL_ROWS,
+    SKINNY_BACKWARD,
+    SKINNY_CHUNKS,
+    TILES,
+    skinny_backward_sizes,
+    skinny_features,
+)
 from gsbn._ranks.group import Group
 from gsbn.bench import bounds
 
@@ -155,21 +163,27 @@ def limbs_of_dg(block_m, cluster, split):
 
 def skinny_backward(dtype, features, inputs, cluster, activation):
     """dg and both products in one kernel; the last tile of rows and the last chunk are partial."""
-    many_rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
+    rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
 def skinny_product(features):
     """dx = dg w, with limbs of dg made in registers and fewer columns than a CTA's features; and dw."""
-    many_rows_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
+    rows_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
 
 
 def tall(inputs):
     """dw = dgᵀ x with two by two blocks; the last chunk of rows and the last block of columns are partial."""
-    many_rows_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
+    rows_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
 
 
-def many_rows_backward(within, shape, dtype, activation=None):
-    """Training, the backward by the kernels for many rows."""
+def dual(dtype, rows, cluster):
+    """dx and dw from one reading of the weight; the last step of features and the last block of inputs are partial."""
+    blocks = {1: 4, 2: 2, 4: 1, 8: 1}[cluster]  # of which larger clusters do not fit on so many SMs
+    rows_backward(limits(max(4, cluster), dual=True), (rows - 3, 128 * blocks - 24, 128 * cluster + 8), dtype)
+
+
+def rows_backward(within, shape, dtype, activation=None):
+    """Training, the backward by the kernels for many rows, or for few."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
     y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)
@@ -266,6 +280,8 @@ def variants():
         yield f"skinny product {features}", skinny_product, (features,)
     for inputs in (160, 131):  # rows on 16 bytes, and not; the second block is narrow
         yield f"tall {inputs}", tall, (inputs,)
+    for choice in product(("float16", "bfloat16"), DUAL_ROWS, DUAL_CLUSTERS):
+        yield "dual {} {}x{}".format(*choice), dual, choice
     yield "backward limbs", backward, ("float32", None, "sm90")
     yield "backward tf32", backward, ("float32", None, "cublas", "high")
     known = set(_kernels.all_kernels(ARCH))
@@ -301,7 +317,7 @@ def main():
     hopper = _kernels.gpu(cp.cuda.Device().id).capability == (9, 0)
     count = 0
     for name, run, choice in tuple(variants()):
-        of_hopper = name.startswith(("sm90", "skinny", "tall")) or "limbs" in name
+        of_hopper = name.startswith(("sm90", "skinny", "tall", "dual")) or "limbs" in name
         if words <= set(name.split()) and (hopper or not of_hopper):
             NAME = name
             with cp.cuda.using_allocator(cleared if CLEAR and of_hopper else None):

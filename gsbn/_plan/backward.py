@@ -9,6 +9,7 @@ from .backward_passes import cut_passes, dy_on_words
 from .backward_products import choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
+from .dual_gemm import dual_gemm_for, multiply_at_once
 from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, Ranks, deviations_dtype, letters, posts_at, round_up
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
@@ -96,6 +97,11 @@ def plan_backward(
     if skinny is not None:
         dx = dw = None
         ld_transposed = 0
+    dual = None
+    if norm and gemm == "auto" and dx is not None and dw is not None:
+        dual = dual_gemm_for(product_x, product_w, wide=wide)
+    if dual is not None:
+        dx = dw = None
     if ld_transposed and dw is not None:
         dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
 
@@ -176,14 +182,16 @@ def plan_backward(
         build.launch(*cut.total, {**fields, "to_scale": codes["scale"]}, of_features)
 
     # ---- the products
-    if m:
-        names = {"dg": dg_name, "transposed": transposed, "x": of_x, "weight": of_w}
-        names |= {"dx": grads["x"], "dweight": grads["weight"]}
+    names = {"dg": dg_name, "transposed": transposed, "x": of_x, "weight": of_w}
+    names |= {"dx": grads["x"], "dweight": grads["weight"]}
+    if m and dual is not None:
+        multiply_at_once(build, dual, product_x, product_w, names)
+    elif m:
         multiply_both(build, dx, dw, limbs, names, precision, weight_first=weight_first, cleared=sums)
     elif grads["weight"] != ABSENT:
         build.clear(grads["weight"], n * k * (4 if wide else size))
     gemms = ", ".join(f"d{name} by {product.gemm}" for name, product in (("x", dx), ("weight", dw)) if product)
-    return build.program("backward", gemms)
+    return build.program("backward", "dx and dweight by sm90" if dual is not None else gemms)
 
 
 def gradient_of(name: str) -> str:

@@ -108,6 +108,7 @@ class Limits(NamedTuple):
     tiled: tuple[int, int, int, int] | None = None  # gemm_tiled's tile, one of `variants.TILES`
     skinny: bool | None = None  # the kernels of skinny.cu
     tall: bool | None = None  # tall_product for dw
+    dual: bool | None = None  # dual_gemm for dx and dw
     fused: bool | None = None  # one launch for the passes after the forward's GEMM, or before the backward's
     cluster: int | None = None  # CTAs of a cluster of backward_fused; 1: no clusters
     gpu: Device | None = None  # the GPU to plan for; the real one must have at least as many SMs

@@ -24,6 +24,9 @@ SKINNY_SIZES = (32, 64, 128)  # features and input features for which variants o
 SKINNY_BACKWARD = {"bfloat16": 128, "float16": 128, "float32": 64}  # the largest of these; wide variants are apart
 _TALL = Constants("tall_product.cu", {})
 TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and columns of a CTA's block; threads
+_DUAL = Constants("dual_gemm.cu", {})
+DUAL_ROWS, DUAL_CLUSTERS = (32, 64, 128), (1, 2, 4, 8)  # variants of dual_gemm: its ROWS, and CTAs of a cluster
+DUAL_INPUTS, DUAL_STEP, DUAL_THREADS = _DUAL["INPUTS"], _DUAL["STEP"], _DUAL["THREADS"]
 NARROW = 8  # columns of the tile for few features
 TILES: dict[
     str, tuple[tuple[int, int, int, int], ...]
@@ -77,6 +80,7 @@ def _plain_kernels() -> Iterator[Kernel]:
         for sizes in skinny_backward_sizes(dtype):
             yield skinny_backward_kernel(dtype, *sizes)
     yield from (tall_product(), reduce_split_k())
+    yield from itertools.starmap(dual_gemm, itertools.product(("bfloat16", "float16"), DUAL_ROWS, DUAL_CLUSTERS))
     yield from map(copy_matrix, (2, 4, 8))
     yield from (copy_rows(), clear())
     yield fill_sm(0)
@@ -178,6 +182,13 @@ def skinny_teams(dtype: str, features: int, inputs: int) -> tuple[int, int, int]
 def tall_product() -> Kernel:
     """Computes the partial products of a float32 product over many rows."""
     return Kernel("tall_product", "tall_product", (), arch=ARCH, shared=_TALL["SHARED_BYTES"])
+
+
+def dual_gemm(dtype: str, rows: int, cluster: int) -> Kernel:
+    """The variant of dual_gemm for up to so many rows, one of DUAL_ROWS, and a cluster of DUAL_CLUSTERS."""
+    defines = (("ELEMENT", f"ELEMENT_{dtype.upper()}"), ("ROWS", str(rows)))
+    shared = Constants("dual_gemm.cu", dict(defines))["SHARED_BYTES"]
+    return _in_clusters(Kernel("dual_gemm", "dual_gemm", defines, arch=ARCH, shared=shared), cluster)
 
 
 def reduce_split_k() -> Kernel:

@@ -1,11 +1,7 @@
-// PTX instructions of forward_sm90, one function each: TMA, cluster ranks, counters in shared memory.
+// PTX instructions of forward_sm90, one function each: TMA with multicast, cluster ranks, counters in shared memory.
 #pragma once
 #include "sm90/config.cuh"
-#include "common/warp_roles.cuh"
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
+#include "common/tma.cuh"
 
 // volatile: each role reads them again, so that no register holds them across roles
 __device__ __forceinline__ int lane_id() {
@@ -67,21 +63,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* ba
     if constexpr (OF_LIMBS && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
     if constexpr (OF_LIMBS && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
 }
-
-__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int col, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(smem(from)), "r"(col), "r"(row)
-                 : "memory");
-}
-
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Wait until all but the last PENDING stores of this thread have read shared memory; until all are in global memory.
-template <int PENDING>
-__device__ __forceinline__ void tma_store_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Stores four 8 x 8 matrices transposed: `at` of lane l is where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {

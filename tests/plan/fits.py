@@ -13,7 +13,7 @@ from gsbn._plan.forward import PREPARED, STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
 from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.problem import VECTORS
-from gsbn._plan.program import offset_of
+from gsbn._plan.program import Launch, offset_of
 from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.split_k import SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
@@ -293,6 +293,20 @@ def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
         assert at.strides[0] == 1
         assert not tall.whole_words or (at.aligned and at.strides[1] % 4 == 0)
     assert p.y == Matrix((p.n, 1), True)
+
+
+def assert_dual_gemm_fits(p: Matmul, launch: Launch) -> None:
+    """p is the forward's product."""
+    fields, sizes = launch.fields, dict(launch.kernel.defines)
+    cluster, size = int(sizes.get("CLUSTER", 1)), ITEMSIZE[p.dtype]
+    assert p.dtype in ("float16", "bfloat16") and p.device.hopper and p.limits.dual is not False
+    assert (fields["m"], fields["n"], fields["k"]) == (p.m, p.n, p.k) and p.m <= int(sizes["ROWS"])
+    assert launch.grid == cluster * -(-p.k // 128) <= cluster * p.device.clusters(cluster)
+    assert fields["steps"] * cluster * 64 >= p.n
+    for _, (_, columns, pitch, *_) in launch.maps:
+        assert pitch % 16 == 0 and pitch >= columns * size
+    for at in (p.x, p.w):
+        assert at.aligned and at.strides[1] == 1
 
 
 def assert_skinny_product_fits(p: Matmul, product: Made) -> None:

@@ -104,6 +104,7 @@ class Backward(Seen):
         self.x, self.weight = (self._product(name, told.get(f"d{name}")) for name in ("x", "weight"))
         by_skinny = program.launch("skinny_backward")
         self.skinny = None if by_skinny is None else by_skinny.made_of
+        self.dual = program.launch("dual_gemm")
         self.fused_launch = program.launch("backward_fused")
         self.sums_launch = program.launch("backward_sums") or self.fused_launch
         self.dg_launch = program.launch("backward_dg") or self.fused_launch or by_skinny

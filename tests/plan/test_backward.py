@@ -21,6 +21,7 @@ from tests.plan.fits import (
     H200,
     assert_copied_or_given,
     assert_dg_is_read_before_limbs_lie_there,
+    assert_dual_gemm_fits,
     assert_limb_gemm_fits,
     assert_limbs_fit,
     assert_reduction_fits,
@@ -55,6 +56,7 @@ def test_split_limbs_takes_as_many_rows_as_it_holds(rows: tuple[int, int], k: in
     of_x=st.sampled_from([None, True, False]),
     by_skinny=st.sampled_from([None, True, False]),
     by_tall=st.sampled_from([None, True, False]),
+    by_dual=st.sampled_from([None, True, False]),
 )
 def test_a_backward_fits(
     p: Matmul,
@@ -65,8 +67,9 @@ def test_a_backward_fits(
     of_x: bool | None,
     by_skinny: bool | None,
     by_tall: bool | None,
+    by_dual: bool | None,
 ) -> None:
-    p = p._replace(limits=Limits(limbs_rs=of_x, skinny=by_skinny, tall=by_tall))
+    p = p._replace(limits=Limits(limbs_rs=of_x, skinny=by_skinny, tall=by_tall, dual=by_dual))
     options: dict[str, Any] = {"training": training, "needs": tuple(sorted(needs))}
     options["precision"] = precision
     has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
@@ -83,7 +86,10 @@ def test_a_backward_fits(
     assert decided.dg == bool(needs & {"x", "weight"})
     skinny, dg, sums = decided.skinny, decided.dg_launch, decided.sums_launch
     dg_at = decided.place("partials" if skinny is not None else "dg")
-    if skinny is None:
+    if decided.dual is not None:
+        assert {"x", "weight"} <= needs and gemm == "auto" and decided.x is decided.weight is skinny is None
+        assert_dual_gemm_fits(p, decided.dual)
+    elif skinny is None:
         assert (decided.x is None, decided.weight is None) == ("x" not in needs, "weight" not in needs)
     else:
         assert "weight" in needs and decided.x is decided.weight is None

@@ -72,7 +72,6 @@ def test_auto_chooses_what_was_measured_fastest(
         ((32768, 1024, 1024), {}, "sm90", "cublas"),  # 122 and 121; 99 and 142
         ((128, 1024, 512), {}, "sm90", "sm90"),  # 6.5 and 7.1, 6.8 and 7.6: the host takes 8 to call cuBLAS
         ((256, 2048, 2048), {}, "cublas", "sm90"),  # 10.6 and 13.1; with the preceding passes 11.3 and 11.1
-        ((32, 2048, 8192), {}, "cublas", "sm90"),  # dw with the preceding passes 20.2 and 15.3
         ((128, 1024, 512), {"gemm": "sm90"}, "sm90", "sm90"),
         ((128, 1020, 512), {"gemm": "sm90"}, "sm90", "sm90"),  # rows of dx do not start on 16 bytes: it is copied
         ((1024, 8192, 8192), {"gemm": "cublas"}, "cublas", "cublas"),
@@ -86,6 +85,29 @@ def test_a_backward_chooses_what_was_measured_fastest(
     decided = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"), **options)
     assert decided.x is not None and decided.weight is not None
     assert (decided.x.gemm, decided.weight.gemm) == (dx, dw)
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [  # us of a backward in a graph, with two products and with one launch for both
+        ((8, 4096, 11008), True),  # 66.8 and 57.1
+        ((128, 8192, 8192), True),  # 93.5 and 91.7
+        ((64, 16384, 1024), True),  # 32.6 and 23.5
+        ((32, 1024, 1024), True),  # 13.1 and 7.3
+        ((100, 2056, 2000), True),  # 21.5 and 17.1
+        ((128, 1024, 512), False),  # 9.1 and 11.4
+        ((64, 256, 8192), False),  # 16.8 and 19.5
+        ((120, 512, 30000), False),  # 45.0 and 64.0
+        ((129, 2048, 2048), False),  # more rows than it takes
+    ],
+)
+def test_one_launch_for_both_products_of_few_rows(shape: tuple[int, int, int], want: bool) -> None:
+    B, I, O = shape
+    for dtype, needs in (("bfloat16", ("x", "weight")), ("float16", ("x", "weight", "gamma"))):
+        decided = backward_plan(contiguous(B, O, I, dtype), training=True, needs=needs)
+        assert (decided.dual is not None) == want
+    assert backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x",)).dual is None
+    assert backward_plan(contiguous(B, O, I, "float32"), training=True, needs=("x", "weight")).dual is None
 
 
 @pytest.mark.parametrize(

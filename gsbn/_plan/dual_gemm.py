@@ -1,0 +1,55 @@
+"""Both products of a backward of few rows in one launch, from one reading of the weight."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .copies import on_words
+from .problem import ITEMSIZE, Matmul, ceil_div
+from .program import Builder
+from .sources import Kernel
+from .tensor_maps import L2_256B, L2_NONE
+from .variants import DUAL_CLUSTERS, DUAL_INPUTS, DUAL_ROWS, DUAL_STEP, DUAL_THREADS, dual_gemm
+
+LEAST_STEPS = 2  # of a CTA of a cluster
+LEAST_FILL = 0.48  # of the SMs: with fewer CTAs two launches are as fast
+
+
+class DualGemm(NamedTuple):
+    """The launch of dual_gemm."""
+
+    kernel: Kernel
+    rows: int  # that the kernel has room for
+    ctas: int
+    steps: int  # of each
+
+
+def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
+    """The launch for x, dx = dg w, and w, dw = dgᵀ x, if it can serve and is expected to win; `wide`: dw is float32."""
+    m, k, n, device = x.m, x.n, x.k, x.device
+    size, asked = ITEMSIZE[x.dtype], x.limits.dual
+    if wide or size > 2 or not device.hopper or m > DUAL_ROWS[-1] or k * size % 16 or max(n, k) >= 2**31:
+        return None
+    if asked is False or not (on_words(x.w.T, k, size) and on_words(w.w.T, k, size)):
+        return None
+    blocks, steps = ceil_div(k, DUAL_INPUTS), ceil_div(n, DUAL_STEP)
+    at_once = [c for c in DUAL_CLUSTERS if blocks <= device.clusters(c) and (c == 1 or LEAST_STEPS * c <= steps)]
+    cluster = max(at_once, default=0)
+    if not cluster or (asked is None and blocks * cluster < LEAST_FILL * device.sms):
+        return None
+    rows = next(rows for rows in DUAL_ROWS if m <= rows)
+    return DualGemm(dual_gemm(x.dtype, rows, cluster), rows, blocks * cluster, ceil_div(steps, cluster))
+
+
+def multiply_at_once(build: Builder, dual: DualGemm, x: Matmul, w: Matmul, operands: dict[str, str]) -> None:
+    """Add the launch. `operands`: the memory of "dg", "x", "weight", "dx" and "dweight"."""
+    m, k, n, dtype, size = x.m, x.n, x.k, x.dtype, ITEMSIZE[x.dtype]
+    maps = (
+        (operands["dg"], (m, n, x.x.strides[0] * size, dtype, dual.rows, DUAL_STEP, L2_256B)),
+        (operands["x"], (m, k, w.w.strides[1] * size, dtype, dual.rows, DUAL_STEP, L2_256B)),
+        (operands["weight"], (n, k, x.w.strides[1] * size, dtype, DUAL_STEP, DUAL_STEP, L2_256B)),
+        (operands["dweight"], (n, k, k * size, dtype, DUAL_STEP, DUAL_STEP, L2_NONE)),
+    )
+    fields = {"m": m, "n": n, "k": k, "steps": dual.steps}
+    passed = {"dx": operands["dx"]}
+    build.launch(dual.kernel, dual.ctas, fields, passed, DUAL_THREADS, maps=maps, made_of=(dual, x, w))
