@@ -18,11 +18,11 @@ using BackwardExchange = Exchange<POSTS>;
 
 enum : int { DG_A = 0, DG_MEAN = 1, DG_MEAN_LOW = 2, DG_RATE = 3, DG_ROWS = 4 };  // rows of coefficients, in G
 
-// A sum of G: of a few float32 numbers; of float64 numbers with the rounding errors.
+// A sum of a few numbers of G; if T is float64 with the rounding errors.
 struct Sum {
     G high = 0, low = 0;
     __device__ void add(G v) {
-        if constexpr (sizeof(G) == 8) {
+        if constexpr (FLOAT64) {
             const G sum = high + v;
             low += rest_of_sum(high, v, sum);
             high = sum;
@@ -31,7 +31,7 @@ struct Sum {
         }
     }
     __device__ void add_product(G u, G v) {
-        if constexpr (sizeof(G) == 8) {
+        if constexpr (FLOAT64) {
             const G product = u * v;
             add(product);
             low += fma(u, v, -product);
