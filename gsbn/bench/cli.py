@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,8 +42,11 @@ from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
 from .picture import draw
 from .report import NOTHING, Report, Settings
 
+# In a narrow terminal help has no frame, whose columns would break words.
+NARROW = shutil.get_terminal_size().columns < 80
 app: typer.Typer = typer.Typer(
-    name="gsbn", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="gsbn", rich_markup_mode=None if NARROW else "rich", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
     help="Linear, per-feature scale and BatchNorm1d as CUDA kernels: what this machine has, and how good it is.",
 )  # fmt: skip
 PLAIN = bool(os.environ.get("NO_COLOR"))  # then no escape codes at all: neither bold letters nor a progress bar

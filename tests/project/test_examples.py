@@ -97,6 +97,7 @@ NEEDS = {
     "kernelbench_time": ("torch",),
     "torch_handoff": ("torch",),
     "published_head": ("torch",),
+    "compare_models": ("torch",),
     "barlow_twins_head": ("torch", "sklearn"),
     "torch_autograd": ("torch", "sklearn", "ml_dtypes"),
     "torch_ddp": ("torch",),
@@ -234,6 +235,20 @@ def test_a_published_head_has_the_same_losses(gpu: bool) -> None:
     assert max(abs(float(plain) - float(converted)) for plain, converted in pairs) <= 1e-10
     replaced = re.findall(r"replaced (.*)", output)
     assert len(replaced) == 4 and sum(" + predictor.2" in line for line in replaced) == 1
+
+
+@pytest.mark.parametrize("gpu", devices())
+def test_compare_models_prints_a_table_for_each(gpu: bool) -> None:
+    """In float32 the outputs agree but for rounding; on a CPU they are PyTorch's own."""
+    pytest.importorskip("torch")
+    if gpu:
+        need_torch_cuda()
+    output = run(EXAMPLES / "compare_models.py", "--rows", 32, "--seconds", 0.01, "--no-compile", gpu=gpu)
+    tables = re.split(r"^\w+, 32 rows, (?:float32|bfloat16)$", output, flags=re.MULTILINE)[1:]
+    assert len(tables) == 4 and all(table.count("training step, as called") == 1 for table in tables)
+    for table, limit in zip(tables, (1e-5, 0.1) * 2, strict=True):
+        found = re.findall(r"^  gsbn +\S+ +\S+ +\S+ +(\S+) +(\S+)$", table, re.MULTILINE)
+        assert found and all(float(outputs) <= (limit if gpu else 0) for outputs, _ in found)
 
 
 @pytest.mark.parametrize("gpu", devices())
