@@ -15,6 +15,7 @@ from .._arrays.kinds import NUMBERS, Kind, kind_of
 from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
+from .._plan import DUAL_ROWS
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import shown
@@ -267,9 +268,10 @@ def _apply(
     more = state, options, dtype
     # Two nodes let autograd free dy and the deviations before dx and dweight are made. The second node costs 40 us on
     # the host; a GPU processes some millions of elements in that time. One node if one launch makes dg and both
-    # products, because dg is then never written.
+    # products, because dg is then never written; or both products of few rows, beside whose weight dy is small.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
     whole = options[0] and makes_both_products(name, rows, *weight.shape)
+    whole = whole or (rows <= DUAL_ROWS[-1] and weight.dtype.itemsize == 2)
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)
     between: list[Any] = []

@@ -243,3 +243,27 @@ def test_large_calls(shape: tuple[int, int, int], relu: bool, cast: bool, traini
     eps = torch.finfo(torch.bfloat16 if cast else torch.float32).eps
     for mine, theirs in zip(errors[2], errors[1], strict=True):
         assert mine <= 1.05 * theirs + eps / 4  # the accuracy rule
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(8, 4096, 4096), (100, 2048, 8192)])
+def test_few_rows_of_a_large_weight(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """One node computes the whole backward, and agrees with PyTorch's modules."""
+    rows, inputs, features = shape
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(inputs, features, bias=False), nn.BatchNorm1d(features)).cuda().to(dtype)
+    ours, truth = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    gsbn.torch.convert(ours)
+    x, dy = (torch.randn(rows, columns, device="cuda").to(dtype) for columns in (inputs, features))
+    found, node = [], ""
+    for model in (truth, plain, ours):
+        at = x.to(next(model.parameters()).dtype).clone().requires_grad_()
+        y = model(at)
+        node = y.grad_fn.name()
+        y.backward(dy.to(y.dtype))
+        found.append([of.grad.double() for of in (at, *model.parameters()) if of.grad is not None])
+    assert node == "_WholeBackward"
+    for true, theirs, mine in zip(*found, strict=True):
+        allowed = 1.1 * (theirs - true).norm() + torch.finfo(dtype).eps / 2 * true.norm()
+        assert (mine - true).norm() <= allowed
