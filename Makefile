@@ -64,19 +64,26 @@ endif
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
-bench: $(ready_test)
-	$(run) -m gsbn bench --preset kernelbench --publish . $(ARGS)
-	$(run) -m gsbn bench --preset kernelbench --direction step --publish . --publish-as step $(ARGS)
-	$(run) -m gsbn bench --preset many --dtype float32 --dtype bfloat16 --publish . --publish-as many $(ARGS)
-	$(run) -m gsbn bench --preset few --dtype float32 --dtype bfloat16 --publish . --publish-as few $(ARGS)
-	$(run) -m gsbn bench --preset many --direction step --dtype float32 --dtype bfloat16 --publish . \
-		--publish-as many_step $(ARGS)
-	$(run) -m gsbn bench --preset few --direction step --dtype float32 --dtype bfloat16 --publish . \
-		--publish-as few_step $(ARGS)
-	$(run) -m gsbn bench --preset models --publish . --publish-as models $(ARGS)
+# The tables of docs/results.md. Where there are many shapes, only what has a column is timed, and for a shorter time.
+brief = --turns 2 --seconds 1.2 --settle 0.5
+columns = --dtype float32 --dtype bfloat16 $(brief) --only gsbn,pytorch,compile
+gemms = ,gemm-torch,gemm-lt,gemm-cupy
+table_kernelbench = --preset kernelbench $(brief)
+table_step = --preset kernelbench --direction step --skip autotune,max-autotune $(brief)
+table_many = --preset many $(columns)$(gemms)
+table_few = --preset few $(columns)$(gemms)
+table_many_step = --preset many --direction step $(columns)
+table_few_step = --preset few --direction step $(columns)
+table_models = --preset models $(brief)
+tables = kernelbench step many few many_step few_step models
+
+bench: $(tables:%=table-%)
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
 		--plot docs/results/barlow_twins.png
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
+
+table-%: $(ready_test)
+	$(run) -m gsbn bench $(table_$*) --publish . --publish-as $* $(ARGS)
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)

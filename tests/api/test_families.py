@@ -56,6 +56,7 @@ PATHS = {
     "skinny": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(skinny=True), hopper=True),
     "skinny, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(skinny=True), hopper=True),
     "tall": Path(((20000, 96, 136),), ("float32",), limits=Limits(tall=True), hopper=True),
+    "dual": Path(((24, 1032, 264), (100, 1032, 520)), ("float16", "bfloat16"), limits=Limits(dual=True), hopper=True),
 }
 
 
