@@ -25,7 +25,15 @@ _NORM = {
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", ""),
 }
-_DEFAULTS = {"bias": None, "weight": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+_DEFAULTS = {
+    "bias": None,
+    "weight": None,
+    "running_mean": None,
+    "running_var": None,
+    "training": False,
+    "momentum": 0.1,
+    "eps": 1e-5,
+}
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 _RELU = (functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_")
 # Calls that write nothing, besides those above
@@ -47,8 +55,8 @@ class Calls(NamedTuple):
 
 
 def one_call(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor, beta: Tensor,
-    state: tuple[Tensor, Tensor, Tensor | None], options: tuple[Any, ...], activation: Activation | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | float | None, gamma: Tensor | None,
+    beta: Tensor | None, state: tuple[Tensor | None, ...], options: tuple[Any, ...], activation: Activation | None,
 ) -> Tensor:  # fmt: skip
     """What the pass puts into a graph. Each run of it, or a compiler that looks into it, decides as any call does."""
     y: Tensor = call(x, weight, bias, scale, gamma, beta, state, options, activation)
@@ -135,8 +143,10 @@ def _computes_the_same(row: Calls) -> bool:
     if not isinstance(norm["training"], bool) or not isinstance(norm["momentum"], (float, int, Node)):
         return False
     operands = [_value(linear[name]) for name in ("input", "weight")]
-    vectors = [_value(norm[name]) for name in ("running_mean", "running_var", "weight", "bias")]
-    vectors += [] if linear["bias"] is None else [_value(linear["bias"])]
+    running = norm["running_mean"], norm["running_var"]
+    if None in running and not (norm["training"] and running == (None, None)):
+        return False
+    vectors = [_value(of) for of in (*running, norm["weight"], norm["bias"], linear["bias"]) if of is not None]
     steps = [_value(node) for node in (row.linear, row.scale, row.norm, row.activation) if node is not None]
     tensors = [*operands, *vectors, *steps]
     if not all(value.__class__ is FakeTensor and value.layout is torch.strided for value in tensors):
@@ -147,7 +157,9 @@ def _computes_the_same(row: Calls) -> bool:
     if any(value.dtype is not y.dtype or value.shape != y.shape for value in steps) or y.dtype not in _DTYPES:
         return False  # PyTorch continues in a wider dtype
     wide = torch.promote_types(y.dtype, torch.float32)
-    if any(value.dtype not in (y.dtype, wide) for value in tensors) or vectors[0].dtype is not vectors[1].dtype:
+    if any(value.dtype not in (y.dtype, wide) for value in tensors):
+        return False
+    if len({_value(of).dtype for of in running if of is not None}) > 1:
         return False
     if row.scale is not None and not _is_factor(other_operand(row), y):
         return False

@@ -27,8 +27,8 @@ HEADS: dict[str, tuple[Callable[[], Any], int, int, int]] = {
     "scvi-tools": (heads.FCLayers, 2, 2, 0),
     "PointNet++": (heads.PointClassifier, 2, 2, 2),
     "CrossQ": (heads.Critic, 2, 3, 2),
-    "SimSiam": (heads.SimSiam, 6, 8, 4),  # each layer is called for two views; convert takes norms without weight
-    "Barlow Twins": (heads.BarlowTwins, 4, 6, 3),
+    "SimSiam": (heads.SimSiam, 8, 8, 4),  # each layer is called for two views
+    "Barlow Twins": (heads.BarlowTwins, 6, 6, 3),
 }
 
 
@@ -78,7 +78,7 @@ def test_loss_curves(device: str, name: str, other: str) -> None:
     replaced, total = HEADS[name][1:3]
     assert [len(calls) for calls in counting.calls] == [replaced] * 2, "one graph for training, one for inference"
     assert counting.left == [total - replaced] * 2
-    assert set(counting.calls[0]) == {"relu"}
+    assert "relu" in counting.calls[0] and set(counting.calls[0]) <= {"relu", None}
 
 
 @pytest.mark.usefixtures("fused_on_a_cpu")
@@ -157,8 +157,8 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], list[Any]]] = {
     "x is written before the norm": (written_between, []),
     "something between": (lambda m, x: m.bn(m.fc(x).tanh()), []),
     "a view between": (through_a_view, []),
-    "no running statistics": (lambda m, x: m.tracked(m.fc(x)), []),
-    "no weight": (lambda m, x: m.free(m.fc(x)), []),
+    "no running statistics": (lambda m, x: m.tracked(m.fc(x)), [None]),
+    "no weight": (lambda m, x: m.free(m.fc(x)).relu(), ["relu"]),
     "three dimensions": (lambda m, x: m.sized(m.fc(x.view(-1, 4, I))), []),
     "no linear": (lambda m, x: m.bn(x[:, :6]), []),
 }
