@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, overload
 
 from . import _plan, reference
@@ -130,7 +131,7 @@ FOLD = Operation(
     arguments=ARRAYS,
     required=REQUIRED,
     foreign=len(ARRAYS),
-    numeric=(0, 1),
+    numeric=itemgetter(0, 1),
     check=_views,
     program=_program,
     result=lambda kind, arrays, options, found, made: (made[-2], made[-1]),

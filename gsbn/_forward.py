@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -396,13 +397,14 @@ def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[s
     return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays))
 
 
+_NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "number")
 FORWARD = Operation(
     name="forward",
     arguments=ARRAYS,
     required=("x", "weight"),
     foreign=len(ARRAYS),
     aligned=(0, 1, len(ARRAYS) - 1),
-    numeric=tuple(map((*OPTIONS, "number").index, ("training", "momentum", "eps", "return_saved", "sms", "number"))),
+    numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
     check=_views,
     program=_program,
     returns=_returns,

@@ -47,7 +47,8 @@ class Operation:
     on_cpu: Callable[[Kind, Arrays, Any, frozenset[str], Any], Any]
     # positions of the arguments for which the program depends on a start on 16 bytes
     aligned: tuple[int, int, int] = (0, 0, 0)
-    numeric: tuple[int, ...] = ()  # positions of the options whose type is a part of the key: True == 1 == 1.0
+    # picks the options whose type is a part of the key: True == 1 == 1.0
+    numeric: Callable[[Options], Options] | None = None
     # `Checked.returns`, which `result` reads after each call
     returns: Callable[[Program, Views, Any], Any] = lambda program, views, options: None
     within: Callable[[Any, int], Any] = lambda options, held: options  # limits a call to so many SMs
@@ -99,7 +100,10 @@ def call(
     own: tuple[str, ...] = (),
 ) -> Any:
     """Run an operation on its arrays; those named in `own` do not come from a DLPack producer."""
-    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
+    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
+    if kind is None:
+        kind, arrays, read_only = _imported(operation, arrays, own)
+        borrowed = True
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
         result = operation.result(kind, arrays, options, found, made)
@@ -120,7 +124,10 @@ def describe(
     own: tuple[str, ...] = (),
 ) -> Description:
     """How `call` would compute it. The call is checked and prepared, but not run."""
-    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
+    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
+    if kind is None:
+        kind, arrays, read_only = _imported(operation, arrays, own)
+        borrowed = True
     views = operation.check(kind, arrays, options, read_only, context)
     if not kind.on_gpu:
         return Description("numpy", "the arrays are on the CPU", (), 0)
@@ -135,15 +142,11 @@ def describe(
     return Description("numpy", "no rows", (), 0) if ready is None else ready.description
 
 
-def _admit(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str], bool]:
-    """The arrays' kind, the arrays, which of them are read-only, and whether they were imported: they are if the first
-    is not of a known kind."""
-    kind = kind_of(arrays[0])
-    if kind is not None:
-        return kind, arrays, _NONE, False
+def _imported(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str]]:
+    """Arrays of DLPack producers, as arrays of a known kind, and which of them are read-only."""
     named = dict(zip(operation.arguments[: operation.foreign], arrays, strict=False))
     kind, imported, read_only = kinds_of(named, operation.required, own)
-    return kind, (*imported.values(), *arrays[operation.foreign :]), read_only, True
+    return kind, (*imported.values(), *arrays[operation.foreign :]), read_only
 
 
 def _extra(operation: Operation, context: Any) -> tuple[int, ...]:
@@ -228,7 +231,7 @@ def _find(
     """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
     try:
         alike, pointers = kind.read(arrays)
-        types = tuple([type(options[i]) for i in operation.numeric]) if operation.numeric else None
+        types = tuple(map(type, operation.numeric(options))) if operation.numeric is not None else None
         aligned = None
         if kind.on_gpu:
             i, j, k = operation.aligned
