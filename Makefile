@@ -64,7 +64,8 @@ endif
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
-# The tables of docs/results.md. Where there are many shapes, only what has a column is timed, and for a shorter time.
+# The tables of docs/results.md, spread over all GPUs (--gpus 0). Where there are many shapes, only what has a column is
+# timed, and for a shorter time.
 brief = --turns 2 --seconds 1.2 --settle 0.5
 columns = --dtype float32 --dtype bfloat16 $(brief) --only gsbn,pytorch,compile
 gemms = ,gemm-torch,gemm-lt,gemm-cupy
@@ -83,7 +84,7 @@ bench: $(tables:%=table-%)
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 table-%: $(ready_test)
-	$(run) -m gsbn bench $(table_$*) --publish . --publish-as $* $(ARGS)
+	$(run) -m gsbn bench $(table_$*) --gpus 0 --publish . --publish-as $* $(ARGS)
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
@@ -92,8 +93,9 @@ ranks: $(ready_test)
 			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --publish . --publish-as ranks4 $(ARGS); fi
 
 h100: $(ready_test)
-	$(run) -m gsbn bench --preset kernelbench --dtype float32 --dtype bfloat16 --publish . --publish-as h100 $(ARGS)
-	$(run) -m gsbn bench --preset models --publish . --publish-as models_h100 $(ARGS)
+	$(run) -m gsbn bench --preset kernelbench --dtype float32 --dtype bfloat16 --gpus 0 --publish . --publish-as h100 \
+		$(ARGS)
+	$(run) -m gsbn bench --preset models --gpus 0 --publish . --publish-as models_h100 $(ARGS)
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs
