@@ -133,7 +133,7 @@ def info(
     as_json: AsJson = None,
     shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
-    """What this machine has, which path each dtype takes and why, and what is missing."""
+    """What this machine has, and what it lacks. Which path each dtype takes, and why."""
     sizes = _shape(shape)
     environment, missing = machine.environment(), machine.missing()
     xp: Any = importlib.import_module("cupy" if environment["gpus"] else "numpy")
@@ -160,7 +160,7 @@ def check(
     scale: OfScale = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="Every error, and what the bound is.")] = False,
 ) -> None:  # fmt: skip
-    """Correctness and accuracy on this machine against float64: the verdict, and what is nearest to its bound.
+    """Check this machine's results against float64. The verdict, and what is nearest to its bound.
 
     Exit status 1 if gsbn leaves its bound, or if nothing could be checked.
     """
@@ -235,7 +235,7 @@ def bench_command(
         "Checkout whose tables to rewrite."))] = None,
     publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
 ) -> None:  # fmt: skip
-    """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
+    """Time gsbn beside every installed peer. Ctrl-C keeps what is done."""
     name = publish_as or ("ranks" if of_ranks else "kernelbench")
     if (plot or checkout) and importlib.util.find_spec("matplotlib") is None:
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
@@ -363,7 +363,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 def warmup(
     arch: Annotated[str | None, typer.Option(help="Compile for this GPU, such as sm_90, and need none.")] = None,
 ) -> None:
-    """Compile every kernel that a GPU can use into the cache, so that no first call pays for it."""
+    """Compile all kernels before the first call. Those that a GPU can use go into the cache."""
     try:
         with _bar("kernel") as step:
             count = warm_up(step, arch=arch)
