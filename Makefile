@@ -78,13 +78,18 @@ table_few_step = --preset few --direction step $(columns)
 table_models = --preset models $(brief)
 tables = kernelbench step many few many_step few_step models
 
-bench: $(tables:%=table-%)
+bench: $(tables:%=table-%) table-compare
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
 		--plot docs/results/barlow_twins.png
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 table-%: $(ready_test)
 	$(run) -m gsbn bench $(table_$*) --gpus 0 --publish . --publish-as $* $(ARGS)
+
+table-compare: $(ready_test)
+	mkdir -p build
+	$(run) examples/compare_models.py > build/compare.txt
+	$(run) -m gsbn.bench.publish compare < build/compare.txt
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
