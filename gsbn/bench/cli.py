@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args
 
@@ -66,7 +67,7 @@ class _Command(TyperCommand):
     """A command that says what ``--json`` without its file could have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[-1] == "--json":
+        if any(this == "--json" and after.startswith("--") for this, after in pairwise([*args, "--"])):
             raise typer.BadParameter("expected a file, or - for stdout: --json -", param_hint="'--json'")
         return super().parse_args(ctx, args)
 

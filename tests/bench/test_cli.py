@@ -351,7 +351,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
         (["bench", "--preset", "models", "--only", "jax"], "--only"),
         (["check", "--json"], "expected a file, or - for stdout: --json -"),
-        (["bench", "--json"], "--json -"),
+        (["bench", "--json", "--shape", "8,8,8"], "--json -"),
         (["bench", "--mode", "trained"], "trained"),
         (["bench", "--direction", "sideways"], "sideways"),
         (["--no-such-option"], "--no-such-option"),
