@@ -64,17 +64,18 @@ endif
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
-# The tables of docs/results.md, spread over all GPUs (--gpus 0). Where there are many shapes, only what has a column is
-# timed, and for a shorter time.
+# The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
 brief = --turns 2 --seconds 1.2 --settle 0.5
-columns = --dtype float32 --dtype bfloat16 $(brief) --only gsbn,pytorch,compile
-gemms = ,gemm-torch,gemm-lt,gemm-cupy
-table_kernelbench = --preset kernelbench $(brief)
-table_step = --preset kernelbench --direction step --skip autotune,max-autotune $(brief)
-table_many = --preset many $(columns)$(gemms)
-table_few = --preset few $(columns)$(gemms)
-table_many_step = --preset many --direction step $(columns)
-table_few_step = --preset few --direction step $(columns)
+two = --dtype float32 --dtype bfloat16
+step = --direction step --only gsbn,pytorch,compile
+forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
+others = autotune,max-autotune,triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
+table_kernelbench = --preset kernelbench $(brief) $(forward),$(others)
+table_step = --preset kernelbench $(brief) $(step)
+table_many = --preset many $(two) $(brief) $(forward)
+table_few = --preset few $(two) $(brief) $(forward)
+table_many_step = --preset many $(two) $(brief) $(step)
+table_few_step = --preset few $(two) $(brief) $(step)
 table_models = --preset models $(brief)
 tables = kernelbench step many few many_step few_step models
 

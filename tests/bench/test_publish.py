@@ -6,6 +6,8 @@ import dataclasses
 import json
 import random
 import re
+import shutil
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -16,9 +18,10 @@ import gsbn
 from gsbn import bench
 from gsbn._timing import median_interval
 from gsbn.bench import front_page, machine
-from gsbn.bench.layers_page import SERIES, VIEW
+from gsbn.bench.candidate import COMPILED, NAMES
+from gsbn.bench.layers_page import EMULATED, SERIES, VIEW
 from gsbn.bench.picture import KIND_COLOURS, draw
-from gsbn.bench.publish import publish, publish_text
+from gsbn.bench.publish import page_of, publish, publish_text
 from tests.support import ROOT
 
 
@@ -229,6 +232,21 @@ def test_the_tables_are_those_of_the_published_reports() -> None:
     for name, report in reports.items():
         assert f"<!-- results:{name} -->\n{VIEW.markdown(report)}\n" in pages[1], name
     assert "results:" not in pages[0].replace("results:brief", ""), "the README has one table"
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir() or not shutil.which("make"), reason="needs the source tree and make")
+def test_make_bench_asks_for_what_there_is() -> None:
+    """Every table that it writes has its place in the page, and every candidate is one."""
+    told = subprocess.run(["make", "-n", "bench", "h100", "VENV="], cwd=ROOT, capture_output=True, text=True)
+    tables = [line for line in told.stdout.replace("\\\n", "").splitlines() if "--gpus 0" in line]
+    assert len(tables) == 9
+    for line in tables:
+        (name,) = re.findall(r"--publish-as (\w+)", line)
+        assert page_of(ROOT, name)
+        wanted = {each for text in re.findall(r"--only (\S+)", line) for each in text.split(",")}
+        assert wanted <= set(NAMES)
+        if name == "kernelbench":
+            assert set(EMULATED) | set(COMPILED) | {"jax"} <= wanted
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
