@@ -77,6 +77,8 @@ table_few = --preset few $(two) $(brief) $(forward)
 table_many_step = --preset many $(two) $(brief) $(step)
 table_few_step = --preset few $(two) $(brief) $(step)
 table_models = --preset models $(brief)
+table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
+table_models_h100 = $(table_models)
 tables = kernelbench step many few many_step few_step models
 
 bench: $(tables:%=table-%) table-compare
@@ -98,10 +100,7 @@ ranks: $(ready_test)
 		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
 			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --publish . --publish-as ranks4 $(ARGS); fi
 
-h100: $(ready_test)
-	$(run) -m gsbn bench --preset kernelbench --dtype float32 --dtype bfloat16 --gpus 0 --publish . --publish-as h100 \
-		$(ARGS)
-	$(run) -m gsbn bench --preset models --gpus 0 --publish . --publish-as models_h100 $(ARGS)
+h100: table-h100 table-models_h100
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs
