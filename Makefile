@@ -64,26 +64,35 @@ endif
 kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
-# The tables of docs/results.md. Where there are many shapes, only what has a column is timed, and for a shorter time.
+# The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
 brief = --turns 2 --seconds 1.2 --settle 0.5
-columns = --dtype float32 --dtype bfloat16 $(brief) --only gsbn,pytorch,compile
-gemms = ,gemm-torch,gemm-lt,gemm-cupy
-table_kernelbench = --preset kernelbench $(brief)
-table_step = --preset kernelbench --direction step --skip autotune,max-autotune $(brief)
-table_many = --preset many $(columns)$(gemms)
-table_few = --preset few $(columns)$(gemms)
-table_many_step = --preset many --direction step $(columns)
-table_few_step = --preset few --direction step $(columns)
+two = --dtype float32 --dtype bfloat16
+step = --direction step --only gsbn,pytorch,compile
+forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
+others = autotune,max-autotune,triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
+table_kernelbench = --preset kernelbench $(brief) $(forward),$(others)
+table_step = --preset kernelbench $(brief) $(step)
+table_many = --preset many $(two) $(brief) $(forward)
+table_few = --preset few $(two) $(brief) $(forward)
+table_many_step = --preset many $(two) $(brief) $(step)
+table_few_step = --preset few $(two) $(brief) $(step)
 table_models = --preset models $(brief)
+table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
+table_models_h100 = $(table_models)
 tables = kernelbench step many few many_step few_step models
 
-bench: $(tables:%=table-%)
+bench: $(tables:%=table-%) table-compare
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
 		--plot docs/results/barlow_twins.png
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 table-%: $(ready_test)
-	$(run) -m gsbn bench $(table_$*) --publish . --publish-as $* $(ARGS)
+	$(run) -m gsbn bench $(table_$*) --gpus 0 --publish . --publish-as $* $(ARGS)
+
+table-compare: $(ready_test)
+	mkdir -p build
+	$(run) examples/compare_models.py > build/compare.txt
+	$(run) -m gsbn.bench.publish compare < build/compare.txt
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
@@ -91,9 +100,7 @@ ranks: $(ready_test)
 		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
 			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --publish . --publish-as ranks4 $(ARGS); fi
 
-h100: $(ready_test)
-	$(run) -m gsbn bench --preset kernelbench --dtype float32 --dtype bfloat16 --publish . --publish-as h100 $(ARGS)
-	$(run) -m gsbn bench --preset models --publish . --publish-as models_h100 $(ARGS)
+h100: table-h100 table-models_h100
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs

@@ -14,6 +14,7 @@ says how a candidate is checked and timed, and in a ``View`` which columns its t
 - ``peers``, ``xla``, ``triton_gemm``: how each candidate computes a layer
 - ``bounds``: the truth in float64, and which error is allowed
 - ``clock``, ``turns``: how long a call takes; check, prepare and time the candidates of a case in turns
+- ``spread``: the cases over several GPUs
 - ``report``: settings, results and their JSON
 - ``page``, ``layers_page``, ``picture``, ``terminal``: tables and pictures
 - ``publish``, ``front_page``: what goes into a checkout; the README's table is of several reports

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, get_args
 
@@ -33,6 +35,7 @@ from . import (
     publish,
     ranks,
     selfcheck,
+    spread,
     tables,
     turns,
 )
@@ -40,7 +43,7 @@ from .bounds import FAMILIES
 from .candidate import NAMES, names
 from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
 from .picture import draw
-from .report import NOTHING, Report, Settings
+from .report import NOTHING, Settings
 
 # In a narrow terminal help has no frame, whose columns would break words.
 NARROW = shutil.get_terminal_size().columns < 80
@@ -64,7 +67,7 @@ class _Command(TyperCommand):
     """A command that says what ``--json`` without its file could have."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[-1] == "--json":
+        if any(this == "--json" and after.startswith("--") for this, after in pairwise([*args, "--"])):
             raise typer.BadParameter("expected a file, or - for stdout: --json -", param_hint="'--json'")
         return super().parse_args(ctx, args)
 
@@ -131,7 +134,7 @@ def info(
     as_json: AsJson = None,
     shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes that the paths are told for.")] = "1024,8192,8192",
 ) -> None:
-    """What this machine has, which path each dtype takes and why, and what is missing."""
+    """What this machine has, and what it lacks. Which path each dtype takes, and why."""
     sizes = _shape(shape)
     environment, missing = machine.environment(), machine.missing()
     xp: Any = importlib.import_module("cupy" if environment["gpus"] else "numpy")
@@ -158,7 +161,7 @@ def check(
     scale: OfScale = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="Every error, and what the bound is.")] = False,
 ) -> None:  # fmt: skip
-    """Correctness and accuracy on this machine against float64: the verdict, and what is nearest to its bound.
+    """Check this machine's results against float64. The verdict, and what is nearest to its bound.
 
     Exit status 1 if gsbn leaves its bound, or if nothing could be checked.
     """
@@ -202,6 +205,8 @@ def bench_command(
     of_ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=0, help=(
+        "Spread the cases over so many GPUs, each with a process of its own; 0: over all."))] = 1,
     model: Annotated[str, typer.Option(metavar="NAME", help=(
         "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
         "gsbn.torch."))] = "",
@@ -231,7 +236,7 @@ def bench_command(
         "Checkout whose tables to rewrite."))] = None,
     publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
 ) -> None:  # fmt: skip
-    """Time gsbn beside every peer that is installed; Ctrl-C keeps what is done."""
+    """Time gsbn beside every installed peer. Ctrl-C keeps what is done."""
     name = publish_as or ("ranks" if of_ranks else "kernelbench")
     if (plot or checkout) and importlib.util.find_spec("matplotlib") is None:
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
@@ -247,12 +252,13 @@ def bench_command(
     alone = {"--activation": activation, "--mode": mode != "training", "--no-scale": not scale}
     if model:
         _refuse(alone | {"--shape": shape, "--preset": preset, "--ranks": of_ranks, "--dtype": kinds, "--only": only,
-                         "--direction": directions, "--calls": calls, "--plot": plot, "--publish": checkout},
+                         "--direction": directions, "--calls": calls, "--plot": plot, "--publish": checkout,
+                         "--gpus": gpus != 1},
                 "--model takes no such option")  # fmt: skip
         compiled = not _names("--skip", skip.split(","), ["compile"])
         return _bench_model(model, as_json, compile=compiled, seconds=seconds)
     if of_ranks:
-        _refuse(alone | {"--preset": preset}, "ranks take no such option")
+        _refuse(alone | {"--preset": preset, "--gpus": gpus != 1}, "ranks take no such option")
         bench = _of_ranks(of_ranks, shape or [], kinds, directions)
     elif preset == "models":
         _refuse({"--shape": shape, "--direction": direction} | alone, "the models take no such option")
@@ -262,12 +268,16 @@ def bench_command(
     wanted, left_out = (
         _names(option, text.split(","), bench.known) for option, text in (("--only", only), ("--skip", skip))
     )
+    found = 1 if gpus == 1 else len(machine.environment()["gpus"])
+    if gpus > found:
+        _fail(f"--gpus: expected {gpus} GPUs; CuPy sees {found} here")
     if not (chosen := [each for each in wanted or bench.usual if each not in left_out]):
         raise typer.BadParameter("leaves no candidate to time", param_hint="'--skip'")
     if bench.notice:
         err.print(Text(bench.notice, style="yellow"))
     with _bar("case") as step:
-        report = bench.run(chosen, Settings(repeat, rounds, seconds, settle, calls=calls), step)
+        settings = Settings(repeat, rounds, seconds, settle, calls=calls)
+        report = spread.run(bench.run, bench.todo, chosen, settings, step, gpus or found)
     if report.interrupted:
         err.print(Text("Interrupted: this is what was done.", style="yellow"))
     show = _console(as_json)
@@ -294,7 +304,8 @@ class _Bench(NamedTuple):
     known: Collection[str]  # candidates by name
     usual: Collection[str]  # without --only
     notice: str
-    run: Callable[[list[str], Settings, turns.Progress], Report]
+    run: spread.Bench
+    todo: Sequence[Any]  # the cases
 
 
 def _bench_model(model: str, as_json: Path | None, **options: Any) -> None:
@@ -316,7 +327,7 @@ def _of_layers(
     sizes, directions = sizes or PRESETS["kernelbench" if gpu else "small"], directions or ["forward"]
     todo = list(dict.fromkeys(cases(sizes, kinds, modes, directions, activation, scale)))
     notice = "" if gpu else "No GPU: the NumPy path beside PyTorch on the CPU."
-    return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, lambda *rest: layers.run(todo, *rest))
+    return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, layers.run, todo)
 
 
 def _of_models(kinds: list[str]) -> _Bench:
@@ -326,7 +337,7 @@ def _of_models(kinds: list[str]) -> _Bench:
     gpu = libraries.has_gpus()
     todo, usual = models.cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: smaller models, on the CPU."
-    return _Bench(models.VIEW, models.NAMES, usual, notice, lambda *rest: models.run(todo, *rest))
+    return _Bench(models.VIEW, models.NAMES, usual, notice, models.run, todo)
 
 
 def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[str]) -> _Bench:
@@ -340,7 +351,7 @@ def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[
     known = ranks.ON_GPUS if gpu else ranks.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: small shapes over gloo, on the CPU."
     todo = ranks.cases(sizes, kinds, directions, gpu)
-    return _Bench(ranks.VIEW, known, known, notice, lambda *rest: ranks.run(count, todo, *rest))
+    return _Bench(ranks.VIEW, known, known, notice, functools.partial(ranks.run, count), todo)
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
@@ -353,7 +364,7 @@ def _refuse(given: dict[str, Any], why: str) -> None:
 def warmup(
     arch: Annotated[str | None, typer.Option(help="Compile for this GPU, such as sm_90, and need none.")] = None,
 ) -> None:
-    """Compile every kernel that a GPU can use into the cache, so that no first call pays for it."""
+    """Compile all kernels before the first call. Those that a GPU can use go into the cache."""
     try:
         with _bar("kernel") as step:
             count = warm_up(step, arch=arch)

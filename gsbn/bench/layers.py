@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Sequence
 
 from .._plan import ITEMSIZE
@@ -82,8 +83,11 @@ class _LayerRun(CaseRun):
         return bounds.Truth(xp, case, operands, None if case.direction == "forward" else bounds.draw_dy(xp, operands))
 
     def check(self, entry: Entry) -> None:
-        entry.candidate = peers.make(entry.name, self.case, self.truth.operands, self.clock.xp)
-        judged = self.truth.judge(entry.candidate.outputs())
+        truth, begun = self.truth, time.perf_counter()
+        entry.candidate = peers.make(entry.name, self.case, truth.operands, self.clock.xp)
+        outputs = entry.candidate.outputs()
+        entry.facts["first_s"] = time.perf_counter() - begun
+        judged = truth.judge(outputs)
         # What claims float32 by other products may fall back to TF32: its error tells, beside its time.
         kind = "tf32" if is_emulated(entry.name) else self.case.kind
         error = bounds.demand(judged, kind, held=entry.name.startswith("gsbn"))

@@ -92,7 +92,7 @@ class Result:
     facts : dict of str to any
         What else is known. Of a layer: the ``path`` that gsbn chose; ``error`` against float64, norm of the error over
         norm of the truth; ``method``, how it was timed; ``calls`` of a trial; ``extra_bytes`` beyond operands and
-        result.
+        result; ``first_s``, the seconds to the first result, in which all that needs it is compiled.
     failure : str
         Why there are no times.
     """

@@ -351,7 +351,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
         (["bench", "--preset", "models", "--only", "jax"], "--only"),
         (["check", "--json"], "expected a file, or - for stdout: --json -"),
-        (["bench", "--json"], "--json -"),
+        (["bench", "--json", "--shape", "8,8,8"], "--json -"),
         (["bench", "--mode", "trained"], "trained"),
         (["bench", "--direction", "sideways"], "sideways"),
         (["--no-such-option"], "--no-such-option"),
@@ -430,6 +430,28 @@ def test_python_m_gsbn() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["gsbn"]
+
+
+def test_cases_are_spread_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many processes as asked for, or for 0 as there are GPUs; here they compute on the CPU."""
+    assert "--gpus: expected 2 GPUs; CuPy sees 0 here" in run(*QUICK, "--gpus", "2", status=1).output
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    two = machine.environment() | {"gpus": [{"name": "fake"}] * 2}
+    asked = []
+
+    def count(*rest: Any) -> bench.Report:
+        asked.append(rest[-1])
+        return honest(*rest)
+
+    honest = cli.spread.run
+    monkeypatch.setattr(machine, "environment", lambda: two)
+    monkeypatch.setattr(cli.spread, "run", count)
+    more = ["--shape", "16,8,4", "--only", "gsbn", "--json", "-"]
+    for gpus in ("2", "0"):
+        told = json.loads(run(*QUICK, *more, "--gpus", gpus).stdout)
+        assert [row["batch"] for row in told["results"]] == [24, 16] and not any(r["failure"] for r in told["results"])
+    assert asked == [2, 2]
+    assert "ranks take no such option" in run("bench", "--ranks", "2", "--gpus", "2", status=2).output
 
 
 @pytest.mark.gpu

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
+import shutil
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -15,9 +18,10 @@ import gsbn
 from gsbn import bench
 from gsbn._timing import median_interval
 from gsbn.bench import front_page, machine
-from gsbn.bench.layers_page import SERIES, VIEW
+from gsbn.bench.candidate import COMPILED, NAMES
+from gsbn.bench.layers_page import EMULATED, SERIES, VIEW
 from gsbn.bench.picture import KIND_COLOURS, draw
-from gsbn.bench.publish import publish
+from gsbn.bench.publish import page_of, publish, publish_text
 from tests.support import ROOT
 
 
@@ -27,15 +31,13 @@ def changed_since(results: Path) -> list[str]:
     return [folder for folder, digest in machine.source_digests().items() if measured.get(folder) != digest]
 
 
-def stamps() -> dict[str, list[str]]:
-    """What the published reports were measured on, version and digests of the sources: and which they are, each with
-    its date."""
+def stamps(text: str) -> dict[str, list[str]]:
+    """What the tables of a page were measured on, version and digests of the sources: and which they are, each with its
+    date."""
     found: dict[str, list[str]] = {}
-    for file in sorted(PUBLISHED.glob("*.json")):
-        report = json.loads(file.read_text())
-        sources = " ".join(f"{folder}/ {digest}" for folder, digest in sorted(report["environment"]["digest"].items()))
-        key = f"{report['environment']['gsbn']}, {sources}"
-        found.setdefault(key, []).append(f"{file.stem} {report['date'][:10]}")
+    for name, table in re.findall(r"<!-- results:(\w+) -->\n(.*?)<!-- /results:\1 -->", text, re.DOTALL):
+        key = ", ".join(re.findall(r"gsbn [\d.]+\d|Sources: .*`", table)) or "not measured"
+        found.setdefault(key, []).append(" ".join([name, *re.findall(r"\b\d{4}-\d\d-\d\d(?=, )", table)]))
     return found
 
 
@@ -105,6 +107,23 @@ def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "docs" / "results.md").write_text(MARKED.replace("<!-- /results:rows -->", ""))
     with pytest.raises(ValueError, match=r"results.md: expected a file with the lines"):
         publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
+
+
+def test_what_a_program_printed_is_published_with_its_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "results.md"
+    page.write_text(MARKED + MARKED.replace("rows", "compare") + MARKED.replace("rows", "later"))
+    publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
+    publish_text("\n  ms  speed\n", tmp_path, "compare")
+    assert "<!-- results:compare -->\n```\n  ms  speed\n```\n\nMeasured 2" in (text := page.read_text())
+    today = report_of_a_gpu().date[:10]
+    digest = machine.source_digests()
+    key = f"gsbn {gsbn.__version__}, Sources: gsbn/ `{digest['gsbn']}`, kernels/ `{digest['kernels']}`"
+    assert stamps(text) == {key: [f"rows {today}", f"compare {today}"], "not measured": ["later"]}
+    monkeypatch.setattr(machine, "source_digests", lambda: digest | {"gsbn": "0123"})
+    publish_text("new", tmp_path, "compare")
+    assert len(stamps(page.read_text())) == 3, "other sources than the first table's"
 
 
 def test_other_ways_to_float32_have_a_table_of_times_and_errors() -> None:
@@ -215,9 +234,25 @@ def test_the_tables_are_those_of_the_published_reports() -> None:
     assert "results:" not in pages[0].replace("results:brief", ""), "the README has one table"
 
 
+@pytest.mark.skipif(not PUBLISHED.is_dir() or not shutil.which("make"), reason="needs the source tree and make")
+def test_make_bench_asks_for_what_there_is() -> None:
+    """Every table that it writes has its place in the page, and every candidate is one."""
+    told = subprocess.run(["make", "-n", "bench", "h100", "VENV="], cwd=ROOT, capture_output=True, text=True)
+    tables = [line for line in told.stdout.replace("\\\n", "").splitlines() if "--gpus 0" in line]
+    assert len(tables) == 9
+    for line in tables:
+        (name,) = re.findall(r"--publish-as (\w+)", line)
+        assert page_of(ROOT, name)
+        wanted = {each for text in re.findall(r"--only (\S+)", line) for each in text.split(",")}
+        assert wanted <= set(NAMES)
+        if name == "kernelbench":
+            assert set(EMULATED) | set(COMPILED) | {"jax"} <= wanted
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
 def test_the_published_results_are_of_one_version() -> None:
     """Tells, without failing, which tables were measured on other sources than the others."""
-    if len(found := stamps()) > 1:
+    if len(found := stamps((PUBLISHED.parent / "results.md").read_text())) > 1:
         said = "; ".join(f"{', '.join(names)} ({sources})" for sources, names in found.items())
         warnings.warn(f"the tables are not of one version: {said}: run `make bench`", stacklevel=1)
 
