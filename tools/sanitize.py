@@ -163,27 +163,27 @@ def limbs_of_dg(block_m, cluster, split):
 
 def skinny_backward(dtype, features, inputs, cluster, activation):
     """dg and both products in one kernel; the last tile of rows and the last chunk are partial."""
-    rows_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
+    training_backward(limits(skinny=True), (2055, inputs - 8, features * cluster - 8), dtype, activation)
 
 
 def skinny_product(features):
     """dx = dg w, with limbs of dg made in registers and fewer columns than a CTA's features; and dw."""
-    rows_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
+    training_backward(limits(skinny=True), (2055, features - 3, 200), "float32")
 
 
 def tall(inputs):
     """dw = dgᵀ x with two by two blocks; the last chunk of rows and the last block of columns are partial."""
-    rows_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
+    training_backward(limits(skinny=False, tall=True), (2055, inputs, 200), "float32")
 
 
 def dual(dtype, rows, cluster):
     """dx and dw from one reading of the weight; the last step of features and the last block of inputs are partial."""
     blocks = {1: 4, 2: 2, 4: 1, 8: 1}[cluster]  # of which larger clusters do not fit on so many SMs
-    rows_backward(limits(max(4, cluster), dual=True), (rows - 3, 128 * blocks - 24, 128 * cluster + 8), dtype)
+    training_backward(limits(max(4, cluster), dual=True), (rows - 3, 128 * blocks - 24, 128 * cluster + 8), dtype)
 
 
-def rows_backward(within, shape, dtype, activation=None):
-    """Training, the backward by the kernels for many rows, or for few."""
+def training_backward(within, shape, dtype, activation=None):
+    """A training forward, and its backward within these limits, against the reference."""
     host, native = operands(shape, dtype)
     dy = bounds.draw_dy(np, bounds.make_operands(np, *shape, dtype))
     y, saved = gsbn.forward(**native, training=True, activation=activation, return_saved=True)

@@ -100,10 +100,7 @@ def call(
     own: tuple[str, ...] = (),
 ) -> Any:
     """Run an operation on its arrays; those named in `own` do not come from a DLPack producer."""
-    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
-    if kind is None:
-        kind, arrays, read_only = _imported(operation, arrays, own)
-        borrowed = True
+    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     if kind.on_gpu:
         found, made = run(operation, kind, arrays, options, group, limits, context, read_only)
         result = operation.result(kind, arrays, options, found, made)
@@ -124,10 +121,7 @@ def describe(
     own: tuple[str, ...] = (),
 ) -> Description:
     """How `call` would compute it. The call is checked and prepared, but not run."""
-    kind, read_only, borrowed = kind_of(arrays[0]), _NONE, False
-    if kind is None:
-        kind, arrays, read_only = _imported(operation, arrays, own)
-        borrowed = True
+    kind, arrays, read_only, borrowed = _admit(operation, arrays, own)
     views = operation.check(kind, arrays, options, read_only, context)
     if not kind.on_gpu:
         return Description("numpy", "the arrays are on the CPU", (), 0)
@@ -142,11 +136,15 @@ def describe(
     return Description("numpy", "no rows", (), 0) if ready is None else ready.description
 
 
-def _imported(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str]]:
-    """Arrays of DLPack producers, as arrays of a known kind, and which of them are read-only."""
+def _admit(operation: Operation, arrays: Arrays, own: tuple[str, ...]) -> tuple[Kind, Arrays, frozenset[str], bool]:
+    """The arrays' kind, the arrays, which of them are read-only, and whether they were imported: they are if the first
+    is not of a known kind."""
+    kind = kind_of(arrays[0])
+    if kind is not None:
+        return kind, arrays, _NONE, False
     named = dict(zip(operation.arguments[: operation.foreign], arrays, strict=False))
     kind, imported, read_only = kinds_of(named, operation.required, own)
-    return kind, (*imported.values(), *arrays[operation.foreign :]), read_only
+    return kind, (*imported.values(), *arrays[operation.foreign :]), read_only, True
 
 
 def _extra(operation: Operation, context: Any) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ from .sources import Kernel
 from .tensor_maps import L2_256B, L2_NONE
 from .variants import DUAL_CLUSTERS, DUAL_INPUTS, DUAL_ROWS, DUAL_STEP, DUAL_THREADS, dual_gemm
 
-LEAST_STEPS = 2  # of a CTA of a cluster
+LEAST_STEPS = 2  # of a CTA of a cluster: with one step each, (128, 1024, 512) took longer than two products
 LEAST_FILL = 0.48  # of the SMs: with fewer CTAs two launches are as fast
 
 
 class DualGemm(NamedTuple):
-    """The launch of dual_gemm."""
+    """A launch of dual_gemm."""
 
     kernel: Kernel
     rows: int  # that the kernel has room for
@@ -25,7 +25,10 @@ class DualGemm(NamedTuple):
 
 
 def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
-    """The launch for x, dx = dg w, and w, dw = dgᵀ x, if it can serve and is expected to win; `wide`: dw is float32."""
+    """The launch for x, dx (m, k) = dg w, and w, dw (n, k) = dgᵀ x, if it can serve and is expected to win.
+
+    `wide`: dw is float32, which it does not write.
+    """
     m, k, n, device = x.m, x.n, x.k, x.device
     size, asked = ITEMSIZE[x.dtype], x.limits.dual
     if wide or size > 2 or not device.hopper or m > DUAL_ROWS[-1] or k * size % 16 or max(n, k) >= 2**31:
@@ -42,14 +45,15 @@ def dual_gemm_for(x: Matmul, w: Matmul, *, wide: bool) -> DualGemm | None:
 
 
 def multiply_at_once(build: Builder, dual: DualGemm, x: Matmul, w: Matmul, operands: dict[str, str]) -> None:
-    """Add the launch. `operands`: the memory of "dg", "x", "weight", "dx" and "dweight"."""
+    """Add the launch. `operands`: the memory of "dg", "x", "weight", "dx" and "dweight". Boxes are 128 bytes wide."""
     m, k, n, dtype, size = x.m, x.n, x.k, x.dtype, ITEMSIZE[x.dtype]
+    width = 128 // size
     maps = (
-        (operands["dg"], (m, n, x.x.strides[0] * size, dtype, dual.rows, DUAL_STEP, L2_256B)),
-        (operands["x"], (m, k, w.w.strides[1] * size, dtype, dual.rows, DUAL_STEP, L2_256B)),
-        (operands["weight"], (n, k, x.w.strides[1] * size, dtype, DUAL_STEP, DUAL_STEP, L2_256B)),
-        (operands["dweight"], (n, k, k * size, dtype, DUAL_STEP, DUAL_STEP, L2_NONE)),
+        (operands["dg"], (m, n, x.x.strides[0] * size, dtype, dual.rows, width, L2_256B)),
+        (operands["x"], (m, k, w.w.strides[1] * size, dtype, dual.rows, width, L2_256B)),
+        (operands["weight"], (n, k, x.w.strides[1] * size, dtype, DUAL_STEP, width, L2_256B)),
+        (operands["dweight"], (n, k, k * size, dtype, DUAL_STEP, width, L2_NONE)),
     )
     fields = {"m": m, "n": n, "k": k, "steps": dual.steps}
     passed = {"dx": operands["dx"]}
-    build.launch(dual.kernel, dual.ctas, fields, passed, DUAL_THREADS, maps=maps, made_of=(dual, x, w))
+    build.launch(dual.kernel, dual.ctas, fields, passed, DUAL_THREADS, maps=maps, made_of=dual)

@@ -25,15 +25,8 @@ _NORM = {
     functional.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", ""),
 }
-_DEFAULTS = {
-    "bias": None,
-    "weight": None,
-    "running_mean": None,
-    "running_var": None,
-    "training": False,
-    "momentum": 0.1,
-    "eps": 1e-5,
-}
+_TENSORS = ("bias", "weight", "running_mean", "running_var")  # that may be absent
+_DEFAULTS = {**dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5}
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
 _RELU = (functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_")
 # Calls that write nothing, besides those above

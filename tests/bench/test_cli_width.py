@@ -19,8 +19,6 @@ from gsbn.bench import cli
 from tests.support import ROOT
 
 COMMANDS = get_command(cli.app).commands  # type: ignore[attr-defined]
-
-
 WIDTHS = pytest.mark.parametrize("width", [60, 80, 120])
 
 
