@@ -113,35 +113,36 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 
     constexpr int N = LANE_FEATURES, M = N / 8;
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    __shared__ __align__(16) float pivots[WARPS][FEATURES],
-        origins[WARPS][FEATURES];                        // the current p, and the first p of each warp
+    __shared__ __align__(16) float pivots[WARPS][FEATURES];  // p of each warp
     const int own = feature_of(lane % 4, lane / 4 * M);  // the first of M adjacent features whose sums this lane gets
     static_assert(WORD % M == 0, "they lie in one word");
     float* const pivot = pivots[warp] + own;
-    float* const origin = origins[warp] + own;
     float sum[N] = {}, squares[N] = {};    // about p, since the last settle_sums
-    double first[M] = {}, second[M] = {};  // about the origins, over the warp's rows until then
-    int rows = 0, settled = 0, moved = 0;  // the warp's rows: so far, in first and second, when pivots last moved
+    double first[M] = {}, second[M] = {};  // about p, over the warp's rows until then
+    int rows = 0, moved = 0;               // the warp's rows: so far, and when p last moved
     const auto settle_sums = [&] {
-        if (rows == settled) return;
+        if (rows == 0) return;
         sum_over_rows<N>(sum, lane);
         sum_over_rows<N>(squares, lane);
-        const double count = static_cast<double>(rows - settled);
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-            const double apart = static_cast<double>(pivot[i]) - origin[i];
-            first[i] += sum[i] + count * apart;
-            second[i] += squares[i] + apart * (2.0 * sum[i] + count * apart);
+            first[i] += sum[i];
+            second[i] += squares[i];
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
-        settled = rows;
         if (rows < 2 * moved) return;
         moved = rows;
-        const double inverse = 1.0 / static_cast<double>(rows);
+        const double count = static_cast<double>(rows), inverse = 1.0 / count;
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < M; ++i) pivot[i] = static_cast<float>(origin[i] + first[i] * inverse);
+        for (int i = 0; i < M; ++i) {
+            const float to = static_cast<float>(pivot[i] + first[i] * inverse);
+            const double by = static_cast<double>(pivot[i]) - to;
+            second[i] += by * (2.0 * first[i] + count * by);
+            first[i] += count * by;
+            pivot[i] = to;
+        }
         __syncwarp();
     };
     int since = 0;  // a lane's rows in sum and squares
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
             sum_over_rows<N>(sum, lane);
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < M; ++i) origin[i] = pivot[i] += sum[i] / static_cast<float>(inside);
+            for (int i = 0; i < M; ++i) pivot[i] += sum[i] / static_cast<float>(inside);
             __syncwarp();
 #pragma unroll
             for (int j = 0; j < N; ++j) sum[j] = 0.0f;
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
 #pragma unroll
     for (int i = 0; i < M; ++i) {
         const int at = own + i;
-        const double d = rows > 0 ? static_cast<double>(origin[i]) - origins[0][at] : 0.0;
+        const double d = rows > 0 ? static_cast<double>(pivot[i]) - pivots[0][at] : 0.0;
         sums[warp * FEATURES + at] = first[i] + rows * d;
         sums[(WARPS + warp) * FEATURES + at] = second[i] + d * (2.0 * first[i] + rows * d);
     }
@@ -196,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         of_cta += sums[i * FEATURES + at];
         squares_of_cta += sums[(WARPS + i) * FEATURES + at];
     }
-    const Moments pooled(origins[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
+    const Moments pooled(pivots[0][at], of_cta, squares_of_cta, static_cast<double>(tiles.end - tiles.begin));
     double* partials = reinterpret_cast<double*>(workspace + p.partials) + 2 * work.cta * p.ldg + c;
     partials[0] = pooled.mean;
     partials[p.ldg] = pooled.m2;
