@@ -30,6 +30,7 @@
 
 // rows of a lane that are added in float32; by limbs only those of a tile, because the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
+constexpr bool ANEW = GROUP == LANE_ROWS;  // the sums begin anew with every tile
 
 #ifndef SAVE_DEVIATIONS
 #define SAVE_DEVIATIONS 0
@@ -84,19 +85,28 @@ __device__ inline void load_operand(const P& p, const T* w, int first, uint4* we
         load_weight(p, w, first, weight);
 }
 
-// Calls take(j, g - pivot) for a lane's elements in the first `inside` rows of a tile, feature by feature.
-template <typename Take>
-__device__ __forceinline__ void for_each_deviation(const OfLane& g, const float* pivots, int lane, int inside,
-                                                   bool whole, const Take& take) {
+// Adds d = g - pivot and d^2 of a lane's elements to the sums of their features. Rows from `inside` on become the pivot,
+// which adds nothing.
+__device__ __forceinline__ void add_tile(OfLane& g, const float* pivots, int lane, int inside, bool whole,
+                                         float (&sum)[LANE_FEATURES], float (&squares)[LANE_FEATURES]) {
+    if (!whole)
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i)
+            if (lane / 4 + i * 8 >= inside)
+#pragma unroll
+                for (int j = 0; j < LANE_FEATURES; ++j) g[i][j] = pivots[feature_of(lane % 4, j)];
 #pragma unroll
     for (int j = 0; j < LANE_FEATURES; j += WORD) {
         const auto pivot = *reinterpret_cast<const Vector<float, WORD>*>(&pivots[feature_of(lane % 4, j)]);
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; ++i) {
-            if (!whole && lane / 4 + i * 8 >= inside) break;
+        for (int i = 0; i < LANE_ROWS; ++i)
 #pragma unroll
-            for (int l = 0; l < WORD; ++l) take(j + l, g[i][j + l] - pivot.at[l]);
-        }
+            for (int l = 0; l < WORD; ++l) {
+                const float d = g[i][j + l] - pivot.at[l];
+                const bool first = ANEW && i == 0;
+                sum[j + l] = first ? d : sum[j + l] + d;
+                squares[j + l] = first ? d * d : fmaf(d, d, squares[j + l]);
+            }
     }
 }
 
@@ -133,11 +143,11 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
         for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
         if (rows < 2 * moved) return;
         moved = rows;
-        const double count = static_cast<double>(rows), inverse = 1.0 / count;
+        const double count = static_cast<double>(rows);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < M; ++i) {
-            const float to = static_cast<float>(pivot[i] + first[i] * inverse);
+            const float to = pivot[i] + __fdividef(static_cast<float>(first[i]), static_cast<float>(rows));
             const double by = static_cast<double>(pivot[i]) - to;
             second[i] += by * (2.0 * first[i] + count * by);
             first[i] += count * by;
@@ -149,26 +159,27 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
-        if (rows == 0 && inside > 0) {
-            // the tile's mean: its first row, and the mean difference from it: exact where all rows are equal
+        bool fresh = rows == 0 && inside > 0;
+        rows += inside;
+        if (fresh) {
             if (lane < 4)
 #pragma unroll
                 for (int j = 0; j < N; ++j) pivots[warp][feature_of(lane, j)] = g[0][j];
             __syncwarp();
-            for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) { sum[j] += d; });
+        }
+#pragma unroll 1
+        for (;; fresh = false) {
+            add_tile(g, pivots[warp], lane, inside, whole, sum, squares);
+            if (!fresh) break;
+            // the tile's mean: its first row, and the mean difference from it: exact where all rows are equal
             sum_over_rows<N>(sum, lane);
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < M; ++i) pivot[i] += sum[i] / static_cast<float>(inside);
+            for (int i = 0; i < M; ++i) pivot[i] += __fdividef(sum[i], static_cast<float>(inside));
             __syncwarp();
 #pragma unroll
-            for (int j = 0; j < N; ++j) sum[j] = 0.0f;
+            for (int j = 0; j < N; ++j) sum[j] = squares[j] = 0.0f;
         }
-        rows += inside;
-        for_each_deviation(g, pivots[warp], lane, inside, whole, [&](int j, float d) {
-            sum[j] += d;
-            squares[j] = fmaf(d, d, squares[j]);
-        });
         since += LANE_ROWS;
         if (since >= GROUP) {
             settle_sums();

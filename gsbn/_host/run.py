@@ -157,7 +157,7 @@ def checked(
     operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str] = frozenset()
 ) -> Checked:
     """On the CPU: the checked arguments, from this call or an earlier one."""
-    found, key, pointers = _find(operation, kind, arrays, options, read_only, False, ANY)
+    found, key, pointers = _find(operation, kind, arrays, options, read_only, False, None)
     if found is None:
         found = Checked(operation, operation.check(kind, arrays, options, read_only, None), options)
         remember(_found, key, found)
@@ -189,7 +189,8 @@ def run(
     if (held := green_sms(stream)) is not None:
         options = operation.within(options, held)
     extra = () if context is None else _extra(operation, context)
-    found, key, pointers = _find(operation, kind, arrays, options, read_only, bool(extra), limits)
+    within = None if limits is ANY else limits  # quicker to hash
+    found, key, pointers = _find(operation, kind, arrays, options, read_only, bool(extra), within)
     views: Views = {}
     if found is None:
         views = operation.check(kind, arrays, options, read_only, context)

@@ -122,13 +122,14 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
         return Product(q, path, *kernel, one, wide)
 
     of_limbs = p if 1 in p.w.strides else p._replace(w=copied)
-    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # skinny_product and tall_product
+    own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # skinny_product
 
     def wins(us: float) -> bool:
         others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None)
         return us < min(others)
 
-    of_rows = tall(p, precision) if name == "dw" and own else None
+    # also with "sm90", whose sum over all rows the tensor core would truncate
+    of_rows = tall(p, precision) if name == "dw" and gemm != "cublas" else None
     if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
         return product("tiled", p)._replace(tall=of_rows)
     skinny = skinny_product_for(p, precision) if own and p.limits.skinny is not False else None
