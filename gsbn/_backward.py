@@ -13,7 +13,7 @@ from ._arrays.kinds import Kind, kinds_of
 from ._host.call import matrix_of
 from ._host.run import ANY, Arrays, Checked, Operation, Views, call
 from ._host.run import run as run_on_gpu
-from ._plan.backward import Vectors, gradient_of
+from ._plan.backward import Asked, Vectors, gradient_of
 from ._plan.problem import VECTOR_PARAMETERS, Ranks
 from ._plan.program import Program
 from ._plan.skinny import serves_skinny_backward
@@ -270,8 +270,8 @@ def _program(
     dtypes = {name: dtype for name, dtype in given.items() if dtype is not None}
     if ranks is not None:
         ranks = ranks._replace(signature=signature(f"backward of {n} features, {dy.dtype}"))
-    return _plan.plan_backward(
-        _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), x_at, w_at, matrix_of(dy), limits),
+    p = _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), x_at, w_at, matrix_of(dy), limits)
+    asked = Asked(
         training=how.training,
         needs=tuple(name for name in how.needs if name in ("x", "weight") or name in dtypes),
         vectors=Vectors(dtypes, how.scale_shape),
@@ -285,6 +285,7 @@ def _program(
         ranks=ranks,
         ld_saved=0 if deviations is None else deviations.shape[1],
     )
+    return _plan.plan_backward(p, asked)
 
 
 def _within(how: How, held: int) -> How:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .backward_passes import cut_passes, dy_on_words
-from .backward_products import choose_product, multiply_both, split_limbs_of
+from .backward_passes import Passes, cut_passes, dy_on_words
+from .backward_products import Product, choose_product, multiply_both, split_limbs_of
 from .copies import in_rows
 from .declared import kind_code
-from .dual_gemm import dual_gemm_for, multiply_at_once
+from .dual_gemm import DualGemm, dual_gemm_for, multiply_at_once
+from .limbs import Splits
 from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, Ranks, deviations_dtype, letters, posts_at, round_up
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
-from .skinny import skinny_backward
+from .skinny import SkinnyBackward, skinny_backward
 from .variants import column_sums
+
+_NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # a later launch writes no gradients
 
 
 class Vectors(NamedTuple):
@@ -24,186 +27,277 @@ class Vectors(NamedTuple):
     scale_shape: tuple[int, ...] | None = None
 
 
-def plan_backward(
-    p: Matmul,
-    *,
-    training: bool,
-    needs: tuple[str, ...],
-    vectors: Vectors | None = None,
-    precision: str = "highest",
-    gemm: str = "auto",
-    activation: str | None = None,
-    norm: bool = True,
-    linear: bool = True,
-    wide: bool = False,
-    in_place: bool = False,
-    ranks: Ranks | None = None,
-    ld_saved: int | None = None,
-) -> Program:
-    """Plan a backward call. `p` is the forward's, with dy for y; if ranks share the batch it may have no rows.
+class Asked(NamedTuple):
+    """What is asked of a backward.
 
     A call has two stages, and may skip one: `norm` computes dg and the gradients of vectors from dy, `linear` the two
-    products from dg. Without `norm`, y is the dg that the caller gives: its rows start on 16 bytes, and it is not
-    written. `wide`: dw is float32 although the operands have 16 bits. `in_place`: dg overwrites the deviations, in rows
-    of `ld_saved`. With `ranks`, the sums of the other ranks arrive during a launch that waits for them, or between two.
+    products from dg. Without `norm`, dy is the dg that the caller gives: its rows start on 16 bytes, and it is not
+    written.
+    """
+
+    training: bool
+    needs: tuple[str, ...]
+    vectors: Vectors | None = None  # None: all have the dtype of x
+    precision: str = "highest"
+    gemm: str = "auto"  # the forward's
+    activation: str | None = None
+    norm: bool = True
+    linear: bool = True
+    wide: bool = False  # dw is float32 although the operands have 16 bits
+    in_place: bool = False  # dg overwrites the deviations
+    ranks: Ranks | None = None  # whose sums arrive during a launch that waits for them, or between two
+    ld_saved: int | None = None  # row pitch of the deviations
+
+
+class Chosen(NamedTuple):
+    """How the stages run."""
+
+    dg: bool  # whether dg is computed
+    sums: bool  # whether sums of columns are
+    passes: Passes
+    dy: Matrix  # dy as the passes take it, perhaps a copy
+    pitch: int  # of dg's rows
+    ld_transposed: int  # pitch of dg's transpose, which dw by cuBLAS reads; 0: it reads dg
+    # the products: by skinny_backward, which makes dg, too; by dual_gemm; else each on its own
+    skinny: SkinnyBackward | None
+    dual: DualGemm | None
+    of_dx: Matmul
+    of_dw: Matmul
+    dx: Product | None
+    dw: Product | None
+
+
+class Layout(NamedTuple):
+    """Offsets in the workspace, where the sums of each split come first."""
+
+    totals: int  # the sums of all ranks
+    dg: int  # or the partial products of dw
+    transposed: int
+    limbs: Splits
+    weight_first: bool
+    scales: int  # gradients of a scale of one element, per feature
+    posted: int  # what this rank posts, and `posts`, how many numbers these are
+    posts: int
+    gathered: int
+    end: int
+
+
+def plan_backward(p: Matmul, asked: Asked) -> Program:
+    """Plan a backward call. `p` is the forward's, with dy for y; if ranks share the batch it may have no rows.
 
     Raises ValueError that names `gemm` if the one chosen in the forward cannot serve the call.
     """
-    m, p = p.m, p._replace(m=max(p.m, 1))
-    n, k, dtype, device, dy = p.n, p.k, p.dtype, p.device, p.y
-    size = ITEMSIZE[dtype]
-    where = None if ranks is None else "inside" if ranks.waits and m else "between"
-    build = Builder(device)
+    plan = _Backward(p, asked)
+    if p.m == 0 and asked.ranks is None:
+        return plan.of_nothing()
+    plan.choose()
+    plan.lay_out()
+    plan.copy_operands()
+    if asked.norm:
+        plan.add_norm()
+    plan.add_products()
+    return plan.program()
 
-    # ---- the gradients
-    vectors = vectors or Vectors({name: dtype for name in needs if name in VECTOR_PARAMETERS})
-    one_scale = vectors.scale_shape is not None and "scale" in needs and norm
-    grads = dict.fromkeys(("x", "weight", *VECTOR_PARAMETERS), ABSENT)
-    for name in grads:
-        if name in needs and (norm if name in VECTOR_PARAMETERS else linear):
-            shape: tuple[int, ...] = {"x": (m, k), "weight": (n, k)}.get(name, (n,))
-            shape = vectors.scale_shape if name == "scale" and vectors.scale_shape is not None else shape
-            of_dtype = vectors.dtypes.get(name, "float32" if name == "weight" and wide else dtype)
-            grads[name] = build.make(gradient_of(name), shape, of_dtype)
-    if m == 0 and ranks is None:
-        return _of_nothing(build, p, linear=linear)
 
-    # ---- which stages run, and how
-    dg = ("x" in needs or "weight" in needs) and norm
-    sums = (dg and training) or not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
-    sums = (sums or ranks is not None) and norm
-    copy_dy = norm and dy.strides[1] != 0 and not dy_on_words(dy, size)
-    pitch = round_up(n, 16 // size) if norm else dy.strides[0]
-    # the two products; dg lies in rows of `pitch`
-    rows = Matrix((pitch, 1), True)
-    product_x = Matmul(p.m, k, n, dtype, device, rows, p.w.T, Matrix((k, 1), True), p.limits)
-    product_w = Matmul(n, k, p.m, dtype, device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
-    dx = choose_product("dx", product_x, precision, gemm) if linear and "x" in needs else None
-    dw = choose_product("dw", product_w, precision, gemm, wide) if linear and "weight" in needs else None
-    ld_transposed = 0
-    if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
-        # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
-        ld_transposed = round_up(p.m, 16 // size)
-    at_dy = in_rows(n, size) if copy_dy else dy
-    p, skinny = p._replace(y=at_dy), None
-    if gemm in ("auto", "tiled") and norm and linear and training:
-        skinny = skinny_backward(p, activation)
-    cut = cut_passes(
-        p, training=training, sums=sums, dg=dg, skinny=skinny is not None, transposed=ld_transposed > 0,
-        precision=precision, activation=activation, where=where,
-    )  # fmt: skip
-    if "weight" not in needs or cut.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
-        skinny = None
-    if skinny is not None:
-        dx = dw = None
+class _Backward:
+    """A plan in the making. `m` rows; p.m is at least 1, so that ranks without rows make the same choices."""
+
+    def __init__(self, p: Matmul, asked: Asked) -> None:
+        self.m, self.p, self.asked = p.m, p._replace(m=max(p.m, 1)), asked
+        self.build = Builder(p.device)
+        given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
+        self.vectors = asked.vectors or given
+        self.one_scale = self.vectors.scale_shape is not None and "scale" in asked.needs and asked.norm
+        shapes: dict[str, tuple[int, ...]] = {"x": (p.m, p.k), "weight": (p.n, p.k)}
+        shapes |= dict.fromkeys(VECTOR_PARAMETERS, (p.n,))
+        if self.vectors.scale_shape is not None:
+            shapes["scale"] = self.vectors.scale_shape
+        self.gradients = dict.fromkeys(shapes, ABSENT)
+        for name, shape in shapes.items():
+            if name in asked.needs and (asked.norm if name in VECTOR_PARAMETERS else asked.linear):
+                dtype = "float32" if name == "weight" and asked.wide else p.dtype
+                self.gradients[name] = self.build.make(gradient_of(name), shape, self.vectors.dtypes.get(name, dtype))
+
+    def of_nothing(self) -> Program:
+        """The gradients of an empty batch are zeros."""
+        made = self.build.program("", "").arrays
+        if not self.asked.linear:
+            self.build.make("dg", (0, self.p.n), self.p.dtype)
+        for array in made:
+            if nbytes_of(array):
+                self.build.clear(array.name, nbytes_of(array))
+        return self.build.program("backward", "")
+
+    def choose(self) -> None:
+        """Decide which stages run, and how."""
+        p, (training, needs, _, precision, gemm, activation, norm, linear, wide, _, ranks, _) = self.p, self.asked
+        n, k, dtype, dy = p.n, p.k, p.dtype, p.y
+        size = ITEMSIZE[dtype]
+        where = None if ranks is None else "inside" if ranks.waits and self.m else "between"
+        dg = ("x" in needs or "weight" in needs) and norm
+        of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
+        sums = norm and ((dg and training) or of_vectors or ranks is not None)
+        if norm and dy.strides[1] != 0 and not dy_on_words(dy, size):
+            dy = in_rows(n, size)
+        pitch = round_up(n, 16 // size) if norm else dy.strides[0]
+
+        rows = Matrix((pitch, 1), True)
+        of_dx = Matmul(p.m, k, n, dtype, p.device, rows, p.w.T, Matrix((k, 1), True), p.limits)
+        of_dw = Matmul(n, k, p.m, dtype, p.device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
+        dx = choose_product("dx", of_dx, precision, gemm) if linear and "x" in needs else None
+        dw = choose_product("dw", of_dw, precision, gemm, wide) if linear and "weight" in needs else None
         ld_transposed = 0
-    dual = None
-    if norm and gemm == "auto" and dx is not None and dw is not None:
-        dual = dual_gemm_for(product_x, product_w, wide=wide)
-    if dual is not None:
-        dx = dw = None
-    if ld_transposed and dw is not None:
-        dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
+        if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
+            # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
+            ld_transposed = round_up(p.m, 16 // size)
 
-    # ---- the workspace: sums of each split, sums of all ranks, dg or the partial products of dw, dg's transpose, limbs
-    sums_of_column, posts_of_column = column_sums(cut.sums[0])
-    of_sums_bytes, posts = sums_of_column * n * 8, letters(n, posts_of_column)
-    totals_at = round_up(cut.splits * of_sums_bytes, 256)
-    dg_at = round_up(totals_at + (of_sums_bytes if ranks else 0), 256)
-    of_dg = p.m * pitch * size if dg and linear and not in_place else 0
-    transposed_at = round_up(dg_at + (of_dg if skinny is None else skinny.parts.nbytes), 256)
-    limbs, weight_first = split_limbs_of(dx, dw, round_up(transposed_at + n * ld_transposed * size, 256), own=norm)
-    scales_at = limbs.end
-    workspace = scales_at + (8 * n if one_scale else 0)
-    posted, gathered, end = posts_at(workspace, posts, ranks)
+        skinny = dual = None
+        if gemm in ("auto", "tiled") and norm and linear and training:
+            skinny = skinny_backward(p._replace(y=dy), activation)
+        passes = cut_passes(
+            p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
+            transposed=ld_transposed > 0, precision=precision, activation=activation, where=where,
+        )  # fmt: skip
+        if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
+            skinny = None
+        if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
+            dual = dual_gemm_for(of_dx, of_dw, wide=wide)
+        if skinny is not None or dual is not None:
+            dx = dw = None
+        if skinny is not None:
+            ld_transposed = 0
+        if ld_transposed and dw is not None:
+            dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
+        self.chosen = Chosen(dg, sums, passes, dy, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
 
-    # ---- copies
-    of_dy = build.operand("dy", (m, n), dy, at_dy, dtype) if m else "dy"
-    of_x = build.operand("x", (m, k), p.x, dw.p.w.T, dtype) if m and dw is not None else "x"
-    of_w = build.operand("weight", (n, k), p.w, dx.p.w.T, dtype) if m and dx is not None else "weight"
-    dg_name = transposed = ABSENT if norm else "dy"
-    if ld_transposed and not norm:
-        transposed = build.operand("dy", (n, m), dy.T, Matrix((ld_transposed, 1), True, own=True), dtype)
-    if dg and not linear:
-        dg_name = "deviations" if in_place else build.make("dg", (m, pitch), dtype)
-    build.copy()
-    build.reserve(workspace if ranks is None else end)
-    if dg and linear:
-        dg_name = "deviations" if in_place else place(dg_at)
-        transposed = place(transposed_at) if ld_transposed else dg_name
+    def lay_out(self) -> None:
+        """Divide the workspace."""
+        p, chosen, (*_, linear, _, in_place, ranks, _) = self.p, self.chosen, self.asked
+        size = ITEMSIZE[p.dtype]
+        sums, posts = column_sums(chosen.passes.sums[0])  # of a column
+        totals = round_up(chosen.passes.splits * sums * p.n * 8, 256)
+        dg = round_up(totals + (sums * p.n * 8 if ranks else 0), 256)
+        of_dg = p.m * chosen.pitch * size if chosen.dg and linear and not in_place else 0
+        transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.parts.nbytes), 256)
+        start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
+        limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=self.asked.norm)
+        workspace = limbs.end + (8 * p.n if self.one_scale else 0)
+        posts = letters(p.n, posts)
+        posted, gathered, end = posts_at(workspace, posts, ranks)
+        end = workspace if ranks is None else end
+        self.at = Layout(totals, dg, transposed, limbs, weight_first, limbs.end, posted, posts, gathered, end)
 
-    # ---- from dy to dg and the gradients of vectors
-    codes = {name: 8 + kind_code(of) for name, of in vectors.dtypes.items() if name in needs}
-    fields: dict[str, Any] = {"m": m, "n": n, "k": k, "ldx": p.x.strides[0], "ldw": p.w.strides[0], "lddg": pitch}
-    fields |= {"ldd": pitch if ld_saved is None else ld_saved, "ld_transposed": ld_transposed, **cut.fields}
-    fields |= {"splits": cut.splits if m else 0, "words": limbs.maxima_bytes // 4}
-    fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
-    fields |= {"signature": 0 if ranks is None else ranks.signature}
-    fields |= {f"to_{name}": codes.get(name, 0) for name in VECTOR_PARAMETERS}
-    to_vectors = {f"to_{name}": grads[name] for name in VECTOR_PARAMETERS}
-    if one_scale:  # first a gradient per feature, in float64; sum_features adds them up
-        to_vectors["to_scale"] = place(scales_at)
-        fields["to_scale"] = 8 + kind_code("float64")
-    reads_d = ranks is not None or (dg and training) or not {"scale", "gamma"}.isdisjoint(needs) or bool(activation)
-    reads = {"dy": of_dy, "d": "deviations" if reads_d else ABSENT, "saved": "vectors"}
-    zeros = place(limbs.maxima) if limbs.maxima_bytes else ABSENT
-    of_sums = place(0)
-    if cut.fused:
-        passed = {**reads, "dg": dg_name, **to_vectors, "zeros": zeros, "ranks": ABSENT if ranks is None else "ranks"}
-        build.launch(*cut.sums, fields, passed)
-    elif sums and m:
-        build.launch(*cut.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
-    elif grads["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
-        build.clear(grads["bias"], n * ITEMSIZE[vectors.dtypes["bias"]])
-    if ranks is not None and norm and not cut.fused:
-        assert cut.merge is not None
-        totals = place(totals_at)
+    def copy_operands(self) -> None:
+        """Copy what cannot be taken as it lies, and name the memory of the operands."""
+        p, chosen, build, dtype = self.p, self.chosen, self.build, self.p.dtype
+        names = {"dy": "dy", "x": "x", "weight": "weight"}
+        if self.m:
+            names["dy"] = build.operand("dy", (self.m, p.n), p.y, chosen.dy, dtype)
+            if chosen.dw is not None:
+                names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.dw.p.w.T, dtype)
+            if chosen.dx is not None:
+                names["weight"] = build.operand("weight", (p.n, p.k), p.w, chosen.dx.p.w.T, dtype)
+        names["dg"] = names["transposed"] = ABSENT if self.asked.norm else "dy"
+        if not self.asked.norm and chosen.ld_transposed:
+            to = Matrix((chosen.ld_transposed, 1), True, own=True)
+            names["transposed"] = build.operand("dy", (p.n, self.m), p.y.T, to, dtype)
+        if chosen.dg:
+            if self.asked.in_place:
+                names["dg"] = "deviations"
+            elif self.asked.linear:
+                names["dg"] = place(self.at.dg)
+            else:
+                names["dg"] = build.make("dg", (self.m, chosen.pitch), dtype)
+            if self.asked.linear:
+                names["transposed"] = place(self.at.transposed) if chosen.ld_transposed else names["dg"]
+        build.copy()
+        build.reserve(self.at.end)
+        self.names = names | {"dx": self.gradients["x"], "dweight": self.gradients["weight"]}
+
+    def add_norm(self) -> None:
+        """Add the steps from dy to dg and the gradients of vectors; skinny_backward also computes both products."""
+        p, chosen, build, names = self.p, self.chosen, self.build, self.names
+        passes, ranks, skinny = chosen.passes, self.asked.ranks, chosen.skinny
+        fields = self._fields()
+        to_vectors = {f"to_{name}": self.gradients[name] for name in VECTOR_PARAMETERS}
+        if self.one_scale:  # first a gradient per feature, in float64; sum_features adds them up
+            to_vectors["to_scale"] = place(self.at.scales)
+        needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
+        reads_d = ranks is not None or (chosen.dg and self.asked.training) or needs_e or bool(self.asked.activation)
+        reads = {"dy": names["dy"], "d": "deviations" if reads_d else ABSENT, "saved": "vectors"}
+        zeros = place(self.at.limbs.maxima) if self.at.limbs.maxima_bytes else ABSENT
+        of_sums = place(0)
+        if passes.fused:
+            passed = {**reads, "dg": names["dg"], **to_vectors, "zeros": zeros}
+            build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
+        elif chosen.sums and self.m:
+            build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
+        elif self.gradients["bias"] != ABSENT:  # in training: the only gradient of a vector, and it is zero
+            build.clear(self.gradients["bias"], p.n * ITEMSIZE[self.vectors.dtypes["bias"]])
+        if ranks is not None and not passes.fused:
+            self._merge_ranks(ranks, fields, of_sums, to_vectors)
+            of_sums = place(self.at.totals)
+            fields |= {"splits": 1, **_NO_VECTORS}  # merge_sums has written these
+        if self.m and skinny is not None:
+            parts = place(self.at.dg)
+            passed = {"dy": names["dy"], "d": "deviations", "x": "x", "w": "weight", "saved": "vectors"}
+            passed |= {"workspace": of_sums, "partials": parts, "dx": self.gradients["x"], **to_vectors}
+            build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
+            dtype = "float32" if self.asked.wide else p.dtype
+            reduce_split_k(build, skinny.parts, parts, self.gradients["weight"], (p.n, p.k), dtype)
+        elif self.m and (chosen.dg or (chosen.sums and ranks is None)) and not passes.fused:
+            passed = {**reads, "d": "deviations", "workspace": of_sums}
+            passed |= {"dg": names["dg"], "transposed": names["transposed"], **to_vectors}
+            build.launch(*passes.dg, fields, passed)
+        if self.one_scale:
+            of_features = {"of_features": to_vectors["to_scale"], "to_scale": self.gradients["scale"]}
+            code = 8 + kind_code(self.vectors.dtypes["scale"])
+            build.launch(*passes.total, {**fields, "to_scale": code}, of_features)
+
+    def _fields(self) -> dict[str, Any]:
+        """BackwardProblem (kernels/backward/rows.cuh)."""
+        p, chosen, asked = self.p, self.chosen, self.asked
+        passes, skinny, dtypes = chosen.passes, chosen.skinny, self.vectors.dtypes
+        fields: dict[str, Any] = {"m": self.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0]}
+        fields |= {"lddg": chosen.pitch, "ldd": chosen.pitch if asked.ld_saved is None else asked.ld_saved}
+        fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}
+        fields |= {"words": self.at.limbs.maxima_bytes // 4}
+        fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}
+        fields |= {"signature": 0 if asked.ranks is None else asked.ranks.signature}
+        given = {f"to_{name}": 8 + kind_code(dtype) for name, dtype in dtypes.items() if name in asked.needs}
+        fields |= {**_NO_VECTORS, **given}
+        return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
+
+    def _merge_ranks(self, ranks: Ranks, fields: dict[str, Any], of_sums: str, to_vectors: dict[str, str]) -> None:
+        """Add the merge of all ranks' sums; over NCCL, a launch before it posts those of this rank."""
+        build, at, merge = self.build, self.at, self.chosen.passes.merge
+        assert merge is not None
         passed = {"d": "deviations", "saved": "vectors", "workspace": of_sums, "posted": ABSENT, "ranks": "ranks"}
-        passed |= {"gathered": ABSENT, "totals": totals, **to_vectors}
+        passed |= {"gathered": ABSENT, "totals": place(at.totals), **to_vectors}
         if not ranks.waits:
-            first = {**passed, "posted": place(posted), "totals": ABSENT}
-            build.launch(*cut.merge, fields, first)
-            build.gather(posts, place(posted), place(gathered))
-            passed["gathered"] = place(gathered)
-        build.launch(*cut.merge, fields, passed)
-        of_sums = totals
-        fields |= {"splits": 1, **{f"to_{name}": 0 for name in VECTOR_PARAMETERS}}  # merge_sums has written these
-    if m and skinny is not None:
-        parts = place(dg_at)
-        passed = {"dy": of_dy, "d": "deviations", "x": "x", "w": "weight", "saved": "vectors", "workspace": of_sums}
-        passed |= {"partials": parts, "dx": grads["x"], **to_vectors}
-        build.launch(skinny.kernel, skinny.ctas, fields, passed, skinny.block, made_of=skinny)
-        reduce_split_k(build, skinny.parts, parts, grads["weight"], (n, k), "float32" if wide else dtype)
-    elif m and (dg or (sums and ranks is None)) and not cut.fused:
-        passed = {**reads, "d": "deviations", "workspace": of_sums, "dg": dg_name, "transposed": transposed}
-        build.launch(*cut.dg, fields, passed | to_vectors)
-    if one_scale:
-        of_features = {"of_features": to_vectors["to_scale"], "to_scale": grads["scale"]}
-        build.launch(*cut.total, {**fields, "to_scale": codes["scale"]}, of_features)
+            build.launch(*merge, fields, {**passed, "posted": place(at.posted), "totals": ABSENT})
+            build.gather(at.posts, place(at.posted), place(at.gathered))
+            passed["gathered"] = place(at.gathered)
+        build.launch(*merge, fields, passed)
 
-    # ---- the products
-    names = {"dg": dg_name, "transposed": transposed, "x": of_x, "weight": of_w}
-    names |= {"dx": grads["x"], "dweight": grads["weight"]}
-    if m and dual is not None:
-        multiply_at_once(build, dual, product_x, product_w, names)
-    elif m:
-        multiply_both(build, dx, dw, limbs, names, precision, weight_first=weight_first, cleared=sums)
-    elif grads["weight"] != ABSENT:
-        build.clear(grads["weight"], n * k * (4 if wide else size))
-    gemms = ", ".join(f"d{name} by {product.gemm}" for name, product in (("x", dx), ("weight", dw)) if product)
-    return build.program("backward", "dx and dweight by sm90" if dual is not None else gemms)
+    def add_products(self) -> None:
+        """Add the steps of dx and dweight, if skinny_backward has not computed them."""
+        p, chosen, asked, dweight = self.p, self.chosen, self.asked, self.gradients["weight"]
+        if self.m and chosen.dual is not None:
+            multiply_at_once(self.build, chosen.dual, chosen.of_dx, chosen.of_dw, self.names)
+        elif self.m:
+            multiply_both(
+                self.build, chosen.dx, chosen.dw, self.at.limbs, self.names, asked.precision,
+                weight_first=self.at.weight_first, cleared=chosen.sums,
+            )  # fmt: skip
+        elif dweight != ABSENT:
+            self.build.clear(dweight, p.n * p.k * (4 if asked.wide else ITEMSIZE[p.dtype]))
+
+    def program(self) -> Program:
+        products = ("x", self.chosen.dx), ("weight", self.chosen.dw)
+        why = ", ".join(f"d{name} by {product.gemm}" for name, product in products if product)
+        return self.build.program("backward", why if self.chosen.dual is None else "dx and dweight by sm90")
 
 
 def gradient_of(name: str) -> str:
     return f"gradient of {name}"
-
-
-def _of_nothing(build: Builder, p: Matmul, *, linear: bool) -> Program:
-    """The gradients of an empty batch are zeros."""
-    made = build.program("", "").arrays
-    if not linear:
-        build.make("dg", (0, p.n), p.dtype)
-    for array in made:
-        if nbytes_of(array):
-            build.clear(array.name, nbytes_of(array))
-    return build.program("backward", "")

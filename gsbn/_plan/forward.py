@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from .copies import in_rows, whole_words
 from .declared import flags
 from .forward_path import gemm_for, mode_of, one_pass_serves, taken_by
-from .gemm import OfCall, one_launch, tiled, waiting_grid
-from .limbs import lay_out, split_of
+from .gemm import OfCall, OneLaunch, one_launch, tiled, waiting_grid
+from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
@@ -47,6 +47,7 @@ class _Call(NamedTuple):
     p: Matmul
     taken: Matmul  # with x, weight and y as the kernels take them: the arguments or copies
     m: int  # rows; may be 0 if ranks share the batch
+    gemm: str
     training: bool
     precision: str
     saved_dtype: str | None  # of the deviations, if they are saved
@@ -117,11 +118,13 @@ def plan_forward(
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
     names = of_x, of_w, y, *saved, count
-    call = _Call(p, taken, m, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields)
+    call = _Call(
+        p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields
+    )
     if one_launch_:
         _in_one_launch(build, call)
     else:
-        _in_passes(build, call, chosen, skinny, where)
+        _in_passes(build, call, skinny, where)
     return build.program(chosen, why)
 
 
@@ -206,8 +209,8 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
 # ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
-def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, where: str | None) -> None:
-    p, taken, training, device, ranks = call.p, call.taken, call.training, call.p.device, call.ranks
+def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | None) -> None:
+    p, taken, training, ranks = call.p, call.taken, call.training, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
     of_x, of_w, y_name, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
@@ -216,30 +219,19 @@ def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, 
     # Where g lies. In float32 and float64 it can lie in y or in the deviations: that saves a B x O array, half in L2.
     vector_y = y.aligned and y.strides[1] == 1 and y.strides[0] * y_size % 16 == 0
     y_is_g = vector_y and y_size == g_size and n <= y.strides[0] <= INT32_MAX and not saves and not skinny
-    if chosen == "sm90" and n * y_size % 16:  # TMA stores whole 16 bytes, which would pass the end of a row
+    if call.gemm == "sm90" and n * y_size % 16:  # TMA stores whole 16 bytes, which would pass the end of a row
         y_is_g = False
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
     saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
-    # How the work is divided.
     one_pass = not skinny and one_pass_serves(p, training, call.cumulative, where)
     merges = training and not one_pass
-    columns = 16 // g_size  # of a thread
-    blocks, row_threads = _one_pass_threads(p.m, n, columns, device) if one_pass else row_threads_for(n, columns)
-    rows = THREADS // row_threads  # of a CTA at once
-    splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
-    row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
-    if one_pass:
-        splits, row_blocks, normalize_rows = 1, 1, p.m
-    stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
-    if skinny is not None:
-        splits, stats_rows, stats_grid, normalize_grid = skinny.splits, skinny.rows, skinny.grid, skinny.grid
-    merge_columns, merge_grid = _merge(n, splits, device)
+    division = _divide(p, skinny, 16 // g_size, one_pass)
 
     # The workspace: constants, the statistics of each split, g.
     affine = 0
     partials = round_up(affine + (4 * ldg * g_size if merges else 0), 256)
-    g_at = round_up(partials + (splits * 2 * ldg * 8 if merges else 0), 256)
+    g_at = round_up(partials + (division.splits * 2 * ldg * 8 if merges else 0), 256)
     workspace = g_at + (0 if skinny or y_is_g or saved_is_g else p.m * ldg * g_size)
 
     saved_in_training = call.saved_dtype if training else None
@@ -253,7 +245,7 @@ def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, 
 
     product, limbs = None, lay_out((), round_up(workspace, 256))
     q = p._replace(x=taken.x, w=taken.w, y=Matrix((ldg, 1), aligned=True, own=True))
-    if chosen == "sm90":
+    if call.gemm == "sm90":
         product = one_launch(taken._replace(y=q.y), "gemm", call.precision, wide=dtype != "float32")
         if by_limbs(product.element):
             wanted = [split_of("x", taken.x, p.m, k), split_of("weight", taken.w, n, k)]
@@ -266,48 +258,89 @@ def _in_passes(build: Builder, call: _Call, chosen: str, skinny: Skinny | None, 
     build.reserve(end if ranks is not None else workspace)
     g = y_name if y_is_g else deviations if saved_is_g else place(g_at)
     of_g = {"x": of_x, "w": of_w} if skinny else {"g": g}
-    fields = call.fields | {"ldg": ldg, "y_row": y.strides[0], "y_col": y.strides[1], "row_threads": row_threads}
-    fields |= {"stats_rows": stats_rows, "normalize_rows": normalize_rows, "splits": splits}
-    fields |= {"merge_columns": merge_columns, "affine": affine, "partials": partials}
+    fields = call.fields | division.fields | {"ldg": ldg, "y_row": y.strides[0], "y_col": y.strides[1]}
+    fields |= {"affine": affine, "partials": partials}
     g_by_limbs = by_limbs(product.element) if product else skinny is not None and skinny.product is not None
     fields["flags"] = _flags(call, vector_y=vector_y, limbs=g_by_limbs)
 
-    if m == 0 or skinny:  # only other ranks have rows; or the skinny kernels compute g
-        pass
-    elif product is not None and limbs.of:
-        made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
-        made.make()
-        made.multiply(q, product, "x", "weight", g)
-    elif product is not None:
-        sm90_gemm(build, q, product, (of_x, of_w, g))
-    elif chosen == "tiled":
-        kernel, grid, gemm_block = tiled(p, "forward")
-        build.launch(kernel, grid, fields, {"x": of_x, "w": of_w, "g": g}, gemm_block)
-    else:
-        build.gemm(q, call.precision, of_x, of_w, g, wide=True)
+    if m and not skinny:  # otherwise only other ranks have rows, or the skinny kernels compute g
+        _multiply(build, call, q, product, limbs, g, fields)
     if merges and m:
-        build.launch(stats_kernel, stats_grid, fields, {**of_g, "workspace": place(0)}, block)
+        build.launch(stats_kernel, division.stats_grid, fields, {**of_g, "workspace": place(0)}, block)
     if merges:
-        passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
-        passed |= {"num_batches_tracked": count, "saved": vectors}
-        merge = merge_statistics(dtype)
-        if ranks is not None and not ranks.waits:
-            passed |= {"posted": place(posted), "gathered": place(gathered)}
-            if m == 0:
-                build.clear(passed["posted"], 8 * letters(n, 2))
-            else:
-                build.launch(merge, merge_grid, fields, passed | {"gathered": ABSENT})
-            build.gather(letters(n, 2), passed["posted"], passed["gathered"])
-            passed["posted"] = ABSENT
-        if ranks is not None:
-            passed["ranks"] = "ranks"
-        build.launch(merge, merge_grid, fields, passed)
+        _merge_statistics(build, call, fields, division.merge_grid, posted, gathered)
         count = ABSENT if ranks is not None else count  # merge_statistics has counted the batch
     if m:
         passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
         passed |= {**_OWN, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
         kernel = with_activation(normalize_kernel, call.activation)
-        build.launch(kernel, normalize_grid, fields, passed, block)
+        build.launch(kernel, division.normalize_grid, fields, passed, block)
+
+
+class _Division(NamedTuple):
+    """How the work of the passes after the GEMM is divided among CTAs."""
+
+    splits: int  # CTAs that share the rows of a block of features in the statistics
+    stats_grid: int
+    merge_grid: int
+    normalize_grid: int
+    fields: dict[str, int]
+
+
+def _divide(p: Matmul, skinny: Skinny | None, columns: int, one_pass: bool) -> _Division:
+    """`columns`: of a thread. `one_pass`: a CTA has all rows of its features, and needs no other's statistics."""
+    device = p.device
+    blocks, row_threads = _one_pass_threads(p.m, p.n, columns, device) if one_pass else row_threads_for(p.n, columns)
+    rows = THREADS // row_threads  # of a CTA at once
+    splits, stats_rows = split_rows(p.m, blocks, min(device.ctas(STATS_CTAS), SPLITS * blocks), STATS_GROUP * rows)
+    row_blocks, normalize_rows = split_rows(p.m, blocks, device.ctas(NORMALIZE_CTAS), NORMALIZE_GROUP * rows)
+    if one_pass:
+        splits, row_blocks, normalize_rows = 1, 1, p.m
+    stats_grid, normalize_grid = device.grid(blocks * splits), device.grid(blocks * row_blocks)
+    if skinny is not None:
+        splits, stats_rows, stats_grid, normalize_grid = skinny.splits, skinny.rows, skinny.grid, skinny.grid
+    merge_columns, merge_grid = _merge(p.n, splits, device)
+    fields = {"row_threads": row_threads, "stats_rows": stats_rows, "normalize_rows": normalize_rows}
+    fields |= {"splits": splits, "merge_columns": merge_columns}
+    return _Division(splits, stats_grid, merge_grid, normalize_grid, fields)
+
+
+def _multiply(
+    build: Builder, call: _Call, q: Matmul, product: OneLaunch | None, limbs: Splits, g: str, fields: dict[str, Any]
+) -> None:
+    """Add the steps of g = x wᵀ: by forward_sm90 (`product`), by gemm_tiled, or by cuBLAS. `q`: with g for y."""
+    of_x, of_w, *_ = call.names
+    if product is not None and limbs.of:
+        made = Limbs(build, limbs, {"x": of_x, "weight": of_w})
+        made.make()
+        made.multiply(q, product, "x", "weight", g)
+    elif product is not None:
+        sm90_gemm(build, q, product, (of_x, of_w, g))
+    elif call.gemm == "tiled":
+        kernel, grid, block = tiled(call.p, "forward")
+        build.launch(kernel, grid, fields, {"x": of_x, "w": of_w, "g": g}, block)
+    else:
+        build.gemm(q, call.precision, of_x, of_w, g, wide=True)
+
+
+def _merge_statistics(
+    build: Builder, call: _Call, fields: dict[str, Any], grid: int, posted: int, gathered: int
+) -> None:
+    """Add the merge of the statistics of all splits, and of all ranks. Over NCCL, what this rank posts comes first."""
+    kernel, ranks, count = merge_statistics(call.p.dtype), call.ranks, letters(call.p.n, 2)
+    *_, vectors, batches = call.names
+    passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
+    passed |= {"num_batches_tracked": batches, "saved": vectors}
+    if ranks is not None and not ranks.waits:
+        if call.m == 0:
+            build.clear(place(posted), 8 * count)
+        else:
+            build.launch(kernel, grid, fields, passed | {"posted": place(posted)})
+        build.gather(count, place(posted), place(gathered))
+        passed["gathered"] = place(gathered)
+    if ranks is not None:
+        passed["ranks"] = "ranks"
+    build.launch(kernel, grid, fields, passed)
 
 
 def _merge(n: int, splits: int, device: Device) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from gsbn._plan import Kernel, Matmul, Matrix, OneLaunch, plan_backward, plan_forward
-from gsbn._plan.backward import gradient_of
+from gsbn._plan.backward import Asked, gradient_of
 from gsbn._plan.limbs import Splits
 from gsbn._plan.problem import Ranks
 from gsbn._plan.program import Array, Gemm, Launch, Program, offset_of
@@ -25,7 +25,7 @@ def plan(
 
 
 def backward_plan(p: Matmul, **options: Any) -> Backward:
-    return Backward(plan_backward(p, **options))
+    return Backward(plan_backward(p, Asked(**options)))
 
 
 class Seen:
