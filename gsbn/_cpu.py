@@ -63,71 +63,18 @@ def forward(
         s = float(number)
     elif arrays["scale"].size == 1:  # one element for all features, in any shape
         s = arrays["scale"].astype(np.float64).item()
-    f = None if activation is None else ACTIVATIONS[activation]
     count = arrays["num_batches_tracked"] if training else None
     count = None if count is None else next_count(count.item(), momentum)  # before anything is written
-    walk = _Walk(len(y), y.shape[1], arrays["x"].dtype)
     x, w = arrays["x"], arrays["weight"].T
+    walk = _Walk(len(y), y.shape[1], x.dtype)
     kept = np.empty(y.shape, walk.dtype) if keep else None
-    own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned  # y can be computed in its own memory
-    scratch = y if own else walk.scratch()
-
-    def of_y(block: slice) -> Array:
-        return y[block] if own else scratch[: block.stop - block.start]
-
-    def finish(d: Array, block: slice, a: Any, shift: Any) -> None:
-        """y = f(a d + shift)."""
-        made = of_y(block)
-        walk.each(np.multiply, d, a, made)
-        walk.each(np.add, made, shift, made)
-        if f is not None:
-            f.of(made, made)
-        if not own:
-            np.copyto(y[block], made, casting="unsafe")
-
+    out = _Output(walk, y, activation)
     if not training:
-        r = 1 / np.sqrt(old_var + eps)
-        a, shift = gamma * r * s, gamma * r * (s * b - old_mean) + beta
-        centre = None
-        for block in walk.blocks:
-            g = of_y(block) if kept is None else kept[block]
-            walk.product(x[block], w, g)
-            finish(g, block, a, shift)
-            if kept is not None:
-                centre = walk.mean(g) if centre is None else centre
-                if f is None:  # with an activation the backward needs g, and subtracts the centre itself
-                    walk.each(np.subtract, g, centre, g)
-        if kept is None or centre is None:
-            return None
-        taken = 0.0 if f is None else centre
-        return kept, _rows(a, gamma * r, r, taken, centre + b, s * (centre + b) - old_mean, s, a, shift)
+        return _infer(walk, out, x, w, kept, (s, b, gamma, beta, old_mean, old_var), eps)
 
-    # Deviations do not depend on the column means of x. Without the means the products lose no digits to them.
-    centre = walk.centre(x)
-    middle = np.empty((1, y.shape[1]), walk.of_products)
-    walk.product(centre[None], w, middle)
-    waits = not own and kept is None and len(walk.blocks) > 1  # d is stored in y, in y's dtype
-    pivots, means, squares, units = [], [], [], []
-    for block in walk.blocks:
-        d, n = of_y(block) if kept is None else kept[block], block.stop - block.start
-        walk.product(np.subtract(x[block], centre, dtype=walk.of_products), w, d)
-        pivot = walk.mean(d)
-        walk.each(np.subtract, d, pivot, d)
-        pivots.append(pivot + middle[0].astype(np.float64))
-        means.append(pivots[-1])
-        squares.append(walk.sums(d, d))
-        if not walk.few:
-            rest = walk.sums(d) / n  # the part of the mean that rounding left
-            means[-1] = pivots[-1] + rest
-            squares[-1] -= n * rest * rest
-        if waits:
-            if y.dtype == np.float16:
-                unit = np.exp2(np.frexp(np.sqrt(squares[-1] / n))[1].astype(np.float64))
-                units.append(np.where(unit > 0, unit, 1.0))
-                walk.each(np.divide, d, units[-1], d)
-            np.copyto(y[block], d, casting="unsafe")
-
-    rows, mean, m2 = walk.merge(means, squares)
+    parts = _Parts(walk, out, kept)
+    parts.compute(x, w)
+    rows, mean, m2 = walk.merge(parts.means, parts.squares)
     if gather is not None:
         ranks = gather(np.concatenate([[rows], mean, m2]))
         rows, mean, m2 = _merge(ranks[:, :1], *np.split(ranks[:, 1:], 2, axis=1))
@@ -136,17 +83,7 @@ def forward(
     var = m2 / max(rows, 1) * (s * s)  # the variance of z = scale (g + bias), as used below
     r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
-    for i, block in enumerate(walk.blocks):
-        d = of_y(block) if kept is None else kept[block]
-        if waits:
-            np.copyto(d, y[block])
-        apart = None if walk.few and gather is None else pivots[i] - mean
-        if f is not None and kept is not None and apart is not None:  # as the backward computes y
-            walk.each(np.add, d, apart, d)
-            apart = None
-        finish(d, block, a * units[i] if units else a, beta if apart is None else apart * a + beta)
-        if kept is not None and apart is not None:
-            walk.each(np.add, d, apart, d)
+    parts.finish(a, beta, None if walk.few and gather is None else mean)
 
     if rows and count is not None:
         arrays["num_batches_tracked"][...] = count
@@ -160,6 +97,107 @@ def forward(
     if kept is None:
         return None
     return kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0, 0.0, 0.0, a, beta)
+
+
+def _infer(
+    walk: _Walk, out: _Output, x: Array, w: Array, kept: Array | None, vectors: tuple[Array, ...], eps: float
+) -> tuple[Array, Array] | None:
+    """Compute y from the running statistics."""
+    s, b, gamma, beta, mean, var = vectors
+    r = 1 / np.sqrt(var + eps)
+    a, shift = gamma * r * s, gamma * r * (s * b - mean) + beta
+    centre = None
+    for block in walk.blocks:
+        g = out.block(block) if kept is None else kept[block]
+        walk.product(x[block], w, g)
+        out.finish(g, block, a, shift)
+        if kept is not None:
+            centre = walk.mean(g) if centre is None else centre
+            if out.f is None:  # with an activation the backward needs g, and subtracts the centre itself
+                walk.each(np.subtract, g, centre, g)
+    if kept is None or centre is None:
+        return None
+    taken = 0.0 if out.f is None else centre
+    return kept, _rows(a, gamma * r, r, taken, centre + b, s * (centre + b) - mean, s, a, shift)
+
+
+class _Output:
+    """y, block by block: computed in its own memory if it is contiguous and has the dtype of the computation."""
+
+    def __init__(self, walk: _Walk, y: Array, activation: str | None) -> None:
+        self.y, self.f, self._walk = y, None if activation is None else ACTIVATIONS[activation], walk
+        self.own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned
+        self._scratch = y if self.own else walk.scratch()
+
+    def block(self, block: slice) -> Array:
+        """Memory for a block."""
+        return self.y[block] if self.own else self._scratch[: block.stop - block.start]
+
+    def finish(self, d: Array, block: slice, a: Any, shift: Any) -> None:
+        """y = f(a d + shift)."""
+        made = self.block(block)
+        self._walk.each(np.multiply, d, a, made)
+        self._walk.each(np.add, made, shift, made)
+        if self.f is not None:
+            self.f.of(made, made)
+        if not self.own:
+            np.copyto(self.y[block], made, casting="unsafe")
+
+
+class _Parts:
+    """The blocks of a batch in training: the deviations of each, with its mean and M2."""
+
+    def __init__(self, walk: _Walk, out: _Output, kept: Array | None) -> None:
+        self._walk, self._out, self._kept = walk, out, kept
+        # d is stored in y, in y's dtype, divided by `_units` in float16
+        self._waits = not out.own and kept is None and len(walk.blocks) > 1
+        self._pivots: list[Array] = []
+        self._units: list[Array] = []
+        self.means: list[Array] = []
+        self.squares: list[Array] = []
+
+    def _deviations(self, block: slice) -> Array:
+        return self._out.block(block) if self._kept is None else self._kept[block]
+
+    def compute(self, x: Array, w: Array) -> None:
+        # Deviations do not depend on the column means of x. Without the means the products lose no digits to them.
+        walk, y = self._walk, self._out.y
+        centre = walk.centre(x)
+        middle = np.empty((1, y.shape[1]), walk.of_products)
+        walk.product(centre[None], w, middle)
+        for block in walk.blocks:
+            d, n = self._deviations(block), block.stop - block.start
+            walk.product(np.subtract(x[block], centre, dtype=walk.of_products), w, d)
+            pivot = walk.mean(d)
+            walk.each(np.subtract, d, pivot, d)
+            self._pivots.append(pivot + middle[0].astype(np.float64))
+            self.means.append(self._pivots[-1])
+            self.squares.append(walk.sums(d, d))
+            if not walk.few:
+                rest = walk.sums(d) / n  # the part of the mean that rounding left
+                self.means[-1] = self._pivots[-1] + rest
+                self.squares[-1] -= n * rest * rest
+            if self._waits:
+                if y.dtype == np.float16:
+                    unit = np.exp2(np.frexp(np.sqrt(self.squares[-1] / n))[1].astype(np.float64))
+                    self._units.append(np.where(unit > 0, unit, 1.0))
+                    walk.each(np.divide, d, self._units[-1], d)
+                np.copyto(y[block], d, casting="unsafe")
+
+    def finish(self, a: Array, beta: Array, mean: Array | None) -> None:
+        """Compute y from the deviations, and make these deviations from `mean`; None: they are."""
+        walk, out, kept = self._walk, self._out, self._kept
+        for i, block in enumerate(walk.blocks):
+            d = self._deviations(block)
+            if self._waits:
+                np.copyto(d, out.y[block])
+            apart = None if mean is None else self._pivots[i] - mean
+            if out.f is not None and kept is not None and apart is not None:  # as the backward computes y
+                walk.each(np.add, d, apart, d)
+                apart = None
+            out.finish(d, block, a * self._units[i] if self._units else a, beta if apart is None else apart * a + beta)
+            if kept is not None and apart is not None:
+                walk.each(np.add, d, apart, d)
 
 
 @np.errstate(all="ignore")
