@@ -82,5 +82,5 @@ def publish(root: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    written = publish(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())
+    written: list[Path] = publish(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())
     sys.exit(None if written else "README.md has no markers, or docs/results no reports")
