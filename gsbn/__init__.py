@@ -7,6 +7,7 @@ same kind. On a CPU they compute in NumPy, for tests and examples.
 - `gsbn.torch`, imported on first use, is for PyTorch: a layer, a function, `convert` for models that exist, and
   `compare`, which measures whether it helps one.
 - `prepare` and `fold` are for inference, `group` is for batches that several GPUs share.
+- `linear` is the layer without a norm, `matmul` a product alone: in float32 on Hopper on the tensor cores.
 - `describe` tells how a call is computed, and `warm_up` compiles all kernels ahead.
 - `gsbn.reference` has the same mathematics in plain NumPy, `gsbn.bench` the measurements. The command ``gsbn`` runs
   these: ``gsbn info``, ``gsbn check``, ``gsbn bench``.
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from ._backward import backward
 from ._fold import fold
-from ._forward import describe, forward
+from ._forward import describe, forward, linear
 from ._host.call import Description
+from ._matmul import matmul
 from ._prepare import prepare
 from ._prepared import Prepared
 from ._ranks.group import Group, group
@@ -43,6 +45,8 @@ __all__ = [
     "fold",
     "forward",
     "group",
+    "linear",
+    "matmul",
     "prepare",
     "warm_up",
 ]

@@ -60,7 +60,8 @@ def backward(
     dy : (B, O) array
         The gradient with respect to y: y's dtype, library and device, any strides.
     saved : Saved
-        From ``forward(..., return_saved=True)``. None of its arrays may have changed since.
+        From ``forward(..., return_saved=True)``, or from `linear`: its formulas are those of inference with a = 1. None
+        of its arrays may have changed since.
     needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta"}
         The gradients to compute. The others are None, and cost no time.
     sms : int, optional
@@ -154,6 +155,7 @@ class How(NamedTuple):
     linear: bool = True  # the second half: from dg to dx and dweight
     wide: bool = False  # dweight is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
+    identity: bool = False  # of `gsbn.linear`: y takes the place of the deviations
 
     @classmethod
     def of(
@@ -166,8 +168,9 @@ class How(NamedTuple):
         wide: bool = False,
     ) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
-        _, _, _, _, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
-        return cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
+        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
+        made = cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
+        return made if vectors is not None else made._replace(identity=True)
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
@@ -228,7 +231,7 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     if rows == 0:
         return views
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
-    kept = _plan.deviations_dtype(of_dy.dtype, rows, training=how.training)
+    kept = of_dy.dtype if how.identity else _plan.deviations_dtype(of_dy.dtype, rows, training=how.training)
     expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
     expected |= {"deviations": ((rows, features), kept), "vectors": ((_plan.SAVED_ROWS, features), "float64")}
     for name, (shape, dtype) in expected.items():
@@ -283,7 +286,9 @@ def _program(
         wide=how.wide,
         in_place=how.in_place,
         ranks=ranks,
+        identity=how.identity,
         ld_saved=0 if deviations is None else deviations.shape[1],
+        y=matrix_of(deviations) if how.identity and deviations is not None else None,
     )
     return _plan.plan_backward(p, asked)
 
@@ -306,9 +311,15 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
     dy, needs = arrays[0], how.needs
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
+    given: tuple[Any, ...] = tuple(map(kind.numpy, (dy, *saved[:2])))
+    if how.identity:
+        y = given[0] if saved.deviations is None else kind.numpy(saved.deviations)
+        given += _cpu.without_norm(y)
+    else:
+        given += tuple(map(kind.numpy, saved[2:4]))
     call = f"backward of {len(saved.weight)} features, {kind.dtype(dy)}"
     found = _cpu.backward(
-        *map(kind.numpy, (dy, *saved[:4])),
+        *given,
         training=saved.training,
         needs=wanted,
         activation=saved.activation,

@@ -286,6 +286,12 @@ def backward(
     return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
+def without_norm(y: Array) -> tuple[Array, Array]:
+    """`kept` and `vectors` for the `backward` of a layer without a norm, such that u = y and a = 1."""
+    vectors = np.outer([1, 0, 0, 0, 0, 0, 1, 1, 0], np.ones(y.shape[1]))
+    return y.astype(np.float32) if y.itemsize < 4 else y, vectors
+
+
 def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Array]:
     """Rows, mean and M2 of a batch from those of its parts: (parts, 1), (parts, O) and (parts, O). Adds in order, and
     relative to the first part's mean, so that equal means stay exact. Without rows everything is 0."""

@@ -16,6 +16,8 @@ from ._typing import Activation, Gemm, Precision
 class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`, which may be called several times with it.
 
+    `linear` keeps one, too: its `deviations` are y, or None without an activation, and its `vectors` None.
+
     x and weight are the arrays of the call, not copies. If one of the arrays here is changed in place before the
     backward, the gradients are wrong. Torch counts the changes of a tensor, so the backward raises for a torch x or
     weight that has changed; it cannot detect changes of other arrays.

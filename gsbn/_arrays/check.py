@@ -32,10 +32,11 @@ class View(NamedTuple):
     writable: bool
 
 
-def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]) -> None:
+def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...], *, identity: bool = False) -> None:
     """Raise the errors of `gsbn.forward`; `views` maps every array argument to its view or None.
 
-    The last of the options is the scale if it is not an array. The type of the group is checked already.
+    The last of the options is the scale if it is not an array. The type of the group is checked already. `identity`:
+    of `gsbn.linear`, which has no norm.
     """
     training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
     x, weight = _matrices(views)
@@ -44,7 +45,8 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
 
     flag("training", training)
     flag("return_saved", return_saved)
-    _eps(eps, positive=bool(training))
+    if not identity:
+        _eps(eps, positive=bool(training))
     real_number("scale", number, "an array, a finite number or None")
     if activation is not None:
         choice("activation", activation, ACTIVATIONS)
@@ -60,7 +62,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         raise ValueError("group: expected None in inference (training=False), whose statistics are given")
 
     mean, count, out = views["running_mean"], views["num_batches_tracked"], views["out"]
-    if mean is None and not training:
+    if mean is None and not training and not identity:
         raise ValueError(
             "running_mean: expected an array, got None: inference (training=False) needs the running statistics"
         )
@@ -90,6 +92,29 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     overlaps(views, training=bool(training))
     if training and batch == 1 and group is None:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
+
+
+def matmul_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]) -> None:
+    """Raise the errors of `gsbn.matmul`."""
+    precision, gemm, sms = options
+    a, b = views["a"], views["b"]
+    assert a is not None and b is not None
+    _floating("a", a)
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: expected a's dtype {a.dtype}, got {b.dtype}")
+    for name, view in (("a", a), ("b", b)):
+        if len(view.shape) != 2:
+            raise ValueError(f"{name}: expected 2 dimensions, got shape {view.shape}")
+    if a.shape[1] == 0:
+        raise ValueError(f"a: expected at least one column, got shape {a.shape}")
+    if b.shape[0] != a.shape[1]:
+        raise ValueError(f"b: expected {a.shape[1]} rows to match a {a.shape}, got shape {b.shape}")
+    _device("b", b, a, "a")
+    choice("precision", precision, PRECISIONS)
+    choice("gemm", gemm, GEMMS)
+    sm_count(sms)
+    if a.device == "cpu" and gemm != "auto":
+        raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
 
 
 def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .backward_passes import Passes, cut_passes, dy_on_words
 from .backward_products import Product, choose_product, multiply_both, split_limbs_of
-from .copies import in_rows
+from .copies import in_rows, on_words
 from .declared import kind_code
 from .dual_gemm import DualGemm, dual_gemm_for, multiply_at_once
 from .limbs import Splits
@@ -45,17 +45,20 @@ class Asked(NamedTuple):
     linear: bool = True
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
+    identity: bool = False  # no norm: y takes the place of the deviations, and without an activation dg is dy
     ranks: Ranks | None = None  # whose sums arrive during a launch that waits for them, or between two
     ld_saved: int | None = None  # row pitch of the deviations
+    y: Matrix | None = None  # with `identity` and an activation
 
 
 class Chosen(NamedTuple):
     """How the stages run."""
 
-    dg: bool  # whether dg is computed
+    dg: bool  # whether dg is computed; otherwise the products, if any, take dy for it
     sums: bool  # whether sums of columns are
     passes: Passes
     dy: Matrix  # dy as the passes take it, perhaps a copy
+    y: Matrix | None
     pitch: int  # of dg's rows
     ld_transposed: int  # pitch of dg's transpose, which dw by cuBLAS reads; 0: it reads dg
     # the products: by skinny_backward, which makes dg, too; by dual_gemm; else each on its own
@@ -130,22 +133,26 @@ class _Backward:
 
     def choose(self) -> None:
         """Decide which stages run, and how."""
-        p, (training, needs, _, precision, gemm, activation, norm, linear, wide, _, ranks, _) = self.p, self.asked
-        n, k, dtype, dy = p.n, p.k, p.dtype, p.y
-        size = ITEMSIZE[dtype]
+        p, asked, n, k, dtype, dy = self.p, self.asked, self.p.n, self.p.k, self.p.dtype, self.p.y
+        training, needs, precision, gemm, activation = (
+            asked.training, asked.needs, asked.precision, asked.gemm, asked.activation
+        )  # fmt: skip
+        norm, linear, ranks, size = asked.norm, asked.linear, asked.ranks, ITEMSIZE[dtype]
         where = None if ranks is None else "inside" if ranks.waits and self.m else "between"
-        dg = ("x" in needs or "weight" in needs) and norm
+        products = "x" in needs or "weight" in needs
+        dg = products and norm and (activation is not None or not asked.identity)
         of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
         sums = norm and ((dg and training) or of_vectors or ranks is not None)
-        if norm and dy.strides[1] != 0 and not dy_on_words(dy, size):
+        takes_dy = products and linear and not dg
+        if (takes_dy or (norm and dy.strides[1] != 0)) and not dy_on_words(dy, size):
             dy = in_rows(n, size)
-        pitch = round_up(n, 16 // size) if norm else dy.strides[0]
+        pitch = dy.strides[0] if takes_dy or not norm else round_up(n, 16 // size)
 
         rows = Matrix((pitch, 1), True)
         of_dx = Matmul(p.m, k, n, dtype, p.device, rows, p.w.T, Matrix((k, 1), True), p.limits)
         of_dw = Matmul(n, k, p.m, dtype, p.device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
         dx = choose_product("dx", of_dx, precision, gemm) if linear and "x" in needs else None
-        dw = choose_product("dw", of_dw, precision, gemm, wide) if linear and "weight" in needs else None
+        dw = choose_product("dw", of_dw, precision, gemm, asked.wide) if linear and "weight" in needs else None
         ld_transposed = 0
         if dw is not None and dw.gemm == "cublas" and dtype == "float32" and precision == "high":
             # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major.
@@ -156,51 +163,54 @@ class _Backward:
             skinny = skinny_backward(p._replace(y=dy), activation)
         passes = cut_passes(
             p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
-            transposed=ld_transposed > 0, precision=precision, activation=activation, where=where,
+            transposed=dg and ld_transposed > 0, precision=precision, activation=activation, where=where,
+            identity=asked.identity,
         )  # fmt: skip
         if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
             skinny = None
         if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
-            dual = dual_gemm_for(of_dx, of_dw, wide=wide)
+            dual = dual_gemm_for(of_dx, of_dw, wide=asked.wide)
         if skinny is not None or dual is not None:
             dx = dw = None
         if skinny is not None:
             ld_transposed = 0
         if ld_transposed and dw is not None:
             dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
-        self.chosen = Chosen(dg, sums, passes, dy, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
+        y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
+        self.chosen = Chosen(dg, sums, passes, dy, y, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
 
     def lay_out(self) -> None:
         """Divide the workspace."""
-        p, chosen, (*_, linear, _, in_place, ranks, _) = self.p, self.chosen, self.asked
-        size = ITEMSIZE[p.dtype]
+        p, chosen, asked, size = self.p, self.chosen, self.asked, ITEMSIZE[self.p.dtype]
         sums, posts = column_sums(chosen.passes.sums[0])  # of a column
         totals = round_up(chosen.passes.splits * sums * p.n * 8, 256)
-        dg = round_up(totals + (sums * p.n * 8 if ranks else 0), 256)
-        of_dg = p.m * chosen.pitch * size if chosen.dg and linear and not in_place else 0
+        dg = round_up(totals + (sums * p.n * 8 if asked.ranks else 0), 256)
+        of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
         transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.parts.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
-        limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=self.asked.norm)
+        limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=chosen.dg)
         workspace = limbs.end + (8 * p.n if self.one_scale else 0)
         posts = letters(p.n, posts)
-        posted, gathered, end = posts_at(workspace, posts, ranks)
-        end = workspace if ranks is None else end
+        posted, gathered, end = posts_at(workspace, posts, asked.ranks)
+        end = workspace if asked.ranks is None else end
         self.at = Layout(totals, dg, transposed, limbs, weight_first, limbs.end, posted, posts, gathered, end)
 
     def copy_operands(self) -> None:
         """Copy what cannot be taken as it lies, and name the memory of the operands."""
         p, chosen, build, dtype = self.p, self.chosen, self.build, self.p.dtype
-        names = {"dy": "dy", "x": "x", "weight": "weight"}
+        names = {"dy": "dy", "x": "x", "weight": "weight", "deviations": "deviations"}
         if self.m:
             names["dy"] = build.operand("dy", (self.m, p.n), p.y, chosen.dy, dtype)
             if chosen.dw is not None:
                 names["x"] = build.operand("x", (self.m, p.k), p.x, chosen.dw.p.w.T, dtype)
             if chosen.dx is not None:
                 names["weight"] = build.operand("weight", (p.n, p.k), p.w, chosen.dx.p.w.T, dtype)
-        names["dg"] = names["transposed"] = ABSENT if self.asked.norm else "dy"
-        if not self.asked.norm and chosen.ld_transposed:
+        if self.asked.y is not None and chosen.y is not None:
+            names["deviations"] = build.operand("deviations", (self.m, p.n), self.asked.y, chosen.y, dtype)
+        names["dg"] = names["transposed"] = ABSENT if chosen.dg else names["dy"]
+        if not chosen.dg and chosen.ld_transposed:
             to = Matrix((chosen.ld_transposed, 1), True, own=True)
-            names["transposed"] = build.operand("dy", (p.n, self.m), p.y.T, to, dtype)
+            names["transposed"] = build.operand("dy", (p.n, self.m), p.y.T, to, dtype, "transpose")
         if chosen.dg:
             if self.asked.in_place:
                 names["dg"] = "deviations"
@@ -224,11 +234,11 @@ class _Backward:
             to_vectors["to_scale"] = place(self.at.scales)
         needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
         reads_d = ranks is not None or (chosen.dg and self.asked.training) or needs_e or bool(self.asked.activation)
-        reads = {"dy": names["dy"], "d": "deviations" if reads_d else ABSENT, "saved": "vectors"}
+        reads = {"dy": names["dy"], "d": names["deviations"] if reads_d else ABSENT, "saved": "vectors"}
         zeros = place(self.at.limbs.maxima) if self.at.limbs.maxima_bytes else ABSENT
-        of_sums = place(0)
+        of_sums, of_dg = place(0), names["dg"] if chosen.dg else ABSENT
         if passes.fused:
-            passed = {**reads, "dg": names["dg"], **to_vectors, "zeros": zeros}
+            passed = {**reads, "dg": of_dg, **to_vectors, "zeros": zeros}
             build.launch(*passes.sums, fields, passed | {"ranks": ABSENT if ranks is None else "ranks"})
         elif chosen.sums and self.m:
             build.launch(*passes.sums, fields, {**reads, "workspace": of_sums, "zeros": zeros})
@@ -246,8 +256,8 @@ class _Backward:
             dtype = "float32" if self.asked.wide else p.dtype
             reduce_split_k(build, skinny.parts, parts, self.gradients["weight"], (p.n, p.k), dtype)
         elif self.m and (chosen.dg or (chosen.sums and ranks is None)) and not passes.fused:
-            passed = {**reads, "d": "deviations", "workspace": of_sums}
-            passed |= {"dg": names["dg"], "transposed": names["transposed"], **to_vectors}
+            passed = {**reads, "d": names["deviations"], "workspace": of_sums}
+            passed |= {"dg": of_dg, "transposed": names["transposed"] if chosen.dg else ABSENT, **to_vectors}
             build.launch(*passes.dg, fields, passed)
         if self.one_scale:
             of_features = {"of_features": to_vectors["to_scale"], "to_scale": self.gradients["scale"]}
@@ -259,7 +269,8 @@ class _Backward:
         p, chosen, asked = self.p, self.chosen, self.asked
         passes, skinny, dtypes = chosen.passes, chosen.skinny, self.vectors.dtypes
         fields: dict[str, Any] = {"m": self.m, "n": p.n, "k": p.k, "ldx": p.x.strides[0], "ldw": p.w.strides[0]}
-        fields |= {"lddg": chosen.pitch, "ldd": chosen.pitch if asked.ld_saved is None else asked.ld_saved}
+        ldd = chosen.pitch if asked.ld_saved is None else asked.ld_saved
+        fields |= {"lddg": chosen.pitch, "ldd": ldd if chosen.y is None else chosen.y.strides[0]}
         fields |= {"ld_transposed": chosen.ld_transposed, **passes.fields, "splits": passes.splits if self.m else 0}
         fields |= {"words": self.at.limbs.maxima_bytes // 4}
         fields |= {"skinny_rows": skinny.rows if skinny else 0, "skinny_features": skinny.features if skinny else 0}

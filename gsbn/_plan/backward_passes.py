@@ -36,9 +36,12 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
-    activation: str | None, where: str | None,
+    activation: str | None, where: str | None, identity: bool,
 ) -> Passes:  # fmt: skip
-    """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two."""
+    """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
+
+    `identity`: the layer has no norm, and y takes the place of the deviations.
+    """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
     # on `needs`, so that the other gradients have the same bits.
@@ -59,7 +62,7 @@ def cut_passes(
     # `needs`.
     fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
-    saved_dtype = deviations_dtype(dtype, m, training=training)
+    saved_dtype = dtype if identity else deviations_dtype(dtype, m, training=training)
     # 64 bytes of a row; more, if all CTAs are resident at once only then
     fused_row_threads = next((t for t in (4, 8) if ceil_div(n, t * 16 // size) <= resident), 16)
     cluster = 1
@@ -71,8 +74,9 @@ def cut_passes(
     if fused or not sums:
         splits = 0
     kernels = backward_kernels(
-        dtype, saved_dtype, training=training, transposed=transposed and not skinny, cluster=cluster, sharing=sharing
-    )
+        dtype, saved_dtype, training=training, transposed=transposed and not skinny, cluster=cluster,
+        sharing=sharing, identity=identity,
+    )  # fmt: skip
     of_sums, of_dg, of_all, total, *merge = (with_activation(kernel, activation) for kernel in kernels)
     fields = {"row_threads": fused_row_threads if fused else row_threads, "sums_rows": sums_rows, "dg_rows": dg_rows}
     return Passes(

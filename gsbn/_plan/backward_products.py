@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .copies import in_rows
+from .copies import in_rows, on_words
 from .cost import copies_us, ieee_us, product_us
 from .declared import flags
 from .gemm import (
@@ -24,13 +24,14 @@ from .h200_products import PRODUCTS
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
 from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div
 from .products import Limbs, reduce_split_k, sm90_gemm
-from .program import Builder
+from .program import ABSENT, Builder, Program
 from .skinny import for_skinny, skinny_product_for
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .sources import Kernel
 from .split_k import Tall, tall
 from .variants import SPLIT_WIDTHS, TALL_THREADS
 
+LEAST_GAIN = 1.1  # a product alone takes limbs if the model gives them as much over cuBLAS: it errs by up to 0.15
 FILL = 0.94  # forward_sm90 beats cuBLAS if its largest tiles fill this part of several waves (docs/history/backward.md)
 
 
@@ -76,6 +77,30 @@ def multiply_both(
         # SMs are limited, as two launches would take more of them.
         independent = dx is not None and dx.one is not None and not (dx.of_limbs or build.device.limited)
         _multiply(build, dw, of_dw, limbs, "x", precision, independent=independent)
+
+
+def plan_product(p: Matmul, precision: str, gemm: str) -> Program:
+    """Plan c = a b, with a (m, k) for p's x and bᵀ (n, k) for its weight, as dx = dg w is computed.
+
+    Raises ValueError that names `gemm` if it cannot serve the call.
+    """
+    build, size = Builder(p.device), ITEMSIZE[p.dtype]
+    a = p.x if on_words(p.x, p.k, size) else in_rows(p.k, size)
+    q = p._replace(x=a)
+    product = choose_product("dx", q, precision, gemm)
+    doubtful = product.of_limbs and ieee_us(p, PRODUCTS) < LEAST_GAIN * _limbs_us(product.p)
+    if doubtful and gemm == "auto" and cublas_obstacle(p) is None:
+        product = choose_product("dx", q, precision, "cublas")
+    if product.gemm == "cublas":  # which takes more layouts
+        product = product._replace(p=for_cublas(p, element_for(p.dtype, precision)))
+    limbs, _ = split_limbs_of(product, None, 0, own=False)
+    c = build.make("c", (p.m, p.n), p.dtype)
+    names = {"dg": build.operand("a", (p.m, p.k), p.x, product.p.x, p.dtype), "transposed": ABSENT, "x": ABSENT}
+    names |= {"weight": build.operand("b", (p.k, p.n), p.w.T, product.p.w.T, p.dtype), "dx": c, "dweight": ABSENT}
+    build.copy()
+    build.reserve(limbs.end)
+    multiply_both(build, product, None, limbs, names, precision, weight_first=False, cleared=False)
+    return build.program(product.gemm, "")
 
 
 def _multiply(

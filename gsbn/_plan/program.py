@@ -164,7 +164,9 @@ class Builder:
         """Write zeros to memory that starts on 16 bytes."""
         self.launch(clear(), clear_grid(nbytes, self.device), {"bytes": nbytes}, {"to": name})
 
-    def operand(self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str) -> str:
+    def operand(
+        self, name: str, shape: tuple[int, int], of: Matrix, at: Matrix, dtype: str, called: str = "copy"
+    ) -> str:
         """The memory of an argument with the layout `of`, for kernels that take it with the layout `at`.
 
         If that is the layout of a copy, the copy is allocated here, and made by the next `copy`.
@@ -174,7 +176,7 @@ class Builder:
         rows, cols = shape
         if at.strides[1] != 1:
             rows, cols, of, at = cols, rows, of.T, at.T
-        to = self.make(f"copy of {name}", (rows, at.strides[0]), dtype, scratch=True)
+        to = self.make(f"{called} of {name}", (rows, at.strides[0]), dtype, scratch=True)
         self._copies.append(Copy(name, to, (rows, cols), ITEMSIZE[dtype], of, at))
         return to
 

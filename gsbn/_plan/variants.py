@@ -67,6 +67,11 @@ def _plain_kernels() -> Iterator[Kernel]:
                     yield backward_kernels(dtype, d_dtype, training=training, cluster=cluster)[2]
             if dtype == "float32":
                 yield backward_kernels(dtype, d_dtype, training=training, transposed=True)[1]
+        sums, dg, fused, _ = backward_kernels(dtype, dtype, training=False, identity=True)
+        yield from (sums, dg, fused)
+        yield backward_kernels(dtype, dtype, training=False, identity=True, sharing=SUMS_CLUSTER)[0]
+        if dtype == "float32":
+            yield backward_kernels(dtype, dtype, training=False, identity=True, transposed=True)[1]
         yield normalize(dtype, running=True)
         for maybe_saved in (None, *sorted(saved_in_training)):
             yield from (normalize(dtype, maybe_saved), normalize_fused(dtype, maybe_saved))
@@ -222,17 +227,19 @@ def tile_kernels() -> tuple[Kernel, Kernel]:
 
 @cache
 def backward_kernels(
-    dtype: str, d_dtype: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1
-) -> tuple[Kernel, ...]:
+    dtype: str, d_dtype: str, *, training: bool, transposed: bool = False, cluster: int = 1, sharing: int = 1,
+    identity: bool = False,
+) -> tuple[Kernel, ...]:  # fmt: skip
     """The variants of backward_sums, backward_dg, backward_fused, sum_features and, in training, merge_sums, for a dy
     of `dtype` and deviations of `d_dtype`.
 
     `transposed`: backward_dg also writes dg's transpose; `cluster`: CTAs of a cluster of backward_fused; `sharing`: of
-    backward_sums.
+    backward_sums; `identity`: the layer has no norm.
     """
     t, d = C_TYPE[dtype], C_TYPE[d_dtype]
     g = "double" if d == "double" else "float"
-    defines = (("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g), ("TRAINING", str(training).lower()))
+    defines: tuple[tuple[str, str], ...] = ("T_TYPE", t), ("D_TYPE", d), ("G_TYPE", g)
+    defines += (("TRAINING", str(training).lower()), *[("IDENTITY", "true")] * identity)
     names = ("backward_dg", "sum_features", "merge_sums")[: 2 + training]
     dg, *others = (Kernel(name, "backward", defines) for name in names)
     sums = _in_clusters(Kernel("backward_sums", "backward_sums", defines), sharing)

@@ -46,7 +46,7 @@ struct BeforeY {
     Vector<G, VEC> slope = {}, offset = {}, mean = {}, mean_low = {};
 
     __device__ BeforeY(const BackwardProblem& p, const double* saved, long long col, int inside) {
-        if constexpr (ACTIVE) {
+        if constexpr (ACTIVE && !IDENTITY) {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
@@ -64,6 +64,7 @@ struct BeforeY {
 
     __device__ G gradient(int j, G dy, G d) const {
         if constexpr (!ACTIVE) return dy;
+        if constexpr (IDENTITY) return Activation<T>::gradient(dy, d);
         const G u = fma(slope.at[j], TRAINING ? d : (d - mean.at[j]) - mean_low.at[j], offset.at[j]);
         // for few rows G is wider than the type that y was computed in
         return Activation<T>::gradient(dy, static_cast<G>(static_cast<decltype(to_float(T()))>(u)));
@@ -107,10 +108,10 @@ __device__ __forceinline__ void add_rows(const Walk<STAGES, BackwardRows>& rows,
                 if (isfinite(sums[i][j])) sums[i][j] += low[i][j];
 }
 
-// Loads what is subtracted from VEC columns of d; nothing in training.
+// Loads what is subtracted from VEC columns of d; nothing in training, or without a norm.
 __device__ inline void load_centre(const BackwardProblem& p, const double* saved, long long col, int inside,
                                    G (&centre)[VEC]) {
-    if (!TRAINING) {
+    if (!TRAINING && !IDENTITY) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
             if (j < inside) centre[j] = static_cast<G>(saved[SAVED_CENTRE * p.n + col + j]);
@@ -165,7 +166,8 @@ __device__ inline void merge_splits(const BackwardProblem& p, const char* worksp
 struct Factors {
     const double* saved;
     long long n, c;
-    static constexpr int ROWS = TRAINING ? SAVED_REST + 1 : SAVED_S + 1;  // that gradients and coefficients need
+    // rows that gradients and coefficients need
+    static constexpr int ROWS = IDENTITY ? 0 : TRAINING ? SAVED_REST + 1 : SAVED_S + 1;
 
     __device__ double operator()(int row) const { return saved[row * n + c]; }
     // Loads every `step`-th of them into L1, so that they are there once the sums are known.
@@ -211,8 +213,9 @@ __device__ __forceinline__ void store_gradient(int number, const BackwardProblem
     double value = S;
     void* to = to_beta;
     long long code = p.to_beta;
+    if (IDENTITY && number > 0) return;
     if (number == 0) {
-        value = TRAINING ? 0.0 : of(SAVED_A) * S;
+        value = TRAINING ? 0.0 : IDENTITY ? S : of(SAVED_A) * S;
         to = to_bias;
         code = p.to_bias;
     } else if (number == 1) {
@@ -316,7 +319,7 @@ struct Coefficients {
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
-                if (j < inside) a.at[j] = static_cast<G>(saved[SAVED_A * p.n + col + j]);
+                if (j < inside) a.at[j] = IDENTITY ? G(1) : static_cast<G>(saved[SAVED_A * p.n + col + j]);
         }
     }
 

@@ -17,6 +17,9 @@ using G = G_TYPE;
 #ifndef TRANSPOSED
 #define TRANSPOSED false
 #endif
+#ifndef IDENTITY
+#define IDENTITY false  // no norm: the layer is y = f(x wᵀ + bias), d is y, and nothing else is saved
+#endif
 
 struct BackwardProblem {
     long long m, n, k;                   // B, O, I

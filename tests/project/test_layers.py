@@ -15,7 +15,7 @@ FLOORS = (  # lowest first; a package without named modules stands for all of th
     {"gsbn._arrays", "gsbn._cuda", "gsbn._prepared"},
     {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
     {"gsbn._cpu", "gsbn._host", "gsbn._saved"},
-    {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._prepare"},
+    {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._matmul", "gsbn._prepare"},
     {"gsbn.torch"},
     {"gsbn"},
     {"gsbn.bench"},

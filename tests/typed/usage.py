@@ -58,6 +58,10 @@ def numpy_arrays() -> None:
     assert_type(gsbn.fold(ones, None, mean, var), tuple[Float32, Float32])
     assert_type(gsbn.fold(ones, 2, mean, var)[0], Float32)
 
+    assert_type(gsbn.linear(x, weight, None, "relu"), Float32)
+    assert_type(gsbn.linear(x, weight, return_saved=True), tuple[Float32, gsbn.Saved])
+    assert_type(gsbn.matmul(x, weight.T), Float32)
+
     prepared = gsbn.prepare(weight, precision="high")
     assert_type(prepared, gsbn.Prepared)
     assert_type(prepared.shape, tuple[int, int])

@@ -1,0 +1,10 @@
+"""forward, describe and linear: three ways to ask for one operation."""
+
+from .forward import describe as describe
+from .forward import forward as forward
+from .forward import forward_of as forward_of
+from .forward import forward_within as forward_within
+from .linear import linear as linear
+from .operation import ARRAYS as ARRAYS
+from .operation import FORWARD as FORWARD
+from .operation import OPTIONS as OPTIONS

@@ -1,0 +1,176 @@
+"""The operation that computes a forward: the checks, the plan of a call, and its results."""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from .. import _cpu, _plan
+from .._arrays import check
+from .._arrays.kinds import Kind, kinds_of
+from .._host.call import matrix_of, vector_codes
+from .._host.run import Arrays, Checked, Operation, Options, Views, checked
+from .._plan.forward import PREPARED
+from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
+from .._plan.program import Program
+from .._ranks.exchange import signature
+from .._saved import dtypes_of, saved_of
+from .._values import sm_count
+
+ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
+_COUNT = ARRAYS.index("num_batches_tracked")
+_TRAINING, _SAVES, _SMS = map(OPTIONS.index, ("training", "return_saved", "sms"))
+
+
+def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
+    """y, or (y, saved)."""
+    if found is None:
+        return _nothing(kind, arrays, options, arrays[1].shape[0])
+    y_at, dtypes = found.returns
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    y = arrays[-1] if y_at is None else made[y_at]
+    return y if dtypes is None else (y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes))
+
+
+def _within(options: Options, held: int) -> Options:
+    """The options with `sms` limited to `held`."""
+    sm_count(options[_SMS])
+    sms = held if options[_SMS] is None else min(options[_SMS], held)
+    return (*options[:_SMS], sms, *options[_SMS + 1 :])
+
+
+def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:
+    """The result of an empty batch. Training counts it, as PyTorch does."""
+    x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
+    y = kind.empty((0, features), x) if y is None else y
+    if options[_TRAINING] and count is not None:
+        count += 1
+    if not options[_SAVES]:
+        return y
+    vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
+    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays))
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def views_of(
+    kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None, *, identity: bool = False
+) -> Views:
+    named = dict(zip(ARRAYS, arrays, strict=True))
+    kinds_of(named, ("x", "weight"))
+    views = {name: None if array is None else kind.view(array) for name, array in named.items()}
+    for name in read_only:
+        views[name] = views[name]._replace(writable=False)  # type: ignore[union-attr]
+    check.forward_arguments(views, options, identity=identity)
+    return views
+
+
+def program_of(
+    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
+) -> Program | None:
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
+    x, weight, out = views["x"], views["weight"], views["out"]
+    assert x is not None and weight is not None
+    (m, k), n = x.shape, weight.shape[0]
+    if m == 0 and ranks is None:
+        return None
+    y_at = _plan.Matrix((n, 1), True) if out is None else matrix_of(out)
+    p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
+    if ranks is not None:
+        ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
+    return _plan.plan_forward(
+        p,
+        training=bool(training),
+        momentum=momentum,
+        eps=eps,
+        precision=_plan.precision_for(precision, n, k),
+        gemm=gemm,
+        prepared=limbs,
+        saves=bool(return_saved),
+        activation=activation,
+        number=number,
+        vectors=vector_codes(views),
+        counts=views["num_batches_tracked"] is not None,
+        out=out is not None,
+        ranks=ranks,
+    )
+
+
+def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
+    """What must be equal in the forwards of all ranks, for error messages."""
+    _, momentum, eps, *_, activation, _, number = options
+    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
+    average = "cumulative" if momentum is None else float(momentum)
+    scale = "" if number == 1 else f", scale {float(number)}"
+    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
+
+
+def _returns(program: Program, views: Views, options: Options) -> Any:
+    """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
+    dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
+    return program.made("y"), dtypes if options[_SAVES] else None
+
+
+# ---- the CPU ---------------------------------------------------------------------------------------------------------
+
+
+def on_cpu(
+    kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any = None, *,
+    operation: Operation | None = None,
+) -> Any:  # fmt: skip
+    found = checked(FORWARD if operation is None else operation, kind, arrays, options, read_only)
+    training, momentum, eps, _, _, return_saved, _, activation, group, number = options
+    host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
+    x, weight, out = host["x"], host["weight"], host["out"]
+    if group is not None:
+        group.check_host()
+        words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
+        if momentum is None:
+            words += f", after {host['num_batches_tracked'].item()} batches"
+    elif len(x) == 0:
+        return _nothing(kind, arrays, options, len(weight))
+    y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
+    kept = _cpu.forward(
+        host,
+        y,
+        training=training,
+        momentum=momentum,
+        eps=float(eps),
+        keep=return_saved,
+        activation=activation,
+        number=float(number),
+        gather=None if group is None else partial(group.gather, words),
+    )
+    if found.written and kind.counts_writes:
+        kind.written([arrays[i] for i in found.written])
+    result = arrays[-1] if out is not None else kind.from_numpy(y)
+    if kept is None:
+        return result
+    deviations, vectors = map(kind.from_numpy, kept)
+    return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays))
+
+
+_NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "number")
+FORWARD = Operation(
+    name="forward",
+    arguments=ARRAYS,
+    required=("x", "weight"),
+    foreign=len(ARRAYS),
+    aligned=(0, 1, len(ARRAYS) - 1),
+    numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
+    check=views_of,
+    program=program_of,
+    returns=_returns,
+    result=result_of,
+    on_cpu=on_cpu,
+    within=_within,
+    written=lambda views, options: check.written(views, training=bool(options[_TRAINING])),
+    extra=PREPARED,
+)

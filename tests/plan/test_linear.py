@@ -1,0 +1,64 @@
+"""Plans of a backward without a norm: every shape, layout and set of gradients has one that fits together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gsbn._cuda import kernels as _kernels
+from gsbn._plan import ITEMSIZE, Matmul, Matrix
+from gsbn._plan.backward_passes import dy_on_words
+from gsbn._plan.gemm import CUBLAS_SMS
+from tests.plan.fits import ARGUMENTS, contiguous, largest_grid, problems
+from tests.plan.seen import assert_steps_fit, backward_plan
+
+
+@given(
+    p=problems(),
+    needs=st.sets(st.sampled_from(["x", "weight", "bias"])),
+    gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]),
+    precision=st.sampled_from(["highest", "high"]),
+    active=st.booleans(),
+    of_y=st.sampled_from([None, (1, 0), (2, 2), (3, 1)]),
+)
+def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, active: bool, of_y: Any) -> None:
+    options: dict[str, Any] = {"training": False, "identity": True, "needs": tuple(sorted(needs)), "gemm": gemm}
+    options |= {"precision": precision, "activation": "relu" if active else None}
+    if active:
+        own = (p.n, 1) if of_y is None else (p.n * of_y[0], of_y[1]) if of_y[1] else (1, p.m)
+        options["y"] = Matrix(own, p.n * ITEMSIZE[p.dtype] % 16 == 0)
+    has_bfloat16 = p.device.capability >= (8, 0) or p.dtype != "bfloat16"
+    too_few_sms = p.device.limited and p.device.sms < CUBLAS_SMS
+    if gemm == "cublas" and (too_few_sms or not has_bfloat16) and needs & {"x", "weight"}:
+        with pytest.raises(ValueError, match=r"^gemm: expected .+, got 'cublas'"):
+            backward_plan(p, **options)
+        return
+    program = backward_plan(p, **options).program
+    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+    launched = [launch.kernel.name for launch in program.launches()]
+    passes = [name for name in launched if name.startswith("backward_")]
+    products = bool(needs & {"x", "weight"})
+    # dy itself is dg without an activation; only the bias's gradient needs sums
+    assert bool(passes) == ("bias" in needs or (active and products))
+    for launch in program.launches():
+        if launch.kernel.name in passes:
+            assert dict(launch.kernel.defines)["IDENTITY"] == "true" and "vectors" not in launch.passed.get("d", "")
+            assert (launch.passed["d"] == "absent") == (not active) or launch.kernel.name == "backward_dg"
+            assert (launch.passed.get("dg", "absent") == "absent") == (not (active and products)) or (
+                launch.kernel.name == "backward_sums"
+            )
+    if products and not active and not dy_on_words(p.y, ITEMSIZE[p.dtype]):
+        assert {"copy_rows", "copy_matrix"}.intersection(launched)
+
+
+def test_the_last_layer_of_a_head_makes_limbs_of_dy_once() -> None:
+    p = contiguous(2048, 8192, 8192, "float32")
+    options = {"training": False, "identity": True, "activation": None}
+    found = backward_plan(p, needs=("x", "weight", "bias"), **options).program
+    names = [launch.kernel.name for launch in found.launches()]
+    assert names.count("forward_sm90") == 2 and names.count("split_tiles") == 1
+    alone = backward_plan(p, needs=("x", "weight"), **options).program
+    assert not [launch for launch in alone.launches() if launch.kernel.name.startswith("backward_")]
