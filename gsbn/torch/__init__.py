@@ -16,12 +16,14 @@ from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
 from ._groups import group
 from ._layer import LinearBatchNorm1d
+from ._linear import Linear, linear
 from ._modules import SyncBatchNorm
 
 __all__ = [
     "Comparison",
     "Conversion",
     "Left",
+    "Linear",
     "LinearBatchNorm1d",
     "Measured",
     "Sequential",
@@ -31,6 +33,7 @@ __all__ = [
     "convert",
     "group",
     "inductor_options",
+    "linear",
     "linear_batch_norm",
     "revert",
 ]

@@ -16,6 +16,7 @@ from .._typing import Precision
 from .._values import choice, type_name
 from . import _modules as modules
 from ._layer import LinearBatchNorm1d
+from ._linear import Linear
 from ._modules import NORMS, Row, SyncBatchNorm, around, hindrance, run, title
 from ._trace import Traced, required, traces
 
@@ -143,15 +144,17 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def convert(
-    model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False
-) -> Conversion:
+    model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False,
+    linear: bool = False,
+) -> Conversion:  # fmt: skip
     """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
     `gsbn.torch.Sequential`, that of an instance of a subclass without a ``forward`` of its own becomes a subclass of
     both, and that of each ``nn.SyncBatchNorm`` that gsbn runs becomes `gsbn.torch.SyncBatchNorm`. With `trace`, so does
-    that of each module whose ``forward`` was traced and changed.
+    that of each module whose ``forward`` was traced and changed. With `linear`, each other ``nn.Linear`` becomes a
+    `gsbn.torch.Linear`.
     ``print`` the result to see what was converted.
 
     Parameters
@@ -166,6 +169,8 @@ def convert(
     trace : bool
         Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and ReLU one after another, where
         ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is now.
+    linear : bool
+        Also convert each ``nn.Linear`` that no norm follows, such as the last of a head. It changes float32 alone.
 
     Returns
     -------
@@ -221,8 +226,10 @@ def convert(
             parent.__class__ = _class_for(type_, Sequential)
             parent.__dict__.update(_scales=scales, _precision=precision, _plan=None)
     if trace:
-        return _convert_traced(model, replaced, dict(left), scales, precision)
-    return Conversion(tuple(replaced), tuple(left))
+        made = _convert_traced(model, replaced, dict(left), scales, precision)
+    else:
+        made = Conversion(tuple(replaced), tuple(left))
+    return made._replace(replaced=(*made.replaced, *_linears(model, made, precision))) if linear else made
 
 
 def _convert_traced(
@@ -264,6 +271,20 @@ def _convert_traced(
     return Conversion(tuple(dict.fromkeys(replaced)), tuple(Left(*entry) for entry in left.items()))
 
 
+def _linears(model: nn.Module, found: Conversion, precision: Precision) -> list[tuple[str, ...]]:
+    """Convert each nn.Linear that is in no row, and name it."""
+    rows = {name for row in found.replaced for name in row}
+    within = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, LinearBatchNorm1d))
+    names: list[tuple[str, ...]] = []
+    for name, module in model.named_modules():
+        alone = name not in rows and not f"{name}.".startswith(within)
+        if alone and module.__class__ is nn.Linear and modules.is_plain(module, nn.Linear):
+            module.__class__ = Linear
+            module.__dict__["_precision"] = precision
+            names.append((name,))
+    return names
+
+
 def _calls_apart(model: nn.Module, name: str, called: set[str]) -> bool:
     """Whether the forwards that call these modules call those in this nn.Sequential one by one, or in one beside it."""
     apart = {other.rpartition(".")[0] for other in called} - called
@@ -284,7 +305,8 @@ def _may_trace(module: Any) -> bool:
 def revert(model: nn.Module) -> None:
     """Undo `convert`: every `gsbn.torch.Sequential` in the model, or the model itself, has its own class again.
 
-    Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a `LinearBatchNorm1d`.
+    Every `gsbn.torch.SyncBatchNorm` becomes an ``nn.SyncBatchNorm`` again, except in a `LinearBatchNorm1d`, and every
+    `gsbn.torch.Linear` an ``nn.Linear``.
 
     Parameters
     ----------
@@ -310,6 +332,9 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (Sequential, Traced)) and _own_class(module) is not type(module):
             _restore(module)
+        if module.__class__ is Linear:
+            module.__class__ = nn.Linear
+            module.__dict__.pop("_precision", None)
         for child in () if isinstance(module, LinearBatchNorm1d) else module._modules.values():
             if child.__class__ is SyncBatchNorm:
                 child.__class__ = nn.SyncBatchNorm

@@ -30,7 +30,7 @@ _WANTED = {
     for needed in product((False, True), repeat=len(Gradients._fields))
 }
 # TorchDispatch modes (fake tensors, make_fx, operation counters) must see one operator; torch has no public API to ask.
-_watchers = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+is_watched = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func have no memory.
@@ -115,15 +115,15 @@ def linear_batch_norm(
             "linear_batch_norm: torch.jit.trace, torch.func and forward-mode differentiation cannot look into it: "
             "call it outside them"
         )
-    _require_tensors(x=x, weight=weight)
+    require_tensors(x=x, weight=weight)
     given = {"bias": bias, "gamma": gamma, "beta": beta, "scale": None if isinstance(scale, NUMBERS) else scale}
     given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
-    _require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
+    require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
     return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group)
 
 
-def _require_tensors(**given: Any) -> None:
+def require_tensors(**given: Any) -> None:
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {shown(tensor)}")
@@ -150,20 +150,20 @@ def call(
         or (bias is not None and bias.requires_grad)
         or (scale is not None and not isinstance(scale, NUMBERS) and scale.requires_grad)
     )
-    if is_compiling() or _watchers():
+    if is_compiling() or is_watched():
         training, *more = options
         # Not torch.compiler.is_exporting(), which some versions of torch.compile replace by True.
         if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
             differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
-        tensors = (_cast(x, dtype), _cast(weight, dtype), bias, scale, gamma, beta, *state)
+        tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
         return recorded(tensors, training, differentiate, number, *more, activation, name)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group), dtype)
     if dtype is not None:
-        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        x, weight = cast(x, dtype), cast(weight, dtype)
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
 
 
@@ -176,7 +176,7 @@ def check_features(x: Any, features: int) -> None:
         )
 
 
-def _cast(array: Any, dtype: Any) -> Any:
+def cast(array: Any, dtype: Any) -> Any:
     """Cast as autocast casts the operands of a product."""
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
@@ -197,7 +197,7 @@ class _Whole(Function):
         # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
         how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
         x, weight, deviations, vectors = ctx.saved_tensors
-        if _goes_again(dy):
+        if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
         dy = dy.resolve_neg()
         return *_gradients(_in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
@@ -221,7 +221,7 @@ class _Linear(Function):
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
-        if _goes_again(dg):
+        if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
         dg = dg.resolve_neg()
         if not how.wide:
@@ -253,7 +253,7 @@ class _Norm(Function):
         through, *vectors, _ = ctx.needs_input_grad
         how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
         deviations, of_features = ctx.saved_tensors
-        if _goes_again(dy):
+        if goes_again(dy):
             linear, _ = ctx.next_functions[0]  # this node has x if any has
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
@@ -293,7 +293,7 @@ def _forward(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
 ) -> tuple[Any, Saved, How]:
     wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
-    x, weight = _cast(x, dtype), _cast(weight, dtype)
+    x, weight = cast(x, dtype), cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 
@@ -314,13 +314,13 @@ def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors:
     """All six gradients."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
-    found, made = backward_run(_kind(dy), (dy, x, weight, deviations, vectors), how)
+    found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)
     return [None if place is None else made[place] for place in found.returns]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
     """dg and the gradients of bias, scale, gamma and beta."""
-    found, made = backward_run(_kind(dy), (dy, None, None, deviations, vectors), how)
+    found, made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
     dg = None
     if how.needs[:1] == ("x",):
         dg = deviations if how.in_place and len(dy) else made[-1]
@@ -335,14 +335,14 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     if dg.stride(1) != 1 or rows * size % 16 or dg.data_ptr() % 16:  # not the layout that `_before_norm` made
         pitch = -(-dg.shape[1] * size // 16) * 16 // size
         dg = dg.new_empty(len(dg), pitch)[:, : dg.shape[1]].copy_(dg)
-    found, made = backward_run(_kind(dg), (dg, x, weight, None, None), how)
+    found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
     return [None if place is None else made[place] for place in found.returns[:2]]
 
 
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 
-def _goes_again(dy: Any) -> bool:
+def goes_again(dy: Any) -> bool:
     """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
     return bool(is_grad_enabled() or _transforms() or _is_batched(dy))
 
@@ -355,7 +355,7 @@ def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     return how
 
 
-def _kind(tensor: Any) -> Kind:
+def kind_of_tensor(tensor: Any) -> Kind:
     kind = kind_of(tensor)
     assert kind is not None
     return kind

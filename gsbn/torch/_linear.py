@@ -1,0 +1,171 @@
+"""linear, and the nn.Linear that `convert` makes of others with ``linear=True``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from .._arrays.admit import is_memory
+from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
+from .._backward import How
+from .._backward import run as backward_run
+from .._forward import linear as of_arrays
+from .._typing import Activation, Gemm, Precision
+from .._values import choice
+from ._function import cast, goes_again, is_transformed, is_watched, kind_of_tensor, require_tensors
+
+# `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
+# for gsbn's autograd node than for PyTorch's.
+LEAST_MULTIPLICATIONS = 2**31
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    *,
+    precision: Precision = "highest",
+    gemm: Gemm = "auto",
+) -> Tensor:
+    """`gsbn.linear` for PyTorch: ``activation(x @ weight.T + bias)``, with support for autograd and autocast.
+
+    On a CPU, under torch.compile, and inside ``torch.jit.trace``, forward-mode differentiation and the transforms of
+    ``torch.func`` it is PyTorch's own operators. Second derivatives and batched gradients are computed by these, too.
+
+    Parameters
+    ----------
+    x : (..., I) tensor
+        float32, float16, bfloat16 or float64.
+    weight : (O, I) tensor
+        x's dtype, except under autocast, which casts both as in ``nn.Linear``.
+    bias : (O,) tensor, optional
+    activation, precision, gemm
+        As in `gsbn.linear`.
+
+    Returns
+    -------
+    y : (..., O) tensor
+        x's dtype; under autocast, autocast's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, ImportError
+        As `gsbn.linear`. RuntimeError also for second derivatives under autocast.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import gsbn.torch
+    >>> x, weight = torch.randn(256, 64), torch.randn(32, 64, requires_grad=True)
+    >>> gsbn.torch.linear(x, weight, activation="relu").sum().backward()
+    >>> weight.grad.shape
+    torch.Size([32, 64])
+    """
+    require_tensors(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    choice("precision", precision, PRECISIONS)
+    choice("gemm", gemm, GEMMS)
+    if activation is not None:
+        choice("activation", activation, ACTIVATIONS)
+    if not x.is_cuda or is_compiling() or is_watched() or is_transformed():
+        y = functional.linear(x, weight, bias)
+        return y if activation is None else torch.relu(y)
+    dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = _Linear.apply(rows, weight, bias, (activation, precision, gemm, dtype))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+class _Linear(Function):
+    """The layer as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, more: Any) -> Any:
+        activation, precision, gemm, dtype = more
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+        operands = cast(x, dtype), cast(weight, dtype)
+        ctx.connected = operands[0] is x and operands[1] is weight
+        x, weight = operands
+        y, saved = of_arrays(x, weight, bias, activation, precision=precision, gemm=gemm, return_saved=True)
+        ctx.how = How.of(saved, (), wide=wide)
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, saved.deviations)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, weight, y = ctx.saved_tensors
+        needs = tuple(
+            name for name, needed in zip(("x", "weight", "bias"), ctx.needs_input_grad, strict=False) if needed
+        )
+        if goes_again(dy):
+            if torch.is_grad_enabled() and not ctx.connected:
+                raise RuntimeError(
+                    "gsbn.torch: no second derivatives under autocast: call linear outside torch.autocast"
+                )
+            dg = dy if y is None else dy.masked_fill(y <= 0, 0)
+            dx = dg @ weight if "x" in needs else None
+            dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
+            return dx, dweight, dg.sum(0) if "bias" in needs else None, None
+        dy = dy.resolve_neg()
+        found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, y, None), ctx.how._replace(needs=needs))
+        return *(None if place is None else made[place] for place in found.returns[:3]), None
+
+
+class Linear(nn.Linear):
+    """An ``nn.Linear`` that calls `gsbn.torch.linear` where it is faster: in float32 on Hopper, with enough rows.
+
+    `convert` makes them of ``nn.Linear`` with ``linear=True``. Elsewhere, and under autocast and torch.compile, it is
+    PyTorch's own product. Its parameters and its state_dict are those of ``nn.Linear``.
+
+    Parameters
+    ----------
+    *arguments, **options
+        As for ``nn.Linear``.
+
+    Examples
+    --------
+    >>> import gsbn.torch
+    >>> list(gsbn.torch.Linear(64, 32).state_dict())
+    ['weight', 'bias']
+    """
+
+    _precision: Precision = "highest"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        weight, bias = self.weight, self.bias
+        if not _wins(input, weight):
+            return functional.linear(input, weight, bias)
+        return linear(input, weight, bias, precision=self._precision)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, float32 by gsbn"
+
+    def __prepare_scriptable__(self) -> nn.Linear:
+        """For torch.jit.script, which runs PyTorch's own modules."""
+        made = nn.Linear(1, 1)
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_precision"})
+        return made
+
+
+def _wins(x: Any, weight: Any) -> bool:
+    """Whether gsbn computes the product faster than PyTorch, and can."""
+    if x.__class__ not in (Tensor, nn.Parameter) or is_compiling() or is_transformed():
+        return False
+    if not x.is_cuda or not is_memory(torch, x):
+        return False
+    if not x.dtype is weight.dtype is torch.float32 or is_autocast_enabled("cuda") or not is_memory(torch, weight):
+        return False
+    return x.numel() * weight.shape[0] >= LEAST_MULTIPLICATIONS and _is_hopper(x.get_device())
+
+
+@cache
+def _is_hopper(device: int) -> bool:
+    return bool(torch.cuda.get_device_capability(device) == (9, 0))
