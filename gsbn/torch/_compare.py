@@ -128,6 +128,8 @@ def compare(
     loss: Callable[[Any], Tensor] | None = None,
     scales: tuple[type, ...] = (),
     precision: Precision = "highest",
+    trace: bool = False,
+    linear: bool = False,
     autocast: torch.dtype | None = None,
     compile: bool = True,
     graph: bool = True,
@@ -150,7 +152,7 @@ def compare(
         Makes a tensor of one element of the model's output; the step computes its gradients. By default it computes
         those of the sum of all outputs, each multiplied by its own fixed random number: after BatchNorm1d a plain sum
         and a sum of squares have no gradient.
-    scales, precision
+    scales, precision, trace, linear
         As for `convert`.
     autocast : {torch.bfloat16, torch.float16}, optional
         Forward and loss run under ``torch.autocast`` of this dtype.
@@ -211,7 +213,7 @@ def compare(
                 continue
             module = _copy_of(model)
             if converts:
-                conversion = convert(module, scales=scales, precision=precision)
+                conversion = convert(module, scales=scales, precision=precision, trace=trace, linear=linear)
             missing = "nothing was converted" if converts and not conversion.replaced else ""
             variants.append(Variant(name, module, _copies_of(inputs), compiles, setting, missing))
         rows = [row for work in WORKS for row in _measure(work, variants, setting, graph)]

@@ -52,6 +52,14 @@ def test_the_model_stays_as_it_is(mode: str, device: str) -> None:
     assert torch.equal(x, of_x[0]) and torch.equal(x.grad, of_x[1])
 
 
+def test_it_converts_as_asked() -> None:
+    model = nn.Sequential(row(), nn.Linear(6, 4))
+    for linear, last in ((False, ()), (True, (("1",),))):
+        result = compare(model, batch(), linear=linear, **QUICK)
+        assert result.conversion.replaced == (("0.0", "0.1", "0.2"), *last)
+        assert type(model[1]) is nn.Linear
+
+
 def test_what_it_gives_on_a_cpu(calls: list[Any]) -> None:
     result = compare(row(Scale(6)), batch(), scales=(Scale,), **QUICK)
     assert result.conversion.replaced == (("0", "1", "2", "3"),) and "relu" in calls
