@@ -120,15 +120,18 @@ class Case:
 @dataclass(frozen=True)
 class ModelCase:
     """A training step of a stack of layers without bias: their widths, the number of rows, and the dtype (bfloat16 is
-    autocast over float32)."""
+    autocast over float32). `head` names a class of `_heads` that is made of the widths instead."""
 
     widths: tuple[int, ...]
     rows: int
     kind: str
+    head: str = ""
 
     @property
     def layers(self) -> str:
-        """The widths in few characters: equal layers are counted."""
+        """The model in few characters: equal layers are counted."""
+        if self.head:
+            return f"{self.head} {', '.join(map(str, self.widths))}"
         first, *rest = self.widths
         if len(rest) > 3 and len(set(self.widths)) == 1:
             return f"{len(rest)} × {first}"

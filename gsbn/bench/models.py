@@ -1,4 +1,5 @@
-"""Whole models in PyTorch: stacks of Linear, BatchNorm1d and ReLU, as they are and converted by ``gsbn.torch.convert``.
+"""Whole models in PyTorch: stacks of Linear, BatchNorm1d and ReLU, as they are and converted by ``gsbn.torch.convert``;
+and published ones with a ``forward`` of their own (`_heads`), by ``trace=True`` and by options for ``torch.compile``.
 
 What is timed is a training step: forward, backward from a given gradient of y, and SGD with momentum. *As called* is
 the wall clock over many steps, host included, from an idle device to an idle device. *In a graph* is the time of a
@@ -11,6 +12,7 @@ gsbn's y over what the accuracy rule allows: 1.05 times PyTorch's, and a quarter
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from .layers_page import SERIES
 from .machine import environment
 from .page import Column, Groups, View, error_of, markdown_table, of, share, shown, time_of
 from .report import NOTHING, Report, Result, Settings
-from .trainee import Trainee, truth_of
+from .trainee import Trainee, outputs_of, truth_of
 from .turns import CaseRun, Entry, Progress, run_all
 
 NAMES = {name: LAYERS[name] for name in ("pytorch", "compile", "gsbn")} | {"gsbn-compile": "gsbn, compiled"}
@@ -44,12 +46,23 @@ MODELS: list[tuple[Widths, int]] = [
     ((64, 64, 128, 1024), 65536),
     ((512,) * 9, 8192),
 ]
+# At the sizes of their papers and examples; of ogbn-arxiv, all nodes that are trained on
+HEADS: list[tuple[str, Widths, int]] = [
+    ("GraphMLP", (128, 256, 256, 40), 90941),
+    ("FCLayers", (2000, 128, 128), 128),
+    ("PointClassifier", (1024, 512, 256, 40), 24),
+    ("Critic", (17, 6, 2048, 2048), 512),
+    ("SimSiam", (2048, 2048, 2048, 512), 512),
+    ("BarlowTwins", (2048, 8192, 8192), 2048),
+]
 REDUCED: list[tuple[Widths, int]] = [((128, 256, 256, 256), 128), ((64, 64, 128, 256), 1024), ((64,) * 9, 512)]
 
 
 def cases(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
     """Every model of the table in these dtypes; without a GPU, smaller ones."""
-    return [ModelCase(widths, rows, kind) for widths, rows in (MODELS if gpu else REDUCED) for kind in kinds]
+    stacks = [ModelCase(widths, rows, kind) for widths, rows in (MODELS if gpu else REDUCED) for kind in kinds]
+    small = [] if gpu else [(head, tuple(min(width, 64) for width in widths), 96) for head, widths, _ in HEADS]
+    return stacks + [ModelCase(widths, rows, kind, head) for head, widths, rows in small or HEADS for kind in kinds]
 
 
 def run(
@@ -71,25 +84,32 @@ class _ModelRun(CaseRun):
 
     @functools.cached_property
     def plain(self) -> tuple[Any, Any, Any, list[Any]]:
-        """The model as it is, x, dy, and what the first step gives in float64."""
+        """The model as it is, its inputs, the gradients of its outputs, and what the first step gives in float64."""
         torch, widths, rows = libraries.load(["pytorch"])["torch"], self.case.widths, self.case.rows
         if torch is None:
             raise Unavailable("torch is not installed")
         if self.device == "cuda":
             torch.cuda.empty_cache()
         torch.manual_seed(self.settings.seed)
-        layers: list[Any] = []
-        for inputs, features in itertools.pairwise(widths):
-            layers += [torch.nn.Linear(inputs, features, bias=False), torch.nn.BatchNorm1d(features), torch.nn.ReLU()]
-        plain = torch.nn.Sequential(*layers).to(self.device)
-        x = torch.randn(rows, widths[0]).to(self.device)
+        if self.case.head:
+            from . import _heads
+
+            plain = getattr(_heads, self.case.head)(*widths).without_dropout()
+            inputs = plain.batch(rows, self.settings.seed)
+        else:
+            layers: list[Any] = []
+            for a, b in itertools.pairwise(widths):
+                layers += [torch.nn.Linear(a, b, bias=False), torch.nn.BatchNorm1d(b), torch.nn.ReLU()]
+            plain, inputs = torch.nn.Sequential(*layers), (torch.randn(rows, widths[0]),)
+        plain, inputs = plain.to(self.device), tuple(each.to(self.device) for each in inputs)
         # A bfloat16's numbers, so that all candidates get the same; as small as the gradient of a mean over the rows.
-        dy = (torch.randn(rows, widths[-1]) / rows).bfloat16().float().to(self.device)
-        return plain, x, dy, truth_of(plain, x, dy)
+        shapes = [y.shape for y in outputs_of(copy.deepcopy(plain)(*inputs))]
+        dys = [(torch.randn(shape) / rows).bfloat16().float().to(self.device) for shape in shapes]
+        return plain, inputs, dys, truth_of(plain, inputs, dys)
 
     def check(self, entry: Entry) -> None:
-        plain, x, dy, truth = self.plain
-        entry.candidate = Trainee(entry.name, self.case.kind, plain, x, dy)
+        plain, inputs, dys, truth = self.plain
+        entry.candidate = Trainee(entry.name, self.case.kind, plain, inputs, dys)
         entry.facts["error"], entry.facts["error_of_gradients"] = entry.candidate.first_step(truth)
 
     def checked(self) -> None:
@@ -113,7 +133,7 @@ class _ModelRun(CaseRun):
         entry.trials["called"] = lambda: trainee.wall(calls)
         if self.device == "cuda":
             facts["peak_bytes"] = trainee.memory()
-            facts["host_us_a_layer"] = trainee.host(entry.once) * 1e6 / (len(self.case.widths) - 1)
+            facts["host_us_a_layer"] = trainee.host(entry.once) * 1e6 / trainee.layers
             replay, facts["graph_failure"] = trainee.capture()
             if replay:
                 entry.trials["graph"] = lambda: between_events(trainee.torch, replay, calls)

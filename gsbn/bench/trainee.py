@@ -19,36 +19,44 @@ RATE, MOMENTUM = 1e-4, 0.9  # of SGD: so slow that a thousand steps leave the nu
 class Trainee:
     """A copy of the plain model, converted or compiled as its name says. Its first step is not timed, but judged."""
 
-    def __init__(self, name: str, kind: str, plain: Any, x: Any, dy: Any) -> None:
+    def __init__(self, name: str, kind: str, plain: Any, inputs: tuple[Any, ...], dys: list[Any]) -> None:
         self.torch: Any = libraries.load(["pytorch"])["torch"]
         torch = self.torch
         self.kind: str = kind
-        self.x: Any = x
-        self.dy: Any = dy
-        self.y: Any = None
+        self.inputs: tuple[Any, ...] = inputs
+        self.dys: list[Any] = dys
+        self.y: list[Any] = []  # the outputs
         self.model: Any = copy.deepcopy(plain)
+        self.layers: int = sum(isinstance(module, torch.nn.Linear) for module in plain.modules())
+        stack, options = isinstance(plain, torch.nn.Sequential), {}
         if name.startswith("gsbn"):
             from .. import torch as of_torch
 
-            replaced = of_torch.convert(self.model).replaced
-            if sum(map(len, replaced)) != len(plain):
-                raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
+            if name == "gsbn-compile" and not stack:
+                options = of_torch.inductor_options()
+            else:
+                replaced = of_torch.convert(self.model, trace=not stack).replaced
+                if not replaced or (stack and sum(map(len, replaced)) != len(plain)):
+                    raise RuntimeError(f"not all of the model was converted, but {replaced or 'nothing'}")
         compiled = name in ("compile", "gsbn-compile")
-        self.forward: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.forward: Any = self.model
+        if compiled:
+            self.forward = torch.compile(self.model, dynamic=False, options=options or None)
         self.optimiser: Any = torch.optim.SGD(self.model.parameters(), RATE, MOMENTUM, foreach=True)
 
     def steps(self) -> Iterator[str]:
         """One step, which stops where a part of it ends."""
         self.optimiser.zero_grad(set_to_none=True)
-        device, bfloat16 = self.x.device.type, self.kind == "bfloat16"
+        device, bfloat16 = self.inputs[0].device.type, self.kind == "bfloat16"
         with self.torch.autocast(device, dtype=self.torch.bfloat16, enabled=bfloat16):
-            self.y = self.forward(self.x)
+            self.y = outputs_of(self.forward(*self.inputs))
         yield "forward"
-        self.y.backward(self.dy if self.dy.dtype == self.y.dtype else self.dy.to(self.y.dtype))
+        pairs = zip(self.dys, self.y, strict=True)
+        self.torch.autograd.backward(self.y, [dy if dy.dtype == y.dtype else dy.to(y.dtype) for dy, y in pairs])
         yield "backward"
         self.optimiser.step()
         yield "optimiser"
-        self.y = None  # and with it autograd's nodes, which remember the stream that they were made on
+        self.y = []  # and with it autograd's nodes, which remember the stream that they were made on
 
     def step(self) -> None:
         for _ in self.steps():
@@ -58,29 +66,31 @@ class Trainee:
         """The errors of y and of the gradients; those of the parameters count alike, whatever their sizes."""
         steps = self.steps()
         next(steps), next(steps)
-        y, *gradients = (_relative(a, b) for a, b in zip(self.outcome(), truth, strict=True))
+        pairs = list(zip(self.outcome(), truth, strict=True))
+        largest = max(float(b.norm()) for _, b in pairs[1:])  # that of a bias before a norm is 0, and rounding
+        y, *gradients = (_relative(a, b) for a, b in pairs if b is truth[0] or float(b.norm()) > 1e-9 * largest)
         errors = y, statistics.fmean(e * e for e in gradients) ** 0.5
         if not max(errors) < 1:
             raise RuntimeError(f"wrong result: an error of {max(errors):.2g} of the truth")
         next(steps)
-        self.dy, self.y = self.dy.to(self.y.dtype), None
+        self.dys, self.y = [dy.to(y.dtype) for dy, y in zip(self.dys, self.y, strict=True)], []
         return errors
 
     def outcome(self) -> list[Any]:
-        return [self.y.detach(), *(parameter.grad for parameter in self.model.parameters())]
+        return _outcome(self.torch, self.y, self.model)
 
     def wall(self, calls: int) -> float:
         """Seconds a step, of so many that are called one after another."""
         return wall_clock(self.step, calls, self.synchronize)
 
     def synchronize(self) -> None:
-        if self.x.device.type == "cuda":
+        if self.inputs[0].device.type == "cuda":
             self.torch.cuda.synchronize()
 
     def memory(self) -> int:
         """Bytes: the peak of one warm step, over what was there before it without any gradients."""
         self.optimiser.zero_grad(set_to_none=True)
-        self.y = None
+        self.y = []
         return peak_bytes(self.torch, self.step)
 
     def host(self, once: float) -> float:
@@ -115,12 +125,24 @@ class Trainee:
         return replay, ""
 
 
-def truth_of(plain: Any, x: Any, dy: Any) -> list[Any]:
+def outputs_of(found: Any) -> list[Any]:
+    """The outputs of a model through which gradients flow."""
+    return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+
+
+def truth_of(plain: Any, inputs: tuple[Any, ...], dys: list[Any]) -> list[Any]:
     """y and the gradients of the first step in float64."""
+    torch: Any = libraries.load(["pytorch"])["torch"]
     wide = copy.deepcopy(plain).double()
-    y = wide(x.double())
-    y.backward(dy.double())
-    return [y.detach(), *(parameter.grad for parameter in wide.parameters())]
+    y = outputs_of(wide(*(each.double() if each.is_floating_point() else each for each in inputs)))
+    torch.autograd.backward(y, [dy.double() for dy in dys])
+    return _outcome(torch, y, wide)
+
+
+def _outcome(torch: Any, y: list[Any], model: Any) -> list[Any]:
+    """All outputs in one row, then the gradients of the parameters that have one."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [torch.cat([each.detach().flatten() for each in y]), *gradients]
 
 
 def _relative(got: Any, want: Any) -> float:
