@@ -5,6 +5,3 @@ from .forward import forward as forward
 from .forward import forward_of as forward_of
 from .forward import forward_within as forward_within
 from .linear import linear as linear
-from .operation import ARRAYS as ARRAYS
-from .operation import FORWARD as FORWARD
-from .operation import OPTIONS as OPTIONS

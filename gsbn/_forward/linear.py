@@ -94,7 +94,8 @@ def linear(
     """
     flag("return_saved", return_saved)
     arrays = (x, weight, None, bias, None, None, None, None, None, out)
-    return call(LINEAR, arrays, (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, 1.0))
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, 1.0)
+    return call(LINEAR, arrays, options, own=("out",))
 
 
 def _unsaved(options: Options) -> Options:

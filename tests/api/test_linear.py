@@ -21,6 +21,7 @@ from tests.support.harness import (
     GPU_KINDS,
     LAYOUTS,
     Kind,
+    Producer,
     assert_same_bits,
     kind_of,
     place,
@@ -148,6 +149,19 @@ def test_a_stretched_dy(kind: Kind) -> None:
     got = gsbn.backward(dy, saved)
     np.testing.assert_allclose(kind.get(got.bias), 50, rtol=1e-6)
     np.testing.assert_allclose(kind.get(got.x), np.tile(arrays["weight"].sum(0), (50, 1)), rtol=1e-4, atol=1e-5)
+
+
+def test_other_libraries_arrays() -> None:
+    """Imported without a copy; `out` may be an array that gsbn made."""
+    arrays = arrays_of((20, 8, 4), "float32")
+    want, kept = gsbn.linear(*arrays.values(), "relu", return_saved=True)
+    foreign, out = [Producer(a) for a in arrays.values()], np.empty_like(want)
+    y, saved = gsbn.linear(*foreign, "relu", out=out, return_saved=True)
+    assert y is out
+    assert_same_bits(y, want)
+    dy = draw_dy(arrays)
+    for a, b in zip(gsbn.backward(Producer(dy), saved), gsbn.backward(dy, kept), strict=True):
+        assert (a is None and b is None) or np.array_equal(a, b)
 
 
 def test_saved_can_be_copied_and_pickled(cpu_kind: Kind) -> None:
