@@ -23,6 +23,7 @@ from ._function import cast, goes_again, is_transformed, is_watched, kind_of_ten
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
 # for gsbn's autograd node than for PyTorch's.
 LEAST_MULTIPLICATIONS = 2**31
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def linear(
@@ -157,7 +158,8 @@ class Linear(nn.Linear):
 
 def _wins(x: Any, weight: Any) -> bool:
     """Whether gsbn computes the product faster than PyTorch, and can."""
-    if x.__class__ not in (Tensor, nn.Parameter) or is_compiling() or is_transformed():
+    own = x.__class__ in _PLAIN and weight.__class__ in _PLAIN  # such as no DTensor
+    if not own or is_compiling() or is_transformed():
         return False
     if not x.is_cuda or not is_memory(torch, x):
         return False
