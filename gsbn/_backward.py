@@ -21,7 +21,7 @@ from ._ranks.exchange import signature
 from ._ranks.group import Group
 from ._saved import Saved
 from ._typing import A, AnyArray, Array
-from ._values import shown, sm_count
+from ._values import shown, sm_count, sms_within
 from .reference import Gradients
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
@@ -184,8 +184,7 @@ def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tup
     `returns` of the checked call has the index of each gradient among them, in the order of `Gradients`.
 
     With `saved` the arrays are the caller's, else autograd kept them. Half a backward gets None for the arrays that it
-    does not read. The first half makes dg as its last array; the second half takes dg, with rows padded to 16 bytes, in
-    the place of dy.
+    does not read. The first half makes dg as its last array; the second half takes dg in the place of dy.
     """
     group = how.group if how.norm else None
     found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
@@ -295,7 +294,7 @@ def _program(
 
 def _within(how: How, held: int) -> How:
     """The options with `sms` limited to `held`."""
-    return how._replace(sms=held if how.sms is None else min(how.sms, held))
+    return how._replace(sms=sms_within(how.sms, held))
 
 
 def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]:

@@ -15,6 +15,7 @@ from ._host.run import Arrays, Checked, Operation, Options, Views, call, checked
 from ._plan.backward_products import plan_product
 from ._plan.program import Program
 from ._typing import A, AnyArray, Array, Gemm, Precision
+from ._values import sms_within
 
 ARRAYS = ("a", "b")
 
@@ -103,13 +104,13 @@ def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None,
 def _within(options: Options, held: int) -> Options:
     """The options with `sms` limited to `held`."""
     precision, gemm, sms = options
-    return precision, gemm, held if sms is None else min(sms, held)
+    return precision, gemm, sms_within(sms, held)
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any) -> Any:
     checked(MATMUL, kind, arrays, options, read_only)
     a, b = map(kind.numpy, arrays)
-    wide = np.promote_types(a.dtype, np.float32) if a.itemsize > 2 else np.dtype(np.float32)
+    wide = a.dtype if a.itemsize > 2 else np.dtype(np.float32)
     return kind.from_numpy(
         np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
     )

@@ -44,6 +44,12 @@ def sm_count(value: Any) -> None:
         raise ValueError(f"sms: expected at least 1, got {shown(value)}")
 
 
+def sms_within(value: Any, held: int) -> int:
+    """The number of SMs of a call that asks for `value` where it has `held`; raises as `sm_count`."""
+    sm_count(value)
+    return held if value is None else min(value, held)
+
+
 def timeout_seconds(value: Any) -> float:
     """The seconds as a float; raise if it is not a number above 0."""
     seconds = real_number("timeout", value, "a number of seconds")

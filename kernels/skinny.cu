@@ -30,7 +30,7 @@
 
 // rows of a lane that are added in float32; by limbs only those of a tile, because the sums take registers
 constexpr int GROUP = BY_LIMBS ? LANE_ROWS : 16;
-constexpr bool ANEW = GROUP == LANE_ROWS;  // the sums begin anew with every tile
+constexpr bool GROUP_IS_TILE = GROUP == LANE_ROWS;  // then a tile assigns the sums that others add to
 
 #ifndef SAVE_DEVIATIONS
 #define SAVE_DEVIATIONS 0
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_tile(OfLane& g, const float* pivots, int lan
 #pragma unroll
             for (int l = 0; l < WORD; ++l) {
                 const float d = g[i][j + l] - pivot.at[l];
-                const bool first = ANEW && i == 0;
+                const bool first = GROUP_IS_TILE && i == 0;
                 sum[j + l] = first ? d : sum[j + l] + d;
                 squares[j + l] = first ? d * d : fmaf(d, d, squares[j + l]);
             }
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(CTA, 1)
     tiles.for_each([&](OfLane& g, long long row0, bool whole) {
         bring_back(g, lane, backs);
         const int inside = whole ? ROWS : static_cast<int>(max(tiles.end - row0, 0LL));
-        bool fresh = rows == 0 && inside > 0;
+        bool fresh = rows == 0 && inside > 0;  // it is taken twice: about its first row, then about the mean
         rows += inside;
         if (fresh) {
             if (lane < 4)

@@ -52,11 +52,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         choice("activation", activation, ACTIVATIONS)
     if momentum is not None:
         real_number("momentum", momentum, "a finite number or None")
-    choice("precision", precision, PRECISIONS)
-    choice("gemm", gemm, GEMMS)
-    sm_count(sms)
-    if x.device == "cpu" and gemm != "auto":
-        raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
+    _way(x, precision, gemm, sms)
 
     if group is not None and not training:
         raise ValueError("group: expected None in inference (training=False), whose statistics are given")
@@ -110,11 +106,7 @@ def matmul_arguments(views: Mapping[str, View | None], options: tuple[Any, ...])
     if b.shape[0] != a.shape[1]:
         raise ValueError(f"b: expected {a.shape[1]} rows to match a {a.shape}, got shape {b.shape}")
     _device("b", b, a, "a")
-    choice("precision", precision, PRECISIONS)
-    choice("gemm", gemm, GEMMS)
-    sm_count(sms)
-    if a.device == "cpu" and gemm != "auto":
-        raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
+    _way(a, precision, gemm, sms)
 
 
 def fold_arguments(views: Mapping[str, View | None], *, eps: Any, number: Any) -> None:
@@ -202,6 +194,15 @@ def _phantom(view: View) -> np.ndarray[Any, Any]:
         "data": (view.pointer, True),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _way(first: View, precision: Any, gemm: Any, sms: Any) -> None:
+    """Raise the errors of the options that say how a product is computed; `first` is its first operand."""
+    choice("precision", precision, PRECISIONS)
+    choice("gemm", gemm, GEMMS)
+    sm_count(sms)
+    if first.device == "cpu" and gemm != "auto":
+        raise ValueError(f"gemm: expected 'auto' for arrays on the CPU, got {gemm!r}")
 
 
 def _matrices(views: Mapping[str, View | None]) -> tuple[View, View]:

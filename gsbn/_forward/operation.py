@@ -18,7 +18,7 @@ from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
 from .._ranks.exchange import signature
 from .._saved import dtypes_of, saved_of
-from .._values import sm_count
+from .._values import sms_within
 
 ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
@@ -39,9 +39,7 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
 
 def _within(options: Options, held: int) -> Options:
     """The options with `sms` limited to `held`."""
-    sm_count(options[_SMS])
-    sms = held if options[_SMS] is None else min(options[_SMS], held)
-    return (*options[:_SMS], sms, *options[_SMS + 1 :])
+    return (*options[:_SMS], sms_within(options[_SMS], held), *options[_SMS + 1 :])
 
 
 def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any:

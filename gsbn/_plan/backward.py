@@ -31,8 +31,8 @@ class Asked(NamedTuple):
     """What is asked of a backward.
 
     A call has two stages, and may skip one: `norm` computes dg and the gradients of vectors from dy, `linear` the two
-    products from dg. Without `norm`, dy is the dg that the caller gives: its rows start on 16 bytes, and it is not
-    written.
+    products from dg. Without `norm`, dy is the dg that the caller gives; it is not written, and copied if its rows do
+    not start on 16 bytes.
     """
 
     training: bool
@@ -134,13 +134,17 @@ class _Backward:
     def choose(self) -> None:
         """Decide which stages run, and how."""
         p, asked, n, k, dtype, dy = self.p, self.asked, self.p.n, self.p.k, self.p.dtype, self.p.y
-        training, needs, precision, gemm, activation = (
-            asked.training, asked.needs, asked.precision, asked.gemm, asked.activation
-        )  # fmt: skip
-        norm, linear, ranks, size = asked.norm, asked.linear, asked.ranks, ITEMSIZE[dtype]
+        training, needs, precision, gemm, size = (
+            asked.training,
+            asked.needs,
+            asked.precision,
+            asked.gemm,
+            ITEMSIZE[dtype],
+        )
+        norm, linear, ranks = asked.norm, asked.linear, asked.ranks
         where = None if ranks is None else "inside" if ranks.waits and self.m else "between"
         products = "x" in needs or "weight" in needs
-        dg = products and norm and (activation is not None or not asked.identity)
+        dg = products and norm and (asked.activation is not None or not asked.identity)
         of_vectors = not {"scale", "gamma", "beta"}.isdisjoint(needs) or ("bias" in needs and not training)
         sums = norm and ((dg and training) or of_vectors or ranks is not None)
         takes_dy = products and linear and not dg
@@ -160,10 +164,10 @@ class _Backward:
 
         skinny = dual = None
         if gemm in ("auto", "tiled") and norm and linear and training:
-            skinny = skinny_backward(p._replace(y=dy), activation)
+            skinny = skinny_backward(p._replace(y=dy), asked.activation)
         passes = cut_passes(
             p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
-            transposed=dg and ld_transposed > 0, precision=precision, activation=activation, where=where,
+            transposed=dg and ld_transposed > 0, precision=precision, activation=asked.activation, where=where,
             identity=asked.identity,
         )  # fmt: skip
         if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .case import DTYPES, Case
 from .layers_page import compiled, layer_columns
-from .page import Column, error_of, markdown_table, measured_on, milliseconds, of, speedup, split
+from .page import Column, error_of, markdown_table, measured_on, milliseconds, of, sources_of, speedup, split
 from .report import Report
 
 NAME = "brief"  # of the markers in the README
@@ -40,7 +40,7 @@ LINES = tuple(
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
-    """The table, and when and where its lines were measured; of the reports by their names."""
+    """The table, and when, where and of which sources its lines were measured; of the reports by their names."""
     names = {line.case: line.layer for line in LINES}
     columns = [
         Column("layer", lambda case, results: names[case], left=True),
@@ -56,7 +56,7 @@ def markdown(reports: Mapping[str, Report]) -> str:
     table = markdown_table(columns, [(line.case, reports[line.report].by_case().get(line.case, {})) for line in LINES])
     measured: dict[str, list[str]] = {}
     for layer, report in dict.fromkeys((line.layer, line.report) for line in LINES):
-        measured.setdefault(measured_on(reports[report]), []).append(layer)
+        measured.setdefault(f"{measured_on(reports[report])} {sources_of(reports[report])}", []).append(layer)
     if len(measured) == 1:
         return f"{table}\n\nMeasured {next(iter(measured))}"
     return "\n".join([f"{table}\n", *(f"{', '.join(layers)}: {where}" for where, layers in measured.items())])

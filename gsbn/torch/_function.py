@@ -331,10 +331,6 @@ def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
-    rows, size = dg.stride(0), dg.element_size()
-    if dg.stride(1) != 1 or rows * size % 16 or dg.data_ptr() % 16:  # not the layout that `_before_norm` made
-        pitch = -(-dg.shape[1] * size // 16) * 16 // size
-        dg = dg.new_empty(len(dg), pitch)[:, : dg.shape[1]].copy_(dg)
     found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
     return [None if place is None else made[place] for place in found.returns[:2]]
 

@@ -54,6 +54,22 @@ def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, 
         assert {"copy_rows", "copy_matrix"}.intersection(launched)
 
 
+@given(
+    p=problems(),
+    needs=st.sets(st.sampled_from(["x", "weight"]), min_size=1),
+    precision=st.sampled_from(["highest", "high"]),
+    training=st.booleans(),
+)
+def test_the_products_of_a_given_dg(p: Matmul, needs: set[str], precision: str, training: bool) -> None:
+    """The second half of a backward: any dg serves, and one whose rows do not start on 16 bytes is copied."""
+    options = {"training": training, "norm": False, "needs": tuple(sorted(needs)), "precision": precision}
+    program = backward_plan(p, **options).program
+    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+    assert not [launch for launch in program.launches() if launch.kernel.name.startswith("backward_")]
+    copied = any(array.name == "copy of dy" for array in program.arrays)
+    assert copied != dy_on_words(p.y, ITEMSIZE[p.dtype])
+
+
 def test_the_last_layer_of_a_head_makes_limbs_of_dy_once() -> None:
     p = contiguous(2048, 8192, 8192, "float32")
     options = {"training": False, "identity": True, "activation": None}
