@@ -170,7 +170,7 @@ def convert(
         Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and ReLU one after another, where
         ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is now.
     linear : bool
-        Also convert each ``nn.Linear`` that no norm follows, such as the last of a head. It changes float32 alone.
+        Also convert each ``nn.Linear`` that is in no such row, as the last of a head. It changes float32 alone.
 
     Returns
     -------
