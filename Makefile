@@ -69,8 +69,9 @@ brief = --turns 2 --seconds 1.2 --settle 0.5
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
 forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
-others = autotune,triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
+others = triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
 table_kernelbench = --preset kernelbench $(brief) $(forward),$(others)
+table_autotune = --shape 1024,8192,8192 --shape 16384,4096,4096 $(two) $(brief) --only gsbn,pytorch,compile,autotune
 table_step = --preset kernelbench $(brief) $(step)
 table_many = --preset many $(two) $(brief) $(forward)
 table_few = --preset few $(two) $(brief) $(forward)
@@ -79,7 +80,7 @@ table_few_step = --preset few $(two) $(brief) $(step)
 table_models = --preset models $(brief)
 table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
-tables = kernelbench step many few many_step few_step models
+tables = kernelbench autotune step many few many_step few_step models
 
 bench: $(tables:%=table-%) table-compare
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \

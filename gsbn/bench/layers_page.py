@@ -117,6 +117,7 @@ def _markdown(report: Report) -> str:
         Column("bare GEMM", lambda case, results: milliseconds(fastest(results, BARE_GEMMS))),
         Column("PyTorch eager", of("pytorch", milliseconds)),
         Column("torch.compile", lambda case, results: milliseconds(compiled(results))),
+        Column("torch.compile, max-autotune", of("autotune", milliseconds)),
         Column("JAX", of("jax", milliseconds)),
         Column("**gsbn**", of("gsbn", milliseconds), strong=True),
         Column("× eager", lambda case, results: speedup(results.get("pytorch"), results.get("gsbn"))),

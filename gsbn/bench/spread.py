@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, MutableSequence, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,8 @@ def run(
             for number, part in enumerate(shares(cases, gpus)):
                 pool = stack.enter_context(ProcessPoolExecutor(1, start, _begin, (number, gpus, done)))
                 futures.append(pool.submit(_measure, bench, part, candidates, settings))
-            while wait(futures, timeout=0.5).not_done:
+            while not all(future.done() for future in futures):
+                time.sleep(0.5)  # Ctrl-C in a lock, such as that of wait(), would be a RuntimeError
                 progress(sum(done), len(cases), f"on {len(futures)} GPUs")
         return _together([future.result() for future in futures], cases)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +17,7 @@ from gsbn import bench
 from gsbn._timing import median_interval
 from gsbn.bench import layers, models, spread
 from gsbn.bench.turns import Progress
+from tests.support import ROOT
 
 QUICK = bench.Settings(turns=1, rounds=7, seconds=0.1, settle=0, calls=1)
 CASES = bench.cases([(24, 20, 12), (16, 8, 4), (8, 8, 8)], ["float32", "float64"])
@@ -28,6 +34,19 @@ def fake(cases: Sequence[Any], candidates: Sequence[str], settings: bench.Settin
         results.append(bench.Result(case, candidates[0], {"time": median_interval([1e-3] * 7)}, facts))
     rates = bench.Rates(float(seen), {kind: float(seen) for kind in {case.kind for case in cases}})
     return bench.Report("layers", {"gpus": [seen]}, settings, tuple(results), rates=rates, interrupted=seen == "7")
+
+
+def endless(
+    cases: Sequence[Any], candidates: Sequence[str], settings: bench.Settings, progress: Progress
+) -> bench.Report:
+    """Like `fake` for one case, then busy until Ctrl-C."""
+    report = fake(cases[:1], candidates, settings, progress)
+    try:
+        progress(1, len(cases), "busy")
+        time.sleep(60)
+    except KeyboardInterrupt:
+        return dataclasses.replace(report, interrupted=True)
+    return report
 
 
 def quiet(done: float, total: int, text: str) -> None:
@@ -71,6 +90,25 @@ def test_what_a_process_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,not a number")
     with pytest.raises(ValueError, match="not a number"):
         spread.run(fake, CASES, ["gsbn"], QUICK, quiet, gpus=2)
+
+
+def ctrl_c(done: float, total: int, text: str) -> None:
+    if done == 2:
+        os.killpg(0, signal.SIGINT)  # as a terminal sends it: to all processes
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_ctrl_c_keeps_what_every_process_has_done() -> None:
+    code = (
+        "from tests.bench.test_spread import *\n"
+        "report = spread.run(endless, CASES, ['gsbn'], QUICK, ctrl_c, gpus=2)\n"
+        "print(len(report.results), report.interrupted)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "5,7"}, text=True,
+        capture_output=True, timeout=50, start_new_session=True,
+    )  # fmt: skip
+    assert run.stdout == "2 True\n", run.stderr
 
 
 @pytest.mark.parametrize("of_models", [False, True])
