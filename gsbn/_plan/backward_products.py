@@ -150,10 +150,10 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
     own, asked = gemm in ("auto", "tiled"), gemm == "tiled"  # skinny_product
 
     def wins(us: float) -> bool:
-        others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None)
+        others = [_limbs_us(of_limbs)] + [ieee_us(p, PRODUCTS)] * (obstacle is None and gemm != "sm90")
         return us < min(others)
 
-    # also with "sm90", whose sum over all rows the tensor core would truncate
+    # with "sm90" where it beats one sum over all rows, which the tensor core would truncate
     of_rows = tall(p, precision) if name == "dw" and gemm != "cublas" else None
     if of_rows is not None and (asked or p.limits.tall or wins(of_rows.us)):
         return product("tiled", p)._replace(tall=of_rows)

@@ -218,6 +218,13 @@ def test_tall_product_computes_dw_of_many_rows(shape: tuple[int, int, int], auto
     assert not by_tall(asked._replace(x=Matrix((1, B), True)))
 
 
+def test_sm90_computes_dw_of_many_rows_by_tall_product_though_cublas_is_faster() -> None:
+    p = contiguous(131072, 48, 64, "float32")._replace(limits=Limits(skinny=False))
+    for gemm, path in (("auto", "cublas"), ("sm90", "tiled")):
+        weight = backward_plan(p, training=True, needs=("weight",), gemm=gemm).weight
+        assert weight is not None and weight.gemm == path and (weight.tall is not None) == (gemm == "sm90")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("features", [32, 128, 512])
 def test_skinny_backward_sums_few_enough_rows_in_the_tensor_core(dtype: str, features: int) -> None:
