@@ -224,7 +224,7 @@ def test_only_large_float32_calls_of_a_layer_are_gsbns(monkeypatch: pytest.Monke
     with torch.autocast("cuda", torch.bfloat16):
         layer(torch.randn(4096, 512, device="cuda"))
     assert calls == []
-    layer(torch.randn(4, 1024, 512, device="cuda"))
+    layer(torch.randn(4, 2048, 512, device="cuda"))
     assert calls == [1] * (torch.cuda.get_device_capability() == (9, 0))
 
 
