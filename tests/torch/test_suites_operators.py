@@ -198,7 +198,7 @@ def calls(device: str, dtype: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]
         given = operands(device, dtype, vectors)
         for operator in (operators.TRAIN, operators.INFER_SAVED, operators.INFER):
             momentum = None if vectors and operator is operators.TRAIN else 0.1
-            yield f"{vectors} {activation} {operator._name}", operator, arguments(given, activation, momentum)
+            yield f"{vectors} {activation} {operator.name()}", operator, arguments(given, activation, momentum)
         for training in (True, False):
             run = operators.TRAIN if training else operators.INFER_SAVED
             y, deviations, of_features = run(*arguments(given, activation))
