@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,10 +75,11 @@ def linear_batch_norm(
 
     Parameters
     ----------
-    x : (B, I) or (N, I, L) tensor
-        float32, float16, bfloat16 or float64. With three dimensions every (n, l) is a row, as in ``BatchNorm1d``. x is
-        not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
-    weight : (O, I) tensor
+    x : (B, I), (N, I, L) or (N, I, H, W) tensor
+        float32, float16, bfloat16 or float64. Every (n, l) or (n, h, w) is a row, as in ``BatchNorm1d`` and
+        ``BatchNorm2d``. x is not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a
+        contiguous (N, L, I) tensor, and in ``torch.channels_last``.
+    weight : (O, I) tensor, or (O, I, 1) or (O, I, 1, 1) of a convolution, which then says how many dimensions x has
         x's dtype, except under autocast.
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : tensor, optional
     training, momentum, eps, activation, precision, gemm
@@ -89,8 +91,9 @@ def linear_batch_norm(
 
     Returns
     -------
-    y : (B, O) or (N, O, L) tensor
-        x's dtype; under autocast, autocast's dtype. With three dimensions the features are adjacent in memory.
+    y : (B, O), (N, O, L) or (N, O, H, W) tensor
+        x's dtype; under autocast, autocast's dtype. With more than two dimensions the features are adjacent in memory,
+        except of a convolution of an x where they are not.
 
     Raises
     ------
@@ -134,12 +137,21 @@ def call(
     process_group: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
-    if x.dim() == 3:
+    conv = weight.dim() > 2
+    if conv or x.dim() == 3:
+        if conv and (x.dim() != weight.dim() or any(size != 1 for size in weight.shape[2:])):
+            raise ValueError(
+                f"weight: expected (O, I), or (O, I, 1, ...) of as many dimensions as x has, {x.dim()}; got shape "
+                f"{tuple(weight.shape)}"
+            )
         check_features(x, weight.shape[1])
-        n, features, length = x.shape
-        rows = x.transpose(1, 2).reshape(n * length, features)
-        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)
-        return y.view(n, length, weight.shape[0]).transpose(1, 2)
+        n, features, *sizes = x.shape
+        rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
+        y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group)
+        if prod(sizes) == 1 and x.stride(-1) == 1:  # of both layouts that y has, PyTorch's choice for such an x
+            return y.view(n, weight.shape[0], *sizes)
+        y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
+        return y if in_rows(x) or not conv else y.contiguous()
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
     differentiate = is_grad_enabled() and (
@@ -167,10 +179,23 @@ def call(
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
 
 
+def in_rows(x: Any) -> bool:
+    """Whether x (N, C, ...) is a matrix of evenly spaced rows of C adjacent features, so that it needs no copy. With
+    one feature both layouts are the same memory, and x counts as contiguous, as in PyTorch."""
+    (n, features, *sizes), (of_n, of_features, *more) = x.shape, x.stride()
+    if prod(sizes) == 1:
+        return True
+    steps = [step for step in zip((n, *sizes), (of_n, *more), strict=True) if step[0] != 1]
+    even = all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
+    return even and of_features == 1 < features <= steps[-1][1]
+
+
 def check_features(x: Any, features: int) -> None:
-    """Raise ValueError if x of three dimensions is not (N, features, L)."""
+    """Raise ValueError if x of three or more dimensions is not (N, features, L)."""
     if x.shape[1] != features:
-        use = f"; use x.transpose(1, 2), as this is (N, L, {features})" if x.shape[2] == features else ""
+        use = ""
+        if x.dim() == 3 and x.shape[2] == features:
+            use = f"; use x.transpose(1, 2), as this is (N, L, {features})"
         raise ValueError(
             f"x: read as (N, C, L), as BatchNorm1d does, with C = {features} features; got shape {tuple(x.shape)}{use}"
         )
