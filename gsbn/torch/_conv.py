@@ -195,7 +195,8 @@ class ConvBatchNorm1d(ConvBatchNorm):
     -----
     The input is (N, in_channels, L), the output (N, out_channels, L). gsbn computes it where the channels are adjacent
     in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, and where L is 1; y then has its channels
-    adjacent, too. For any other input, on a CPU, and where a module is not plain, as in `LinearBatchNorm1d`, PyTorch's
+    adjacent, too. In 16 bits on Hopper it also takes a contiguous x whose L is a multiple of 8 from 64 on; y is then
+    contiguous. For any other input, on a CPU, and where a module is not plain, as in `LinearBatchNorm1d`, PyTorch's
     own modules compute it, in the precision that PyTorch is set to. Ranks that share a batch take gsbn in every layout.
 
     Examples

@@ -12,7 +12,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from .._arrays.kinds import NUMBERS, Kind, kind_of
+from .._arrays.kinds import NUMBERS
 from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
@@ -22,6 +22,8 @@ from .._typing import Activation, Gemm, Precision
 from .._values import shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
+from ._autograd import cast, goes_again, in_place, keeps_graph, kind_of_tensor, transforms
+from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
 
@@ -34,9 +36,8 @@ _WANTED = {
 is_watched = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-# torch.jit.trace would record a result as a constant; the tensors of torch.func have no memory.
+# torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
-_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_ad: Any = torch.autograd.forward_ad
 _NO_LEVEL = SimpleNamespace(_current_level=-1)
 _level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEVEL  # 0 or more: tensors have tangents
@@ -45,7 +46,7 @@ _level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEV
 def is_transformed() -> bool:
     """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is active: PyTorch's own
     modules must run then."""
-    return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
+    return not is_compiling() and (_trace() is not None or transforms() or _level._current_level >= 0)
 
 
 def linear_batch_norm(
@@ -92,8 +93,9 @@ def linear_batch_norm(
     Returns
     -------
     y : (B, O), (N, O, L) or (N, O, H, W) tensor
-        x's dtype; under autocast, autocast's dtype. With more than two dimensions the features are adjacent in memory,
-        except of a convolution of an x where they are not.
+        x's dtype; under autocast, autocast's dtype. With more than two dimensions the features are adjacent in memory.
+        Where they are not in x, y of a convolution is contiguous; so it is of any weight where gsbn has a kernel for
+        contiguous x: in 16 bits on Hopper, where L (or H W) is a multiple of 8 from 64 on, without a scale.
 
     Raises
     ------
@@ -145,6 +147,10 @@ def call(
                 f"{tuple(weight.shape)}"
             )
         check_features(x, weight.shape[1])
+        alone = not options[0] or name_of(process_group) is None
+        vectors = bias, gamma, beta
+        if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
+            return channels_first(x, weight.flatten(1), vectors, state, options, activation)
         n, features, *sizes = x.shape
         rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
         y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group)
@@ -201,11 +207,6 @@ def check_features(x: Any, features: int) -> None:
         )
 
 
-def cast(array: Any, dtype: Any) -> Any:
-    """Cast as autocast casts the operands of a product."""
-    return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
-
-
 class _Whole(Function):
     """The whole forward and backward as one autograd node; autograd calls them with grad mode off."""
 
@@ -225,7 +226,7 @@ class _Whole(Function):
         if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
         dy = dy.resolve_neg()
-        return *_gradients(_in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
+        return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
 
 class _Linear(Function):
@@ -255,7 +256,7 @@ class _Linear(Function):
         dx = dweight = None
         if of_x:
             dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
-        if not _keeps_graph():
+        if not keeps_graph():
             ctx.cast = None
         if of_weight:
             _, dweight = _products(how._replace(needs=("weight",)), dg, ctx.saved_tensors[0], None)
@@ -284,7 +285,7 @@ class _Norm(Function):
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
         dy = dy.resolve_neg()
-        return *_before_norm(_in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
+        return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 
 
 def _apply(
@@ -310,8 +311,6 @@ def _apply_of(node: Any) -> Any:
 
 
 _FOUR = (False,) * 4
-# Whether the graph is kept for another backward; True if torch cannot tell.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def _forward(
@@ -358,25 +357,3 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
     found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
     return [None if place is None else made[place] for place in found.returns[:2]]
-
-
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
-
-
-def goes_again(dy: Any) -> bool:
-    """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
-    return bool(is_grad_enabled() or _transforms() or _is_batched(dy))
-
-
-def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
-    """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
-    the forward made them: hooks on saved tensors may return other memory."""
-    if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not _keeps_graph():
-        return how._replace(in_place=True)
-    return how
-
-
-def kind_of_tensor(tensor: Any) -> Kind:
-    kind = kind_of(tensor)
-    assert kind is not None
-    return kind

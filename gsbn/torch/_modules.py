@@ -16,6 +16,7 @@ from .._arrays.admit import is_memory
 from .._arrays.check import ACTIVATIONS
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
+from ._channels_first import serves_channels_first
 from ._function import call, in_rows, is_transformed
 from ._groups import name_of, world
 
@@ -156,12 +157,17 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
 def _suits(x: Any, conv: Any, norm: Any) -> bool:
     """Whether gsbn takes this input of a convolution, and without a copy. Ranks that share a batch copy: PyTorch's
     SyncBatchNorm is slower, and on a CPU there is none."""
-    if x.dim() != conv._parameters["weight"].dim() or not_pointwise(conv) is not None:
+    weight, of_norm = conv._parameters["weight"], norm._parameters
+    if x.dim() != weight.dim() or not_pointwise(conv) is not None:
         return False
     if in_rows(x):
         return True
     shared = norm.training and norm.__class__ in (nn.SyncBatchNorm, SyncBatchNorm)
-    return shared and name_of(norm.process_group or world()) is not None
+    if shared and name_of(norm.process_group or world()) is not None:
+        return True
+    training = norm.training or norm._buffers["running_mean"] is None
+    vectors = conv._parameters["bias"], of_norm["weight"], of_norm["bias"]
+    return serves_channels_first(x, weight, vectors, (training, "auto"))
 
 
 def not_pointwise(conv: Any) -> str | None:
