@@ -71,6 +71,15 @@
 // needs this for dx = dg w (w MN-major) and dw = dg^T x (both). wgmma takes 16-bit operands either way; a stage then
 // holds them as columns of 64 rows (SmemOperand). With ELEMENT_LIMBS_RS, w may be MN-major.
 //
+// Channels first. With CHANNELS_FIRST x is (samples, k, length) in memory, and y and the deviations (samples, n,
+// length): what a 1x1 convolution has. m counts the rows of all samples. A tile lies in one sample, and the last one of a
+// sample may be short (sm90/samples.cuh). x is MN-major, and TMA takes the sample as a third dimension: it never crosses
+// a sample. An accumulator row is a feature, as always, so y is stored as it lies in registers, without the transposition.
+// In MODE_RECOMPUTE a CTA has neighbouring tiles, so that the rows of its part follow from two of their numbers. MODE_GEMM
+// makes dx of it, w being MN-major. For dw both operands are (samples, features, length): with K_IN_SAMPLES k runs over
+// the lengths of all samples, in steps that do not cross a sample, and is split into parts_alone parts of equally many
+// steps, each of which makes an (m, n) of y; reduce_split_k adds them.
+//
 // Two CTAs on an SM. With OCCUPANCY 2 a CTA has half of an SM, and its pipeline half of the stages. CTAs of the next
 // launch are then resident, and have begun, before those of this one have ended. It pays where tiles are small and one
 // wave of them fills the SMs.
@@ -150,11 +159,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
               warp = warp_index % 4;
     const int clusters = gridDim.x / CLUSTER_CTAS, part = cluster_part();
     const int all_steps = (int)((k + BLOCK_K - 1) / BLOCK_K);
-    const int first_step = all_steps * part / SPLIT_K, steps = all_steps * (part + 1) / SPLIT_K - first_step;
+    const int first_step = all_steps * part / SPLIT_K,
+              steps = K_IN_SAMPLES ? all_steps / (int)p.parts_alone : all_steps * (part + 1) / SPLIT_K - first_step;
     const int blocks = (int)((n + BLOCK_N - 1) / BLOCK_N);
     const size_t features = (size_t)blocks * BLOCK_N;
     const int rows = BLOCK_M * W_SHARERS;  // of the tiles of a cluster
-    const TileScheduler scheduler = {(int)((m + rows - 1) / rows), (blocks + X_SHARERS - 1) / X_SHARERS, (int)panel};
+    const int splits = K_IN_SAMPLES ? (int)p.parts_alone : 1;
+    const int rows_of_tiles = CHANNELS_FIRST ? (int)(m / p.y_row) * ((int)(p.y_row + BLOCK_M - 1) / BLOCK_M)
+                                             : splits * (int)((m + rows - 1) / rows);
+    const TileScheduler scheduler = {rows_of_tiles, (blocks + X_SHARERS - 1) / X_SHARERS, (int)panel};
     const Features f = {.bias = bias,
                         .bias_code = p.bias,
                         .scale = scale,

@@ -23,25 +23,28 @@ def tensor_map(
     box_cols: int,
     promotion: int,
     box_limbs: int = 0,
+    samples: int = 0,
 ) -> tuple[Any, int]:
     """The tensor map of a row-major (rows, cols) matrix with a pitch in bytes: its owner and its address.
 
     A box is (box_rows, box_cols), where box_cols are 128 bytes, with a swizzle of 128 bytes; outside of the matrix it
     reads zeros and writes nothing. "tf32" rounds float32 to nearest as it loads. With `box_limbs` rows are those of
-    limbs (split_limbs.cu): pieces of 128 bytes are a third dimension, and a box takes `box_limbs` of them. Pointer and
+    limbs (split_limbs.cu): pieces of 128 bytes are a third dimension, and a box takes `box_limbs` of them. With
+    `samples` so many such matrices lie behind each other, and are a third dimension; a box lies in one. Pointer and
     pitch are multiples of 16 bytes. The cache's key is all that a map encodes, and addresses are unique across devices,
     so a map never becomes invalid.
     """
+    depth, below, box = (samples, rows * pitch, 1) if samples else (-(-cols // box_cols) * 2, 128, box_limbs)
     owner = ctypes.create_string_buffer(128 + 63)
     at = (ctypes.addressof(owner) + 63) & ~63  # cuTensorMapEncodeTiled needs 64-byte alignment
     result = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
         _TYPES[dtype],
-        3 if box_limbs else 2,
+        3 if box else 2,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 3)(box_cols if box_limbs else cols, rows, -(-cols // box_cols) * 2),
-        (ctypes.c_uint64 * 2)(pitch, 128),
-        (ctypes.c_uint32 * 3)(box_cols, box_rows, box_limbs),
+        (ctypes.c_uint64 * 3)(box_cols if box_limbs else cols, rows, depth),
+        (ctypes.c_uint64 * 2)(pitch, below),
+        (ctypes.c_uint32 * 3)(box_cols, box_rows, box),
         (ctypes.c_uint32 * 3)(1, 1, 1),
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,

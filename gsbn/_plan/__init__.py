@@ -6,6 +6,9 @@ one family of kernels each is in `copies`, `limbs`, `skinny` and `split_k`.
 """
 
 from .backward import plan_backward as plan_backward
+from .channels_first import channels_first_obstacle as channels_first_obstacle
+from .channels_first import plan_backward_channels_first as plan_backward_channels_first
+from .channels_first import plan_forward_channels_first as plan_forward_channels_first
 from .copies import in_rows as in_rows
 from .forward import plan_forward as plan_forward
 from .forward_path import gemm_for as gemm_for

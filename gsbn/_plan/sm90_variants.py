@@ -43,6 +43,8 @@ SPLIT_K_TILES_BY_MODE = {
 }
 # (BLOCK_M, CLUSTER, SPLIT_K) of "limbs_rs", for few rows. In mode "gemm" the weight is MN-major, as in the backward.
 LIMBS_RS_TILES = tuple((block_m, 1, 1) for block_m in (32, 64, 128)) + SPLIT_K_TILES_BY_MODE["inference"][:-1]
+# (BLOCK_M, CLUSTER) with channels first, whose x is MN-major: a CTA loads whole columns
+CHANNELS_FIRST_TILES = ((256, 2), (256, 1), (128, 2), (128, 1), (64, 1))
 
 
 def sm90_kernels() -> Iterator[Kernel]:
@@ -79,6 +81,12 @@ def sm90_kernels() -> Iterator[Kernel]:
             yield forward_sm90(element, mode, block_m, cluster, saves, split=split)
     for block_m, cluster, split in LIMBS_RS_TILES:
         yield forward_sm90(limbs_rs, "gemm", block_m, cluster, w_mn_major=True, split=split)
+    for element, tile in itertools.product(("float16", "bfloat16"), CHANNELS_FIRST_TILES):
+        for mode, saves in (("inference", False), ("recompute", False), ("recompute", True)):
+            yield channels_first_sm90(element, mode, *tile, saves)
+        yield channels_first_sm90(element, "gemm", *tile, w_mn_major=True)
+        if tile[1] == 1:
+            yield k_in_samples_sm90(element, tile[0])
 
 
 @cache
@@ -116,6 +124,22 @@ def forward_sm90(
     }
     shared = Constants(CONFIG, defines)["SHARED_BYTES"]
     return Kernel("forward_sm90", "forward_sm90", tuple(defines.items()), arch=ARCH, shared=shared)
+
+
+@cache
+def channels_first_sm90(
+    element: str, mode: str, block_m: int, cluster: int, saves: bool = False, w_mn_major: bool = False
+) -> Kernel:
+    """The variant for an x (N, k, L) and a y (N, n, L)."""
+    kernel = forward_sm90(element, mode, block_m, cluster, saves, x_mn_major=True, w_mn_major=w_mn_major)
+    return kernel._replace(defines=(*kernel.defines, ("CHANNELS_FIRST", "1")))
+
+
+@cache
+def k_in_samples_sm90(element: str, block_m: int) -> Kernel:
+    """The variant that sums over the rows of an x (N, m, L) and a weight (N, n, L), in splits: partial products."""
+    kernel = forward_sm90(element, "gemm", block_m, 1, wide=True)
+    return kernel._replace(defines=(*kernel.defines, ("K_IN_SAMPLES", "1")))
 
 
 def stages(element: str, mode: str, block_m: int, cluster: int, split: int) -> int:

@@ -85,6 +85,7 @@ def _plain_kernels() -> Iterator[Kernel]:
         for sizes in skinny_backward_sizes(dtype):
             yield skinny_backward_kernel(dtype, *sizes)
     yield from (tall_product(), reduce_split_k())
+    yield from itertools.chain.from_iterable(map(channels_backward, ("bfloat16", "float16")))
     yield from itertools.starmap(dual_gemm, itertools.product(("bfloat16", "float16"), DUAL_ROWS, DUAL_CLUSTERS))
     yield from map(copy_matrix, (2, 4, 8))
     yield from (copy_rows(), clear())
@@ -249,6 +250,14 @@ def backward_kernels(
         dg = dg._replace(defines=(*defines, ("TRANSPOSED", "true")))
         dg = dg._replace(shared=Constants("backward.cu", dict(dg.defines))["TILE_BYTES"])
     return sums, dg, fused, *others
+
+
+def channels_backward(dtype: str) -> tuple[Kernel, Kernel]:
+    """channel_sums and channel_dg, for a dy and deviations of `dtype`."""
+    t = C_TYPE[dtype]
+    defines = (("T_TYPE", t), ("D_TYPE", t), ("G_TYPE", "float"), ("TRAINING", "true"))
+    sums, dg = (Kernel(name, "channels_backward", defines, arch=ARCH) for name in ("channel_sums", "channel_dg"))
+    return sums, dg
 
 
 def column_sums(kernel: Kernel) -> tuple[int, int]:

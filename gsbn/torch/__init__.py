@@ -12,6 +12,7 @@ Nothing else in gsbn imports this package: `gsbn.forward` and `gsbn.backward` ta
 
 from ._compare import Comparison, Measured, compare
 from ._compile import backend, inductor_options
+from ._conv import ConvBatchNorm1d, ConvBatchNorm2d
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
 from ._groups import group
@@ -21,6 +22,8 @@ from ._modules import SyncBatchNorm
 
 __all__ = [
     "Comparison",
+    "ConvBatchNorm1d",
+    "ConvBatchNorm2d",
     "Conversion",
     "Left",
     "Linear",

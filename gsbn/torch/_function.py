@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from .._arrays.kinds import NUMBERS, Kind, kind_of
+from .._arrays.kinds import NUMBERS
 from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
@@ -21,6 +22,8 @@ from .._typing import Activation, Gemm, Precision
 from .._values import shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
+from ._autograd import cast, goes_again, in_place, keeps_graph, kind_of_tensor, transforms
+from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
 
@@ -33,9 +36,8 @@ _WANTED = {
 is_watched = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-# torch.jit.trace would record a result as a constant; the tensors of torch.func have no memory.
+# torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
-_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _forward_ad: Any = torch.autograd.forward_ad
 _NO_LEVEL = SimpleNamespace(_current_level=-1)
 _level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEVEL  # 0 or more: tensors have tangents
@@ -44,7 +46,7 @@ _level: Any = _forward_ad if hasattr(_forward_ad, "_current_level") else _NO_LEV
 def is_transformed() -> bool:
     """Whether torch.jit.trace, forward-mode differentiation or a transform of torch.func is active: PyTorch's own
     modules must run then."""
-    return not is_compiling() and (_trace() is not None or _transforms() or _level._current_level >= 0)
+    return not is_compiling() and (_trace() is not None or transforms() or _level._current_level >= 0)
 
 
 def linear_batch_norm(
@@ -74,10 +76,11 @@ def linear_batch_norm(
 
     Parameters
     ----------
-    x : (B, I) or (N, I, L) tensor
-        float32, float16, bfloat16 or float64. With three dimensions every (n, l) is a row, as in ``BatchNorm1d``. x is
-        not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, I) tensor.
-    weight : (O, I) tensor
+    x : (B, I), (N, I, L) or (N, I, H, W) tensor
+        float32, float16, bfloat16 or float64. Every (n, l) or (n, h, w) is a row, as in ``BatchNorm1d`` and
+        ``BatchNorm2d``. x is not copied if its features are adjacent in memory, as in ``z.transpose(1, 2)`` of a
+        contiguous (N, L, I) tensor, and in ``torch.channels_last``.
+    weight : (O, I) tensor, or (O, I, 1) or (O, I, 1, 1) of a convolution, which then says how many dimensions x has
         x's dtype, except under autocast.
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : tensor, optional
     training, momentum, eps, activation, precision, gemm
@@ -89,8 +92,10 @@ def linear_batch_norm(
 
     Returns
     -------
-    y : (B, O) or (N, O, L) tensor
-        x's dtype; under autocast, autocast's dtype. With three dimensions the features are adjacent in memory.
+    y : (B, O), (N, O, L) or (N, O, H, W) tensor
+        x's dtype; under autocast, autocast's dtype. With more than two dimensions the features are adjacent in memory.
+        Where they are not in x, y of a convolution is contiguous; so it is of any weight where gsbn has a kernel for
+        contiguous x: in 16 bits on Hopper, where L (or H W) is a multiple of 8 from 64 on, without a scale.
 
     Raises
     ------
@@ -134,12 +139,25 @@ def call(
     process_group: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
-    if x.dim() == 3:
+    conv = weight.dim() > 2
+    if conv or x.dim() == 3:
+        if conv and (x.dim() != weight.dim() or any(size != 1 for size in weight.shape[2:])):
+            raise ValueError(
+                f"weight: expected (O, I), or (O, I, 1, ...) of as many dimensions as x has, {x.dim()}; got shape "
+                f"{tuple(weight.shape)}"
+            )
         check_features(x, weight.shape[1])
-        n, features, length = x.shape
-        rows = x.transpose(1, 2).reshape(n * length, features)
-        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)
-        return y.view(n, length, weight.shape[0]).transpose(1, 2)
+        alone = not options[0] or name_of(process_group) is None
+        vectors = bias, gamma, beta
+        if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
+            return channels_first(x, weight.flatten(1), vectors, state, options, activation)
+        n, features, *sizes = x.shape
+        rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
+        y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group)
+        if prod(sizes) == 1 and x.stride(-1) == 1:  # of both layouts that y has, PyTorch's choice for such an x
+            return y.view(n, weight.shape[0], *sizes)
+        y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
+        return y if in_rows(x) or not conv else y.contiguous()
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
     differentiate = is_grad_enabled() and (
@@ -167,18 +185,26 @@ def call(
     return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
 
 
+def in_rows(x: Any) -> bool:
+    """Whether x (N, C, ...) is a matrix of evenly spaced rows of C adjacent features, so that it needs no copy. With
+    one feature both layouts are the same memory, and x counts as contiguous, as in PyTorch."""
+    (n, features, *sizes), (of_n, of_features, *more) = x.shape, x.stride()
+    if prod(sizes) == 1:
+        return True
+    steps = [step for step in zip((n, *sizes), (of_n, *more), strict=True) if step[0] != 1]
+    even = all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
+    return even and of_features == 1 < features <= steps[-1][1]
+
+
 def check_features(x: Any, features: int) -> None:
-    """Raise ValueError if x of three dimensions is not (N, features, L)."""
+    """Raise ValueError if x of three or more dimensions is not (N, features, L)."""
     if x.shape[1] != features:
-        use = f"; use x.transpose(1, 2), as this is (N, L, {features})" if x.shape[2] == features else ""
+        use = ""
+        if x.dim() == 3 and x.shape[2] == features:
+            use = f"; use x.transpose(1, 2), as this is (N, L, {features})"
         raise ValueError(
             f"x: read as (N, C, L), as BatchNorm1d does, with C = {features} features; got shape {tuple(x.shape)}{use}"
         )
-
-
-def cast(array: Any, dtype: Any) -> Any:
-    """Cast as autocast casts the operands of a product."""
-    return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
 class _Whole(Function):
@@ -200,7 +226,7 @@ class _Whole(Function):
         if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
         dy = dy.resolve_neg()
-        return *_gradients(_in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
+        return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
 
 class _Linear(Function):
@@ -230,7 +256,7 @@ class _Linear(Function):
         dx = dweight = None
         if of_x:
             dx, _ = _products(how._replace(needs=("x",)), dg, None, ctx.cast)
-        if not _keeps_graph():
+        if not keeps_graph():
             ctx.cast = None
         if of_weight:
             _, dweight = _products(how._replace(needs=("weight",)), dg, ctx.saved_tensors[0], None)
@@ -259,7 +285,7 @@ class _Norm(Function):
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
         dy = dy.resolve_neg()
-        return *_before_norm(_in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
+        return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 
 
 def _apply(
@@ -285,8 +311,6 @@ def _apply_of(node: Any) -> Any:
 
 
 _FOUR = (False,) * 4
-# Whether the graph is kept for another backward; True if torch cannot tell.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def _forward(
@@ -333,25 +357,3 @@ def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
     found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
     return [None if place is None else made[place] for place in found.returns[:2]]
-
-
-_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
-
-
-def goes_again(dy: Any) -> bool:
-    """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
-    return bool(is_grad_enabled() or _transforms() or _is_batched(dy))
-
-
-def _in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
-    """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
-    the forward made them: hooks on saved tensors may return other memory."""
-    if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not _keeps_graph():
-        return how._replace(in_place=True)
-    return how
-
-
-def kind_of_tensor(tensor: Any) -> Kind:
-    kind = kind_of(tensor)
-    assert kind is not None
-    return kind

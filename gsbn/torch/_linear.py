@@ -18,7 +18,8 @@ from .._backward import run as backward_run
 from .._forward import linear as of_arrays
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
-from ._function import cast, goes_again, is_transformed, is_watched, kind_of_tensor, require_tensors
+from ._autograd import cast, goes_again, kind_of_tensor
+from ._function import is_transformed, is_watched, require_tensors
 
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
 # for gsbn's autograd node than for PyTorch's.

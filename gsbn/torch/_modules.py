@@ -1,4 +1,4 @@
-"""Run Linear, optional scale, BatchNorm1d and optional ReLU as one call, with the parameters of these modules."""
+"""Run Linear or 1x1 convolution, optional scale, BatchNorm and optional ReLU as one call, with their tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from .._arrays.admit import is_memory
+from .._arrays.check import ACTIVATIONS
 from .._typing import Activation, Gemm, Precision
-from ._function import call, is_transformed
-from ._groups import world
+from .._values import choice
+from ._channels_first import serves_channels_first
+from ._function import call, in_rows, is_transformed
+from ._groups import name_of, world
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
 _NO_STATISTICS = (None, None, None)
@@ -60,16 +63,28 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return made
 
 
-NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
+NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm)
+# The norms that may follow each class
+FOLLOWERS: dict[Any, tuple[Any, ...]] = {
+    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
+    nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
+    nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
+}
 NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
-_FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *NAMES)}
+_FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *NAMES)}
+
+
+def module_of(activation: Any) -> nn.Module:
+    """PyTorch's module of an activation."""
+    choice("activation", activation, ACTIVATIONS)
+    return next(module for module, name in NAMES.items() if name == activation)()
 
 
 class Row(NamedTuple):
     """Consecutive modules, in order; None for an absent one."""
 
-    linear: Any
+    linear: Any  # or a 1x1 convolution
     scale: Any  # a module that multiplies by its parameter `scale`, or the parameter itself
     norm: Any
     activation: Any  # a module, or functional.relu
@@ -95,8 +110,8 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
     """Whether the modules after the Linear compute the same as one call of gsbn."""
-    if x.dim() != 2:  # with three, Linear and BatchNorm1d disagree about the dimension of the features
-        return False
+    if linear.__class__ is nn.Linear and x.dim() != 2:
+        return False  # with three, Linear and BatchNorm1d disagree about the dimension of the features
     if scale is None:
         return True
     # with two dtypes PyTorch continues in the wider one; under autocast gsbn gives autocast's, as documented
@@ -122,9 +137,9 @@ def is_plain(module: Any, type_: Any) -> bool:
 
 def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     """Whether one call of gsbn may replace the calls of both modules for this input."""
-    if norm.__class__ not in NORMS or not is_plain(norm, norm.__class__):
+    if norm.__class__ not in FOLLOWERS.get(linear.__class__, ()) or not is_plain(norm, norm.__class__):
         return False
-    if not is_plain(linear, nn.Linear) or _hooks_of_all() or is_transformed():
+    if not is_plain(linear, linear.__class__) or _hooks_of_all() or is_transformed():
         return False
     of_linear, of_norm, buffers = linear._parameters, norm._parameters, norm._buffers
     if not ("bias" in of_linear and "weight" in of_norm and "bias" in of_norm and "running_mean" in buffers):
@@ -136,13 +151,39 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
         return False
     if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's are
         return False
-    return wins(x, norm)
+    return wins(x, norm) and (linear.__class__ is nn.Linear or _suits(x, linear, norm))
+
+
+def _suits(x: Any, conv: Any, norm: Any) -> bool:
+    """Whether gsbn takes this input of a convolution, and without a copy. Ranks that share a batch copy: PyTorch's
+    SyncBatchNorm is slower, and on a CPU there is none."""
+    weight, of_norm = conv._parameters["weight"], norm._parameters
+    if x.dim() != weight.dim() or not_pointwise(conv) is not None:
+        return False
+    if in_rows(x):
+        return True
+    shared = norm.training and norm.__class__ in (nn.SyncBatchNorm, SyncBatchNorm)
+    if shared and name_of(norm.process_group or world()) is not None:
+        return True
+    training = norm.training or norm._buffers["running_mean"] is None
+    vectors = conv._parameters["bias"], of_norm["weight"], of_norm["bias"]
+    return serves_channels_first(x, weight, vectors, (training, "auto"))
+
+
+def not_pointwise(conv: Any) -> str | None:
+    """Why a convolution is no product of a matrix of rows with its weight, or None."""
+    for name, what in (("kernel_size", "a kernel"), ("stride", "a stride")):
+        if any(size != 1 for size in getattr(conv, name)):
+            return f"its {title(conv)} has {what} of {' x '.join(map(str, getattr(conv, name)))}, not of 1"
+    if not isinstance(conv.padding, str) and any(conv.padding):
+        return f"its {title(conv)} has a padding"
+    return None if conv.groups == 1 else f"its {title(conv)} has {conv.groups} groups"
 
 
 def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
-    return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
+    return x.is_cuda or norm.__class__ not in (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 def fused(
@@ -153,7 +194,7 @@ def fused(
     mean, training = buffers["running_mean"], norm.training
     # As BatchNorm1d and SyncBatchNorm choose their statistics
     process_group = None
-    if training and norm.__class__ is not nn.BatchNorm1d:
+    if training and norm.__class__ in (nn.SyncBatchNorm, SyncBatchNorm):
         process_group = norm.process_group or world()
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
@@ -174,17 +215,26 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
     """The row whose norm is child i, or why there is none; depends only on the modules' classes and sizes."""
     norm = children[i]
     if norm.__class__ not in NORMS:
-        return f"it is a {title(norm)}, not an nn.BatchNorm1d or nn.SyncBatchNorm"
+        return f"it is a {title(norm)}, not an nn.BatchNorm1d, nn.BatchNorm2d or nn.SyncBatchNorm"
     scaled = i > 0 and (children[i - 1].__class__ in scales or isinstance(children[i - 1], Tensor))
     scale, at = (children[i - 1], i - 2) if scaled else (None, i - 1)
     if at < 0:
-        return "no nn.Linear stands before it"
+        return "no nn.Linear or convolution stands before it"
     linear = children[at]
-    if linear.__class__ is not nn.Linear:
-        return f"it follows a {title(linear)}, not an nn.Linear{'' if scaled else ' or a class in scales='}"
-    features = linear.out_features
+    if linear.__class__ not in FOLLOWERS:
+        more = "" if scaled else " or a class in scales="
+        return f"it follows a {title(linear)}, not an nn.Linear, an nn.Conv1d, an nn.Conv2d{more}"
+    if norm.__class__ not in FOLLOWERS[linear.__class__]:
+        return f"a {title(norm)} does not take the output of its {title(linear)}"
+    conv = linear.__class__ is not nn.Linear
+    why = not_pointwise(linear) if conv else None
+    if why is None and conv and scaled:
+        why = f"a scale stands between it and its {title(linear)}"
+    if why is not None:
+        return why
+    features = linear.out_channels if conv else linear.out_features
     if norm.num_features != features:
-        return f"it has {norm.num_features} features, its nn.Linear {features}"
+        return f"it has {norm.num_features} features, its nn.{title(linear)} {features}"
     if scale is not None and not _is_scale(scale, features):
         return f"its {title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
     after = children[i + 1] if i + 1 < len(children) else None

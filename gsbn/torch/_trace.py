@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from .._typing import Precision
 from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
-from ._modules import NAMES, NORMS, Row, around, hindrance, run, title
+from ._modules import FOLLOWERS, NAMES, NORMS, Row, around, hindrance, run, title
 
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
 
@@ -149,7 +149,7 @@ def _replace(
         if len(node.args) != 1 or node.kwargs:
             return None
         class_ = module.get_submodule(node.target).__class__
-        kinds = {nn.Linear: "linear", **dict.fromkeys(NORMS, "norm"), **dict.fromkeys(NAMES, "relu")}
+        kinds = {**dict.fromkeys(FOLLOWERS, "linear"), **dict.fromkeys(NORMS, "norm"), **dict.fromkeys(NAMES, "relu")}
         return "times" if class_ in scales else kinds.get(class_)
 
     replaced, left = [], {}

@@ -21,6 +21,12 @@ __device__ __forceinline__ void tma_store(const TensorMap* map, const void* from
                  : "memory");
 }
 
+__device__ __forceinline__ void tma_store(const TensorMap* map, const void* from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(smem(from)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Wait until all but the last PENDING stores of this thread have read shared memory; until all are in global memory.

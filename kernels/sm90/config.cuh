@@ -20,14 +20,20 @@
 #define FLOAT32_OUTPUT 0   // 1: y is float32 though x and w have 16 bits
 #define RANKS 0            // 1, in MODE_TRAINING: ranks share the batch
 #endif
+#ifndef CHANNELS_FIRST
+#define CHANNELS_FIRST 0  // 1: x is (samples, k, length) in memory, y (samples, n, length); and X_MN_MAJOR is 1
+#endif
+#ifndef K_IN_SAMPLES
+#define K_IN_SAMPLES 0  // 1: x is (samples, m, length), w (samples, n, length), k all lengths; y is (splits of k, m, n)
+#endif
 
 struct ForwardSm90Problem {
     long long m, n, k;        // rows of x, features, what is summed over
-    long long y_row;          // row pitch of y, in elements
+    long long y_row;          // row pitch of y, in elements; in samples, their length
     long long ld_deviations;  // and of the deviations
     long long panel;          // column blocks that are taken row by row, see TileScheduler
     // MODE_TRAINING: how many parts the rows have for the first in_panels blocks of features, and for the others
-    // (RowParts)
+    // (RowParts). K_IN_SAMPLES: parts_alone is the number of splits of k
     long long in_panels, parts_in_panels, parts_alone;
     long long flags;      // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_ALONE; in MODE_GEMM FLAG_INDEPENDENT
     long long signature;  // what this call is, of a group
@@ -44,7 +50,14 @@ constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE 
 constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32, else of x's type
 constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
 constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
-static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || (MODE == MODE_GEMM && OF_16_BITS), "only products of 16 bits");
+static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || ((MODE == MODE_GEMM || CHANNELS_FIRST) && OF_16_BITS),
+              "only products of 16 bits");
+static_assert(!K_IN_SAMPLES ||
+                  (MODE == MODE_GEMM && OF_16_BITS && FLOAT32_OUTPUT && SPLIT_K == 1 && !X_MN_MAJOR && !W_MN_MAJOR),
+              "partial products of K-major operands");
+static_assert(!CHANNELS_FIRST || (X_MN_MAJOR && !FLOAT32_OUTPUT && SPLIT_K == 1 && !RANKS && MODE != MODE_TRAINING &&
+                                  MODE != MODE_CLUSTER_BATCH),
+              "no tile is deferred or shared");
 static_assert(!W_MN_MAJOR || (MODE == MODE_GEMM && (OF_16_BITS || ELEMENT == ELEMENT_LIMBS_RS)), "and w as it is");
 static_assert(SPLIT_K == 1 || (MODE != MODE_RECOMPUTE && !RANKS && !(MODE == MODE_CLUSTER_BATCH && CLUSTER > 1)),
               "a CTA has one tile");

@@ -247,17 +247,36 @@ struct Consumer : Cta {
                 const auto packed = [&](int j, int h) {
                     return pack_of(h, e[Accumulator::at(j, h, 0)], e[Accumulator::at(j, h, 1)]);
                 };
-                const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
-                                  (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+                if constexpr (CHANNELS_FIRST) {  // no transposition: 64 features of 64 rows, 128 bytes each
+                    const u32 start = smem(staging) + (16 * warp + (lane & 15)) * 128;
 #pragma unroll
-                for (int j = 0; j < PASS_M / 8; j += 2)
-                    stmatrix_trans(start + j * (8 * 128), packed(j, 0), packed(j, 1), packed(j + 1, 0),
-                                   packed(j + 1, 1));
+                    for (int j = 0; j < PASS_M / 8; j += 2)
+                        stmatrix(start + (((j + lane / 16) ^ (lane & 7)) << 4), packed(j, 0), packed(j, 1),
+                                 packed(j + 1, 0), packed(j + 1, 1));
+                } else {
+                    const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
+                                      (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+                    for (int j = 0; j < PASS_M / 8; j += 2)
+                        stmatrix_trans(start + j * (8 * 128), packed(j, 0), packed(j, 1), packed(j + 1, 0),
+                                       packed(j + 1, 1));
+                }
             }
             fence_async();
             warpgroup_sync(half);
             if (TO_Y && !(p.flags & FLAG_VECTOR_Y)) {
                 store_pieces(staging, row * BLOCK_M + pass * PASS_M, block * BLOCK_N + 64 * half, lane);
+            } else if (CHANNELS_FIRST) {
+                const Samples::Place at = samples().place(row);
+                if (storer && block < blocks)
+                    tma_store(&map, staging, at.first + pass * PASS_M, block * BLOCK_N + 64 * half, at.sample);
+            } else if (K_IN_SAMPLES) {
+                const OfSplit at = of_split(row);
+                if (storer && block < blocks)
+                    for (int box = 0; box < BOXES; box++)
+                        tma_store(&map, staging + box * (PASS_M * 128),
+                                  block * BLOCK_N + 64 * half + box * (64 / BOXES), at.row * BLOCK_M + pass * PASS_M,
+                                  at.split);
             } else if (storer && block < blocks) {
                 for (int box = 0; box < BOXES; box++)
                     tma_store(&map, staging + box * (PASS_M * 128), block * BLOCK_N + 64 * half + box * (64 / BOXES),

@@ -100,8 +100,28 @@ struct Cta {
     const size_t features;
     const TileScheduler scheduler;
 
+    // CHANNELS_FIRST: the tiles of the samples,
+    __device__ __forceinline__ Samples samples() const {
+        return {(int)p.y_row, scheduler.rows, clusters / scheduler.cols};
+    }
+    // and the part of them that a CTA has in MODE_RECOMPUTE.
+    __device__ __forceinline__ int part() const { return cluster_id() / scheduler.cols; }
+
+    // K_IN_SAMPLES: rows of tiles come split by split.
+    struct OfSplit {
+        int split, row;
+    };
+    __device__ __forceinline__ OfSplit of_split(int row) const {
+        const int rows = scheduler.rows / (int)p.parts_alone;
+        return {row / rows, row % rows};
+    }
+
     // How many tiles this CTA has,
-    __device__ __forceinline__ int tiles() const { return (scheduler.count() - 1 - cluster_id()) / clusters + 1; }
+    __device__ __forceinline__ int tiles() const {
+        if constexpr (CHANNELS_FIRST && MODE == MODE_RECOMPUTE)
+            return samples().first(part() + 1) - samples().first(part());
+        return (scheduler.count() - 1 - cluster_id()) / clusters + 1;
+    }
 
     // and how many it multiplies.
     __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
@@ -116,6 +136,9 @@ struct Cta {
         if constexpr (MODE == MODE_RECOMPUTE) {
             const int last = tiles() - 1;
             if (nth > last) nth = nth <= 2 * last ? 2 * last - nth : last + 1;
+            if constexpr (CHANNELS_FIRST)
+                return nth > last ? scheduler.count()
+                                  : (samples().first(part()) + nth) * scheduler.cols + cluster_id() % scheduler.cols;
         }
         return cluster_id() + nth * clusters;
     }
@@ -134,7 +157,11 @@ struct Cta {
                 (rest ? rest : count) - 1,
                 (float)(most * BLOCK_M),
                 (float)(most * BLOCK_M - (tiles * BLOCK_M - (int)m)),
-                (float)(each * BLOCK_M)};
+                (float)(each * BLOCK_M),
+#if CHANNELS_FIRST
+                samples()
+#endif
+        };
     }
     __device__ __forceinline__ int part_count(int block) const {
         return (int)(block < p.in_panels ? p.parts_in_panels : p.parts_alone);

@@ -118,7 +118,9 @@ __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
 
 // Loads what the consumers need for the epilogue of the CTA's last tile. By one warp.
 __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
-    const auto [row, block] = scheduler.at((tiles() - 1) * clusters + cluster_id(), cluster_rank());
+    // with CHANNELS_FIRST a CTA has one block, and its tiles are not `clusters` apart
+    const int last = CHANNELS_FIRST ? tile(0) : (tiles() - 1) * clusters + cluster_id();
+    const auto [row, block] = scheduler.at(last, cluster_rank());
 #pragma unroll
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {

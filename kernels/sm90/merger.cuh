@@ -64,7 +64,9 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
         const bool merges_tiles = this->merges_tiles(block);
         const RowParts parts = this->parts(block);
         const int share = parts.share(), lanes = parts.lanes(),
-                  first = share * (merges_tiles ? row % parts.count : row);
+                  first = share * (CHANNELS_FIRST ? part()
+                                   : merges_tiles ? row % parts.count
+                                                  : row);
         const int backoff = MODE == MODE_RECOMPUTE || i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
         if (merges_tiles) {
             merge(own, nth, row, block, backoff);

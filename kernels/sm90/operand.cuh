@@ -6,7 +6,7 @@
 // An operand in a stage, swizzled (wgmma.cuh); its rows are rows of x or features of w. K-major it is one block;
 // MN-major it is [rows / COLUMN][BLOCK_K][128 bytes]. Either way so many rows take 128 bytes each, and whole columns
 // can be split off.
-template <bool MN_MAJOR>
+template <bool MN_MAJOR, bool IN_SAMPLES = false>
 struct SmemOperand {
     static constexpr int BLOCK_BYTES = MN_MAJOR ? BLOCK_K * 128 : 16;  // from column to column; ignored if K-major
     static constexpr u64 NEXT = (MN_MAJOR ? MMA_K * 128 : 32) / 16;    // what one wgmma's k adds to a descriptor
@@ -15,7 +15,8 @@ struct SmemOperand {
         return operand_descriptor(smem(tile), BLOCK_BYTES);
     }
 
-    // Loads ROWS rows from `row` on, at one step of k; with ALL to all CTAs that share the tile.
+    // Loads ROWS rows from `row` on, at one step of k; with ALL to all CTAs that share the tile. IN_SAMPLES: `limb` is
+    // the sample; the adjacent dimension, rows if MN-major and else k, lies in that.
     template <int ROWS, bool ALL>
     static __device__ __forceinline__ void load(char* to, const TensorMap* map, u64* bar, int step, int row, int limb) {
 #pragma unroll
@@ -24,12 +25,12 @@ struct SmemOperand {
             if constexpr (MATRICES == 2)  // both limbs of a step lie next to each other in a row: split_limbs.cu
                 tma_load<ALL>(to, map, bar, 0, y, 2 * step + limb);
             else
-                tma_load<ALL>(to + r * 128, map, bar, x, y, limb);
+                tma_load<ALL, IN_SAMPLES>(to + r * 128, map, bar, x, y, limb);
         }
     }
 };
-typedef SmemOperand<W_MN_MAJOR> W;
-typedef SmemOperand<X_MN_MAJOR> X;
+typedef SmemOperand<W_MN_MAJOR, K_IN_SAMPLES> W;
+typedef SmemOperand<X_MN_MAJOR, CHANNELS_FIRST || K_IN_SAMPLES> X;
 
 // d += w x^T of 32 bytes of k, or d = w x^T where `accumulate` is 0; a and b are descriptors of W and X.
 template <int SIZE>

@@ -13,9 +13,24 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
         // of each limb.
         const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
                   w_first = W_SHARERS > 1 ? rank * (BLOCK_N / W_SHARERS) : 0;
-        const int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
+        int x_row = (row - rank % SPLIT_K) * BLOCK_M + (MATRICES == 1 ? x_part * (PRODUCT_M / X_SHARERS) : 0);
+        int depth = MATRICES == 2 ? x_part : 0;  // limb or sample
+        if constexpr (CHANNELS_FIRST) {
+            const Samples::Place at = samples().place(row);
+            x_row = at.first + x_part * (PRODUCT_M / X_SHARERS), depth = at.sample;
+        }
+        int first = first_step;
+        if constexpr (K_IN_SAMPLES) {
+            const OfSplit at = of_split(row);
+            x_row = at.row * BLOCK_M + x_part * (PRODUCT_M / X_SHARERS), first = at.split * steps;
+        }
 #pragma unroll 1
-        for (int step = first_step; step < first_step + steps; step++) {
+        for (int of_all = first; of_all < first + steps; of_all++) {
+            int step = of_all, w_depth = 0;
+            if constexpr (K_IN_SAMPLES) {
+                const int each = ((int)p.y_row + BLOCK_K - 1) / BLOCK_K;
+                depth = w_depth = of_all / each, step = of_all % each;
+            }
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
             char* w_tile = sh.stage[s];
@@ -33,9 +48,10 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
 #pragma unroll
                 for (int limb = 0; limb < (W_SHARERS > 1 ? MATRICES : 1); limb++)
                     W::load<BLOCK_N / W_SHARERS, (W_SHARERS > 1)>(w_tile + (limb * BLOCK_N + w_first) * 128, &w_map,
-                                                                  &sh.full[s], step, block * BLOCK_N + w_first, limb);
+                                                                  &sh.full[s], step, block * BLOCK_N + w_first,
+                                                                  K_IN_SAMPLES ? w_depth : limb);
             X::load<PRODUCT_M / X_SHARERS, (X_SHARERS > 1)>(w_tile + W_BYTES + x_part * (X_BYTES / X_SHARERS), &x_map,
-                                                            &sh.full[s], step, x_row, MATRICES == 2 ? x_part : 0);
+                                                            &sh.full[s], step, x_row, depth);
             if (++s == STAGES) s = 0, phase ^= 1;
         }
     }

@@ -47,27 +47,34 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
 }
 
 // Loads a box. With ALL it arrives at the same place, and at the same barrier, in every CTA that shares the tile. The
-// map's third dimension are limbs.
+// map's third dimension, if it has one, are limbs or samples.
 #define TMA_LOAD(DIMENSIONS, COORDINATES, MULTICAST, MASK)                                                         \
     asm volatile("cp.async.bulk.tensor." DIMENSIONS                                                                \
                  ".shared::cluster.global.tile.mbarrier::complete_tx::bytes" MULTICAST " [%0], [%1, {" COORDINATES \
                  "}], [%2]" MASK ";" ::"r"(smem(to)),                                                              \
                  "l"(map), "r"(smem(bar)), "r"(x), "r"(y), "r"(limb), "h"(every_cta)                               \
                  : "memory")
-template <bool ALL, bool OF_LIMBS = MATRICES == 2>
+template <bool ALL, bool DEEP = MATRICES == 2>
 __device__ __forceinline__ void tma_load(void* to, const TensorMap* map, u64* bar, int x, int y, int limb) {
     constexpr int SIDES = ((1 << CLUSTER_CTAS) - 1) / ((1 << SPLIT_K) - 1);  // a bit for each CTA, SPLIT_K apart
     const short every_cta = ALL ? SIDES << cluster_part() : 0;
-    if constexpr (!OF_LIMBS && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
-    if constexpr (!OF_LIMBS && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
-    if constexpr (OF_LIMBS && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
-    if constexpr (OF_LIMBS && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
+    if constexpr (!DEEP && !ALL) TMA_LOAD("2d", "%3, %4", "", "");
+    if constexpr (!DEEP && ALL) TMA_LOAD("2d", "%3, %4", ".multicast::cluster", ", %6");
+    if constexpr (DEEP && !ALL) TMA_LOAD("3d", "%3, %4, %5", "", "");
+    if constexpr (DEEP && ALL) TMA_LOAD("3d", "%3, %4, %5", ".multicast::cluster", ", %6");
 }
 
 // Stores four 8 x 8 matrices transposed: `at` of lane l is where column l % 8 of matrix l / 8 goes.
 __device__ __forceinline__ void stmatrix_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
                  "r"(c), "r"(d)
+                 : "memory");
+}
+
+// The same as they are: `at` of lane l is where row l % 8 of matrix l / 8 goes.
+__device__ __forceinline__ void stmatrix(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
                  : "memory");
 }
 

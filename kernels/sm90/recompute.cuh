@@ -80,11 +80,14 @@ struct Recomputer : Consumer {
             }
             float own[2] = {};  // what has been subtracted from g
             if (nth <= last) {
-                const int rows = min((int)m - row * BLOCK_M, BLOCK_M);
+                const int rows = CHANNELS_FIRST ? samples().rows_of(row) : min((int)m - row * BLOCK_M, BLOCK_M);
                 float of_tile[2];
                 centre(d, rows, lane, own, of_tile);
+                const auto before = [&] {  // rows of the tiles that so_far has
+                    return CHANNELS_FIRST ? samples().rows_between(samples().first(part), row) : nth * BLOCK_M;
+                };
 #pragma unroll
-                for (int h = 0; h < 2; h++) so_far[h].merge(own[h], of_tile[h], nth * BLOCK_M, rows);
+                for (int h = 0; h < 2; h++) so_far[h].merge(own[h], of_tile[h], before(), rows);
                 if (nth < last) continue;
                 publish_statistics(part, block, lane, true);
             }

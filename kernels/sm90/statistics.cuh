@@ -1,6 +1,7 @@
 // The caller's per-feature arguments; the statistics of a feature over the rows of one tile, and merged over all rows.
 #pragma once
 #include "sm90/accumulator.cuh"
+#include "sm90/samples.cuh"
 #include "sm90/words.cuh"
 
 struct Affine {  // of one feature
@@ -79,13 +80,22 @@ struct RowParts {
     int count, m;
     int last;                  // the part with the last tile, the only one that may be short
     float before, at, beyond;  // rows of each part before `last`, of `last`, and of each after it
+#if CHANNELS_FIRST
+    Samples samples;  // which alone tell the rows of a part
+#endif
 
     __device__ __forceinline__ int share() const { return (BLOCK_N + count - 1) / count; }
     __device__ __forceinline__ int lanes() const {
         if constexpr (MODE == MODE_CLUSTER_BATCH) return 1;  // so that mergers and consumers get the same bits
         return max(1, 32 >> (32 - __clz(share() - 1)));
     }
-    __device__ __forceinline__ float rows(int i) const { return i < last ? before : i == last ? at : beyond; }
+    __device__ __forceinline__ float rows(int i) const {
+#if CHANNELS_FIRST
+        return (float)samples.rows_between(samples.first(i), samples.first(i + 1));
+#else
+        return i < last ? before : i == last ? at : beyond;
+#endif
+    }
 };
 
 // Where (mean, M2) of the parts of one feature are: in the workspace, perhaps not yet written;

@@ -16,6 +16,7 @@ FLOORS = (  # lowest first; a package without named modules stands for all of th
     {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
     {"gsbn._cpu", "gsbn._host", "gsbn._saved"},
     {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._matmul", "gsbn._prepare"},
+    {"gsbn._channels_first"},
     {"gsbn.torch"},
     {"gsbn"},
     {"gsbn.bench"},

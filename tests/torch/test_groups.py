@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import gsbn.torch  # noqa: E402
-from gsbn.torch import LinearBatchNorm1d, SyncBatchNorm, _groups, linear_batch_norm  # noqa: E402
+from gsbn.torch import ConvBatchNorm2d, LinearBatchNorm1d, SyncBatchNorm, _groups, linear_batch_norm  # noqa: E402
 from tests.support.ranks import SIZE, Ranks  # noqa: E402
 from tests.torch.layers import I, O, assert_same, batch, pair, step  # noqa: E402
 
@@ -100,6 +100,34 @@ def of_one_process(options: Any, times: int = 2) -> Any:
     gradients = dict(plain.named_parameters())
     of_parameters = [gradients[name].grad for name, _ in layer.named_parameters()]
     return [numbers(list(a)) for a in ((y, leaf.grad), of_parameters, plain.buffers())]
+
+
+def of_a_convolution(rank: int, device: str, split: tuple[int, ...], last: bool, process_group: bool = True) -> Any:
+    """A step of the samples of a rank, with channels last or contiguous; y is in PyTorch's format for them."""
+    torch.manual_seed(0)
+    group = distributed.group.WORLD if process_group else None
+    layer = ConvBatchNorm2d(I, O, activation="relu", dtype=torch.float64, process_group=group).to(device)
+    x = share(batch("cpu", shape=(ROWS, I, 2, 3)), rank, split).to(device)
+    leaf = x.to(memory_format=torch.channels_last if last else torch.contiguous_format).requires_grad_()
+    y = layer(leaf)
+    assert y.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    (y * share(cosines(6 * ROWS).view(ROWS, O, 2, 3), rank, split).to(device)).sum().backward()
+    return [numbers(list(a)) for a in ((y, leaf.grad), (p.grad for p in layer.parameters()), layer.buffers())]
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_convolutions(ranks: Ranks, split: tuple[int, ...], last: bool) -> None:
+    """As test_a_step_is_that_of_one_process, of 6 rows a sample: sums of 120 rows end below 1e-11."""
+    found = ranks(of_a_convolution, split, last)
+    rows, gradients, buffers = of_a_convolution(0, "cpu", (ROWS, 0), last, False)
+    for i, whole in enumerate(rows):
+        np.testing.assert_allclose(np.concatenate([of[0][i] for of in found]), whole, rtol=0, atol=1e-11)
+    for i, whole in enumerate(gradients):
+        np.testing.assert_allclose(sum(of[1][i] for of in found), whole, rtol=0, atol=1e-11)
+    for i, whole in enumerate(buffers):
+        np.testing.assert_allclose(found[0][2][i], whole, rtol=0, atol=1e-11)
+        np.testing.assert_array_equal(found[0][2][i], found[1][2][i])
 
 
 @pytest.mark.parametrize("options", [ALL, {"track_running_stats": False}], ids=["all", "no statistics"])

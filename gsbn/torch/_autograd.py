@@ -1,0 +1,40 @@
+"""What gsbn's autograd nodes share: casts, and what a backward may do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import is_grad_enabled
+
+from .._arrays.kinds import Kind, kind_of
+from .._backward import How
+
+transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+# Whether the graph is kept for another backward; True if torch cannot tell.
+keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
+
+
+def goes_again(dy: Any) -> bool:
+    """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
+    return bool(is_grad_enabled() or transforms() or _is_batched(dy))
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """Cast as autocast casts the operands of a product."""
+    return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
+
+
+def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
+    """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
+    the forward made them: hooks on saved tensors may return other memory."""
+    if how.training and deviations.dtype is dy.dtype and deviations.data_ptr() == at and not keeps_graph():
+        return how._replace(in_place=True)
+    return how
+
+
+def kind_of_tensor(tensor: Any) -> Kind:
+    kind = kind_of(tensor)
+    assert kind is not None
+    return kind

@@ -1,0 +1,231 @@
+"""ConvBatchNorm1d and ConvBatchNorm2d: the layers of 1x1 convolutions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._arrays.check import ACTIVATIONS, PRECISIONS
+from .._fold import fold
+from .._typing import Activation, Precision
+from .._values import choice, type_name
+from ._groups import check_group
+from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, module_of, not_pointwise
+
+
+class ConvBatchNorm(nn.Module):
+    """What the layers of one and two dimensions share; they say which modules they consist of."""
+
+    _conv: ClassVar[Any]
+    _norm: ClassVar[Any]
+    conv: Any
+    norm: Any
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        bias: bool = False,
+        affine: bool = True,
+        activation: Activation | None = None,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        precision: Precision = "highest",
+        process_group: Any = None,
+    ) -> None:
+        check_group(process_group)
+        conv = self._conv(in_channels, out_channels, 1, bias=bias, device=device, dtype=dtype)
+        of_norm = out_channels, eps, momentum, affine, track_running_stats, device, dtype
+        shared = process_group is not None
+        norm = SyncBatchNorm(*of_norm, process_group=process_group) if shared else self._norm(*of_norm)
+        self._fill(conv, norm, activation, precision)
+
+    def _fill(self, conv: nn.Module, norm: nn.Module, activation: Activation | None, precision: Precision) -> None:
+        if activation is not None:
+            choice("activation", activation, ACTIVATIONS)
+        choice("precision", precision, PRECISIONS)
+        nn.Module.__init__(self)
+        self.training = norm.training
+        self.conv, self.norm = conv, norm
+        self.activation, self.precision = activation, precision
+
+    @classmethod
+    def from_modules(
+        cls, conv: Any, norm: Any, activation: Activation | None = None, *, precision: Precision = "highest"
+    ) -> Any:
+        """Make a layer of modules that exist, which it uses and does not copy, as `LinearBatchNorm1d.from_modules`.
+
+        Parameters
+        ----------
+        conv : nn.Conv1d or nn.Conv2d
+            Of the layer's number of dimensions, with a kernel and a stride of 1, no padding and no groups; becomes
+            `layer.conv`.
+        norm : nn.BatchNorm1d, nn.BatchNorm2d or nn.SyncBatchNorm
+            Becomes `layer.norm`; of as many features as `conv` has output channels.
+        activation, precision
+            As for the layer.
+
+        Returns
+        -------
+        ConvBatchNorm1d or ConvBatchNorm2d
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is of another type, a module is lazy and has not run, the convolution is not 1x1, or the numbers
+            of features differ.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> import gsbn.torch
+        >>> conv, norm = nn.Conv2d(64, 32, 1), nn.BatchNorm2d(32)
+        >>> gsbn.torch.ConvBatchNorm2d.from_modules(conv, norm, "relu").conv is conv
+        True
+        """
+        lazy = nn.modules.lazy.LazyModuleMixin
+        if not isinstance(conv, cls._conv) or isinstance(conv, lazy):
+            raise TypeError(f"conv: expected an nn.{cls._conv.__name__} that is not lazy, got {type_name(conv)}")
+        if not isinstance(norm, FOLLOWERS[cls._conv]) or isinstance(norm, lazy):
+            names = f"nn.{cls._norm.__name__} or nn.SyncBatchNorm"
+            raise TypeError(f"norm: expected an {names} that is not lazy, got {type_name(norm)}")
+        why = not_pointwise(conv)
+        if why is not None:
+            raise ValueError(f"conv: expected a 1x1 convolution, but {why}")
+        if norm.num_features != conv.out_channels:
+            raise ValueError(
+                f"norm: expected {conv.out_channels} features, as many as conv has output channels, got "
+                f"{norm.num_features}"
+            )
+        made = cls.__new__(cls)
+        made._fill(conv, norm, activation, precision)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute y from x."""
+        conv: Any = self._modules["conv"]
+        norm: Any = self._modules["norm"]
+        if are_plain(x, conv, norm):
+            return cast(Tensor, fused(x, conv, None, norm, self.activation, self.precision, "auto"))
+        y = norm(conv(x))
+        return cast(Tensor, y if self.activation is None else module_of(self.activation)(y))
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """For torch.jit.script, which compiles PyTorch's own modules."""
+        made = nn.Sequential()
+        made.add_module("conv", self.conv)
+        made.add_module("norm", self.norm)
+        if self.activation is not None:
+            made.add_module("after", module_of(self.activation))
+        made.training = self.training
+        return made
+
+    def extra_repr(self) -> str:
+        shown: dict[str, Any] = {"activation": self.activation} if self.activation is not None else {}
+        shown |= {"precision": self.precision} if self.precision != "highest" else {}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+    def fold(self) -> nn.Module:
+        """Fold the layer in ``eval()`` into one convolution, as `LinearBatchNorm1d.fold` does into one Linear.
+
+        Returns
+        -------
+        nn.Conv1d, nn.Conv2d or nn.Sequential
+            A new 1x1 convolution with bias; with an activation, ``nn.Sequential(Conv, ReLU)``.
+
+        Raises
+        ------
+        ValueError
+            The layer has no running statistics.
+
+        Examples
+        --------
+        >>> import gsbn.torch
+        >>> gsbn.torch.ConvBatchNorm1d(64, 32).eval().fold()
+        Conv1d(64, 32, kernel_size=(1,), stride=(1,))
+        """
+        conv, norm = self.conv, self.norm
+        if norm.running_mean is None or norm.running_var is None:
+            raise ValueError("fold: expected running statistics, got a layer of track_running_stats=False")
+        of_norm = norm.running_mean, norm.running_var
+        vectors = {"bias": conv.bias, "gamma": norm.weight, "beta": norm.bias}
+        with torch.no_grad():
+            weight, bias = fold(conv.weight.flatten(1), None, *of_norm, eps=norm.eps, **vectors)
+            weight = weight.view_as(conv.weight)
+        made = self._conv(conv.in_channels, conv.out_channels, 1, device="meta")  # meta draws no random numbers
+        made.weight, made.bias = nn.Parameter(weight), nn.Parameter(bias)
+        return cast(nn.Module, made if self.activation is None else nn.Sequential(made, module_of(self.activation)))
+
+
+class ConvBatchNorm1d(ConvBatchNorm):
+    """1x1 Conv1d, BatchNorm1d and optional ReLU in one call of gsbn.
+
+    `conv` is an ``nn.Conv1d`` of kernel size 1 and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They
+    hold the parameters and the running statistics, and the names in the ``state_dict`` are ``conv.*`` and ``norm.*``.
+
+    Parameters
+    ----------
+    in_channels, out_channels : int
+        The numbers of channels of the input and of the output.
+    bias : bool
+        Whether the convolution has a bias. In training it has no effect on y, because the mean is subtracted.
+    affine, eps, momentum, track_running_stats
+        As in ``nn.BatchNorm1d``.
+    activation : {"relu"}, optional
+        Applied to the output.
+    device, dtype
+        The device and the dtype of the parameters.
+    precision : str
+        As in `gsbn.forward`, where gsbn computes.
+    process_group : torch.distributed.ProcessGroup, optional
+        As in `LinearBatchNorm1d`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `activation` or `precision` is not an allowed word, or `process_group` is not a ProcessGroup.
+
+    Notes
+    -----
+    The input is (N, in_channels, L), the output (N, out_channels, L). gsbn computes it where the channels are adjacent
+    in memory, as in ``z.transpose(1, 2)`` of a contiguous (N, L, C) tensor, and where L is 1; y then has its channels
+    adjacent, too. In 16 bits on Hopper it also takes a contiguous x whose L is a multiple of 8 from 64 on; y is then
+    contiguous. For any other input, on a CPU, and where a module is not plain, as in `LinearBatchNorm1d`, PyTorch's
+    own modules compute it, in the precision that PyTorch is set to. Ranks that share a batch take gsbn in every layout.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import gsbn.torch
+    >>> layer = gsbn.torch.ConvBatchNorm1d(64, 32, activation="relu")
+    >>> layer(torch.randn(8, 20, 64).transpose(1, 2)).shape
+    torch.Size([8, 32, 20])
+    """
+
+    _conv, _norm = nn.Conv1d, nn.BatchNorm1d
+
+
+class ConvBatchNorm2d(ConvBatchNorm):
+    """1x1 Conv2d, BatchNorm2d and optional ReLU in one call of gsbn.
+
+    Everything is as in `ConvBatchNorm1d`, in two dimensions: `conv` is an ``nn.Conv2d`` and `norm` an
+    ``nn.BatchNorm2d``, the input is (N, in_channels, H, W) and the output (N, out_channels, H, W). The channels are
+    adjacent in memory in ``torch.channels_last``, which y then has, too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import gsbn.torch
+    >>> layer = gsbn.torch.ConvBatchNorm2d(64, 32, activation="relu").to(memory_format=torch.channels_last)
+    >>> x = torch.randn(8, 64, 14, 14).to(memory_format=torch.channels_last)
+    >>> layer(x).shape
+    torch.Size([8, 32, 14, 14])
+    """
+
+    _conv, _norm = nn.Conv2d, nn.BatchNorm2d

@@ -1,0 +1,153 @@
+// channels_backward: backward.cu with channels first: from dy and the deviations d that the forward saved, all of the
+// backward in training but its two products. dy, d and dg are (samples, n, length) in memory, of 16 bits; `length` is a
+// multiple of VEC. The formulas and the corrections for the rounding of d are backward.cu's (Projection).
+//
+// An item of work is a feature and a split of its words of 16 bytes, sums_rows of them; ldd is the length. A thread takes
+// a word at a time, all of one feature. channel_sums adds a thread's elements in float32, 2 VEC of them, then in float64, in an order that
+// depends on the shape alone. channel_dg merges the splits of its feature by itself, in a fixed order; the items of the
+// first split write the gradients of size O. It takes the items from the last one on: channel_sums took them from the
+// first one on, so L2 still holds the end. dg may overwrite d.
+//
+// Bytes moved: channel_sums dy and d once, channel_dg dy and d once and dg once; at (32, 128, 4096) in bfloat16 67 and
+// 101 MB.
+#include "backward/columns.cuh"
+
+static_assert(sizeof(T) == 2 && sizeof(D) == 2 && TRAINING && SUMS == 4, "training in 16 bits");
+constexpr int AT_ONCE = 4;  // words of 16 bytes that a thread has in flight, of dy and of d
+
+using Words = Vector<T, VEC>;
+
+// The words of an item: those of its feature in its split. All words of a feature are counted sample after sample.
+struct Strip {
+    unsigned begin, count, of_sample;  // words
+    long long start, per_sample;       // the feature's first word; from sample to sample
+
+    __device__ Strip(const BackwardProblem& p, long long feature, long long split) {
+        const long long first = split * p.sums_rows;
+        begin = static_cast<unsigned>(first);
+        count = static_cast<unsigned>(max(min(p.sums_rows, p.m / VEC - first), 0LL));
+        of_sample = static_cast<unsigned>(p.ldd / VEC);
+        start = feature * of_sample;
+        per_sample = p.n * of_sample;
+    }
+    __device__ long long at(unsigned i) const {
+        const unsigned word = begin + i;
+        return start + word / of_sample * per_sample + word % of_sample;
+    }
+};
+
+__device__ inline Words load(const T* from, long long word) {
+    const uint4 v = reinterpret_cast<const uint4*>(from)[word];
+    return *reinterpret_cast<const Words*>(&v);
+}
+
+// workspace (splits, SUMS, n): the sums of each split, in float64
+extern "C" __global__ void __launch_bounds__(THREADS)
+    channel_sums(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
+                 double* workspace) {
+    await_kernel_ahead();
+    __shared__ double of_warps[SUMS][WARPS];
+    for_each_item(p.n * p.splits, [&](unsigned item) {
+        const long long split = item / static_cast<unsigned>(p.n), feature = item % static_cast<unsigned>(p.n);
+        const Strip strip(p, feature, split);
+        const BeforeY before(p, saved, feature, 1);
+        double sums[SUMS] = {};
+#pragma unroll 1
+        for (unsigned i = threadIdx.x; i < strip.count; i += AT_ONCE * THREADS) {
+            Words of_dy[AT_ONCE] = {}, of_d[AT_ONCE] = {};
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (i + j * THREADS < strip.count) {
+                    const long long at = strip.at(i + j * THREADS);
+                    of_dy[j] = load(dy, at);
+                    of_d[j] = load(d, at);
+                }
+#pragma unroll
+            for (int pair = 0; pair < AT_ONCE; pair += 2) {
+                float part[SUMS] = {};
+#pragma unroll
+                for (int j = pair; j < pair + 2; ++j)
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e) {
+                        const float v = to_float(of_d[j].at[e]), u = before.gradient(0, to_float(of_dy[j].at[e]), v);
+                        part[0] += u;
+                        part[1] = fmaf(u, v, part[1]);
+                        part[2] += v;
+                        part[3] = fmaf(v, v, part[3]);
+                    }
+#pragma unroll
+                for (int s = 0; s < SUMS; ++s) sums[s] += static_cast<double>(part[s]);
+            }
+        }
+#pragma unroll
+        for (int s = 0; s < SUMS; ++s) {
+#pragma unroll
+            for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(0xFFFFFFFF, sums[s], bit);
+            if (threadIdx.x % LANES == 0) of_warps[s][threadIdx.x / LANES] = sums[s];
+        }
+        __syncthreads();
+        if (threadIdx.x < SUMS) {
+            double sum = 0.0;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) sum += of_warps[threadIdx.x][warp];
+            workspace[(split * SUMS + threadIdx.x) * p.n + feature] = sum;
+        }
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    channel_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
+               const double* workspace, T* dg, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
+    await_kernel_ahead();
+    __shared__ G stored[DG_ROWS];
+    const unsigned features = static_cast<unsigned>(p.n), items = features * static_cast<unsigned>(p.splits);
+    for_each_item(items, [&](unsigned turn) {
+        const unsigned item = items - 1 - turn;
+        const long long split = item / features, feature = item % features;
+        if (threadIdx.x < LANES) {
+            double sums[SUMS] = {};
+#pragma unroll 1
+            for (int i = threadIdx.x; i < p.splits; i += LANES)
+#pragma unroll
+                for (int s = 0; s < SUMS; ++s) sums[s] += workspace[(i * SUMS + s) * p.n + feature];
+#pragma unroll
+            for (int s = 0; s < SUMS; ++s)
+#pragma unroll
+                for (int bit = 1; bit < LANES; bit *= 2) sums[s] += __shfl_xor_sync(0xFFFFFFFF, sums[s], bit);
+            if (threadIdx.x == 0) {
+                ColumnSums all;
+#pragma unroll
+                for (int s = 0; s < SUMS; ++s) all.of[s] = sums[s];
+                store_feature(p, Factors{saved, p.n, feature}, all, split == 0, to_bias, to_scale, to_gamma, to_beta,
+                              stored, 1, 0);
+            }
+        }
+        __syncthreads();
+        const float a = stored[DG_A], mean = stored[DG_MEAN], mean_low = stored[DG_MEAN_LOW], rate = stored[DG_RATE];
+        const Strip strip(p, feature, split);
+        const BeforeY before(p, saved, feature, 1);
+        if (dg != nullptr)
+#pragma unroll 1
+            for (unsigned i = threadIdx.x; i < strip.count; i += AT_ONCE * THREADS) {
+                Words of_dy[AT_ONCE] = {}, of_d[AT_ONCE] = {};
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j)
+                    if (i + j * THREADS < strip.count) {
+                        const long long at = strip.at(i + j * THREADS);
+                        of_dy[j] = load(dy, at);
+                        of_d[j] = load(d, at);
+                    }
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; ++j) {
+                    if (i + j * THREADS >= strip.count) break;
+                    Words out;
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e) {
+                        const float v = to_float(of_d[j].at[e]), u = before.gradient(0, to_float(of_dy[j].at[e]), v);
+                        from_float(a * fmaf(-rate, v, (u - mean) - mean_low), out.at[e]);
+                    }
+                    store_whole(dg + strip.at(i + j * THREADS) * VEC, out);
+                }
+            }
+    });
+}
