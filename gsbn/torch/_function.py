@@ -16,6 +16,7 @@ from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
 from .._plan import DUAL_ROWS
+from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import shown
@@ -65,6 +66,7 @@ def linear_batch_norm(
     precision: Precision = "highest",
     gemm: Gemm = "auto",
     process_group: Any = None,
+    renorm: Renorm | tuple[float, float] | Tensor | None = None,
 ) -> Tensor:
     """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
 
@@ -86,6 +88,8 @@ def linear_batch_norm(
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
         then call the forward and the backward; the number of rows of a rank may differ and may be 0. None uses this
         rank's rows alone. It has no effect in inference, or with one rank.
+    renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
+        Batch renormalisation in training, as in `gsbn.forward`.
 
     Returns
     -------
@@ -120,7 +124,7 @@ def linear_batch_norm(
     given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
     require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
-    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group)
+    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm)
 
 
 def require_tensors(**given: Any) -> None:
@@ -131,14 +135,14 @@ def require_tensors(**given: Any) -> None:
 
 def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
-    process_group: Any = None,
+    process_group: Any = None, renorm: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     if x.dim() == 3:
         check_features(x, weight.shape[1])
         n, features, length = x.shape
         rows = x.transpose(1, 2).reshape(n * length, features)
-        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group)
+        y = call(rows, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm)
         return y.view(n, length, weight.shape[0]).transpose(1, 2)
     device = "cuda" if x.is_cuda else "cpu"
     dtype = get_autocast_dtype(device) if is_autocast_enabled(device) else None
@@ -158,13 +162,23 @@ def call(
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        return recorded(tensors, training, differentiate, number, *more, activation, name)
+        return recorded(tensors, training, differentiate, number, *more, activation, name, *_recorded_limits(renorm))
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
-        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group), dtype)
+        return _apply(
+            x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group, renorm), dtype
+        )
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
-    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
+    arrays = x, weight, scale, bias, gamma, beta, *state, None, None
+    return forward_of(arrays, (*options, False, None, activation, group, renorm))
+
+
+def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
+    """`renorm` as a recorded program has it: numbers or None, and a tensor or None."""
+    if renorm is None or isinstance(renorm, Tensor):
+        return None, renorm
+    return list(map(float, renorm_of(renorm))), None
 
 
 def check_features(x: Any, features: int) -> None:
@@ -294,7 +308,7 @@ def _forward(
 ) -> tuple[Any, Saved, How]:
     wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
     x, weight = cast(x, dtype), cast(weight, dtype)
-    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
+    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 
 

@@ -16,6 +16,7 @@ from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
 from ._function import call, is_transformed
 from ._groups import world
+from ._renorm import BatchRenorm1d
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
 _NO_STATISTICS = (None, None, None)
@@ -60,7 +61,8 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return made
 
 
-NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
+NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d)
+_ALONE = (nn.BatchNorm1d, BatchRenorm1d)  # their process group, if they have one, is not all ranks by default
 NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
 _FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *NAMES)}
@@ -142,7 +144,7 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
 def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
-    return x.is_cuda or norm.__class__ is not nn.BatchNorm1d
+    return x.is_cuda or norm.__class__ not in _ALONE or norm.__dict__.get("process_group") is not None
 
 
 def fused(
@@ -154,7 +156,7 @@ def fused(
     # As BatchNorm1d and SyncBatchNorm choose their statistics
     process_group = None
     if training and norm.__class__ is not nn.BatchNorm1d:
-        process_group = norm.process_group or world()
+        process_group = norm.process_group or (None if norm.__class__ in _ALONE else world())
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
         state = mean, buffers["running_var"], count
@@ -167,6 +169,7 @@ def fused(
     return call(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
+        norm.renorm if norm.__class__ is BatchRenorm1d else None,
     )  # fmt: skip
 
 
