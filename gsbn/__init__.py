@@ -30,6 +30,7 @@ from ._matmul import matmul
 from ._prepare import prepare
 from ._prepared import Prepared
 from ._ranks.group import Group, group
+from ._renorm import Renorm
 from ._saved import Saved
 from ._warm_up import warm_up
 from .reference import Gradients
@@ -39,6 +40,7 @@ __all__ = [
     "Gradients",
     "Group",
     "Prepared",
+    "Renorm",
     "Saved",
     "backward",
     "describe",
@@ -52,7 +54,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-for _class in (Description, Group, Prepared, Saved):
+for _class in (Description, Group, Prepared, Renorm, Saved):
     _class.__module__ = __name__  # in pickles, too, so that the files may change
 del _class
 

@@ -232,7 +232,9 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
     kept = of_dy.dtype if how.identity else _plan.deviations_dtype(of_dy.dtype, rows, training=how.training)
     expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
-    expected |= {"deviations": ((rows, features), kept), "vectors": ((_plan.SAVED_ROWS, features), "float64")}
+    vectors = views["vectors"]
+    constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
+    expected |= {"deviations": ((rows, features), kept), "vectors": ((constants, features), "float64")}
     for name, (shape, dtype) in expected.items():
         view = views[name]
         if view is None:
@@ -244,6 +246,11 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
                 f"{view.shape} on {view.device}: hooks on saved tensors must give back what they were given"
             )
     return views
+
+
+def _renorms(vectors: check.View) -> bool:
+    """Whether the forward saved what only batch renormalisation saves."""
+    return vectors.shape[:1] == (_plan.RENORM_ROWS,)
 
 
 def _check_versions(kind: Kind, saved: Saved | None) -> None:
@@ -264,7 +271,7 @@ def _check_versions(kind: Kind, saved: Saved | None) -> None:
 def _program(
     views: Views, how: How, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, _: bool
 ) -> Program | None:
-    dy, x, weight, deviations = (views[name] for name in ARGUMENTS[:4])
+    dy, x, weight, deviations, vectors = (views[name] for name in ARGUMENTS)
     assert dy is not None
     (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
@@ -286,6 +293,7 @@ def _program(
         in_place=how.in_place,
         ranks=ranks,
         identity=how.identity,
+        renorm=vectors is not None and _renorms(vectors),
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,
     )

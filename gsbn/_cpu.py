@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ._plan import FEW_ROWS, SAVED_ROWS
+from ._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
+from ._renorm import OFF, Renorm, correction
 from .reference import ACTIVATIONS, next_count, round_to
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
@@ -46,12 +47,14 @@ def forward(
     keep: bool,
     activation: str | None = None,
     number: float = 1.0,
+    renorm: Renorm | None = None,
     gather: Gather | None = None,
 ) -> tuple[Array, Array] | None:
     """Write y (B, O) and the running statistics; return (deviations, vectors) for `backward` if `keep`, else None.
 
     `arrays` has x (B, I), weight (O, I) and the vectors (O,) of `gsbn.forward`, None for an absent one; all are
-    checked. `number` is the scale if it is not an array. `gather` exchanges statistics with all ranks of a group; a
+    checked. `number` is the scale if it is not an array. With `renorm`, arrays["renorm"] is None or the limits in place
+    of its own. `gather` exchanges statistics with all ranks of a group; a
     rank may have no rows. The deviations (B, O) are float64 for float64 and for few rows, else float32; in inference
     they are g minus the mean of the first block or, with an activation, g itself. The vectors are float64, in the rows
     SAVED_ of kernels/common/common.cuh.
@@ -64,6 +67,7 @@ def forward(
     elif arrays["scale"].size == 1:  # one element for all features, in any shape
         s = arrays["scale"].astype(np.float64).item()
     count = arrays["num_batches_tracked"] if training else None
+    warms = renorm is not None and count is not None and renorm.warmup > max(count.item(), 0)
     count = None if count is None else next_count(count.item(), momentum)  # before anything is written
     x, w = arrays["x"], arrays["weight"].T
     walk = _Walk(len(y), y.shape[1], x.dtype)
@@ -83,6 +87,11 @@ def forward(
     var = m2 / max(rows, 1) * (s * s)  # the variance of z = scale (g + bias), as used below
     r = 1 / np.sqrt(var + eps)
     a = gamma * s * r
+    ratio, shift = 1.0, 0.0
+    if renorm is not None:
+        limits = OFF if warms else renorm[:2] if arrays["renorm"] is None else arrays["renorm"].astype(np.float64)
+        ratio, shift = correction(limits, s * (mean + b), 1 / r, old_mean, np.sqrt(old_var + eps))
+        a, beta = a * ratio, gamma * shift + beta
     parts.finish(a, beta, None if walk.few and gather is None else mean)
 
     if rows and count is not None:
@@ -96,7 +105,8 @@ def forward(
             arrays[name][...] = new if arrays[name].itemsize > 2 else round_to(new, arrays[name].dtype)
     if kept is None:
         return None
-    return kept, _rows(a, gamma * eps * r**3, s * r, (s * r) ** 2, 1.0, 0.0, 0.0, a, beta)
+    corrected = () if renorm is None else (ratio, shift)
+    return kept, _rows(a, gamma * eps * r**3 * ratio, s * r * ratio, (s * r) ** 2, 1, 0, 0, a, beta, *corrected)
 
 
 def _infer(
@@ -258,6 +268,8 @@ def backward(
         biased, z, s = vectors[4:7]
         found |= {"bias": a * total, "scale": of_scale * (dots + biased * total)}
         found["gamma"] = of_gamma * (s * dots + z * total)
+    elif len(vectors) > SAVED_ROWS:  # of batch renormalisation
+        found["gamma"] += vectors[SAVED_SHIFT] * total
     if scale_shape is not None:
         found["scale"] = found["scale"].sum(keepdims=True).reshape(scale_shape)
     rows = len(dy)
@@ -419,7 +431,7 @@ def _largest_zero(wide: Any, narrow: Any) -> float:
 
 def _rows(*rows: Any) -> Array:
     """The vectors of a Saved."""
-    vectors = np.zeros((SAVED_ROWS, len(rows[0])))
+    vectors = np.zeros((max(len(rows), SAVED_ROWS), len(rows[0])))
     for vector, row in zip(vectors, rows, strict=False):
         vector[...] = row
     return vectors

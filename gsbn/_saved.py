@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ._arrays.kind import Kind
 from ._plan.problem import FEW_ROWS as FEW_ROWS
+from ._plan.problem import RENORM_ROWS as RENORM_ROWS
 from ._plan.problem import SAVED_ROWS as SAVED_ROWS
 from ._plan.problem import VECTOR_PARAMETERS as VECTOR_PARAMETERS
 from ._plan.problem import deviations_dtype as deviations_dtype
@@ -35,7 +36,7 @@ class Saved(NamedTuple):
         or, with an activation, g itself. Empty if an earlier version pickled it on a CPU: the backward then computes
         the deviations again.
     vectors : (9, O) array
-        Per-feature constants in float64.
+        Per-feature constants in float64; (11, O) with renorm.
     training : bool
     precision, gemm : str
         As given to the forward; they also apply to the products of the backward.
@@ -74,7 +75,7 @@ def saved_of(
     kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
 ) -> Saved:
     """What a forward with these arrays and options saves; both are in the order of `forward`."""
-    training, _, _, precision, gemm, _, _, activation, group, _ = options
+    training, _, _, precision, gemm, _, _, activation, group, _, _ = options
     x, weight, scale, *_ = arrays
     versions = kind.version(x), kind.version(weight)
     one = scale is not None and tuple(scale.shape) != (weight.shape[0],)

@@ -28,6 +28,9 @@ normalisation, ``f`` the activation, the identity by default::
                 dβ = S,  dγ = s r D,  ds = γ eps r³ D,  db = 0
     inference:  dg = a du
                 dβ = S,  dγ = r Σ_B du (z − running_mean),  ds = γ r Σ_B du (g + b),  db = a S
+    renorm:     u = ρ a (g − m) + γ δ + β,  with σ = sqrt(s² v + eps), σ′ = sqrt(running_var + eps) and the constants
+                ρ = clip(σ/σ′, 1/r_max, r_max),  δ = clip((s (m + b) − running_mean)/σ′, −d_max, d_max)
+                dg, dγ and ds are ρ times those of training, and dγ has δ S in addition
     both:       dx = dg w,  dw = dgᵀ x;  if one number is the scale of all features, its gradient is Σ_O ds
 """
 
@@ -40,6 +43,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ._arrays.check import needs as checked_needs
+from ._operands import affine_of, correction_of, count_of, matrix_of, statistics_of, vector_of
+from ._renorm import Renorm
 from ._typing import A_co, NamedTuple
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
@@ -117,6 +122,7 @@ def forward(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     activation: str | None = None,
+    renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Forward:
     """``activation(BatchNorm1d(Linear(x) * scale))``, by the formulas at the head of this module.
@@ -128,7 +134,7 @@ def forward(
     weight : (O, I) array_like
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : array_like, optional
         As in `gsbn.forward`. The statistics and the count are not written: the result has the updated ones.
-    training, momentum, eps, activation
+    training, momentum, eps, activation, renorm
         As in `gsbn.forward`.
     dtype : dtype
         The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
@@ -156,12 +162,12 @@ def forward(
     by ``s`` scales the deviations by ``s`` and the variance by ``s²``.
     """
     f = _activation(activation)
-    x = _matrix("x", x, dtype)
-    weight = _matrix("weight", weight, dtype, columns=x.shape[1])
+    x = matrix_of("x", x, dtype)
+    weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
-    s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
-    old_mean, old_var = _statistics(features, dtype, running_mean, running_var)
-    count = None if num_batches_tracked is None else _count(num_batches_tracked)
+    s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
+    old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
+    count = None if num_batches_tracked is None else count_of(num_batches_tracked)
 
     if not training:
         if old_mean is None or old_var is None:
@@ -187,8 +193,10 @@ def forward(
     d -= rest
     mean += rest
     var = np.einsum("ij,ij->j", d, d) / rows
-    d *= gamma * s / np.sqrt(s * s * var + eps)
-    d += beta
+    sigma = np.sqrt(s * s * var + eps)
+    ratio, shift = correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
+    d *= gamma * s / sigma * ratio
+    d += beta if renorm is None else gamma * shift + beta
     if f is not None:
         f.of(d, d)
 
@@ -244,9 +252,11 @@ def backward(
     beta: ArrayLike | None = None,
     running_mean: ArrayLike | None = None,
     running_var: ArrayLike | None = None,
+    num_batches_tracked: ArrayLike | None = None,
     training: bool = False,
     eps: float = 1e-5,
     activation: str | None = None,
+    renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
     needs: Collection[str] = Gradients._fields,
     dtype: DTypeLike = np.float64,
 ) -> Gradients[Array]:
@@ -256,8 +266,11 @@ def backward(
     ----------
     dy : (B, O) array_like
         The gradient with respect to ``y``.
-    x, weight, scale, bias, gamma, beta, running_mean, running_var, training, eps, activation, dtype
-        As in :func:`forward`. Training does not use the running statistics; only an activation makes ``beta`` matter.
+    x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, training, eps, activation
+        As in :func:`forward`, with the statistics and the count before it. Training uses these only with `renorm`, and
+        only an activation makes ``beta`` matter.
+    renorm, dtype
+        As in :func:`forward`.
     needs : collection of str
         The fields of the result to compute; the others are None.
 
@@ -283,33 +296,39 @@ def backward(
     """
     needs = checked_needs(needs, Gradients._fields)
     f = _activation(activation)
-    x = _matrix("x", x, dtype)
-    weight = _matrix("weight", weight, dtype, columns=x.shape[1])
+    x = matrix_of("x", x, dtype)
+    weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
-    dy = _matrix("dy", dy, dtype, columns=features)
+    dy = matrix_of("dy", dy, dtype, columns=features)
     if len(dy) != rows:
         raise ValueError(f"dy: expected shape {(rows, features)}, got {dy.shape}")
-    s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
-    old_mean, old_var = _statistics(features, dtype, running_mean, running_var)
+    s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
+    old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
     if training and rows == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
     if f is not None:
         u = forward(
             x, weight, s, bias=b, gamma=gamma, beta=beta, running_mean=old_mean, running_var=old_var,
-            training=training, eps=eps, dtype=dtype,
+            num_batches_tracked=num_batches_tracked, training=training, eps=eps, renorm=renorm, dtype=dtype,
         ).y  # fmt: skip
         dy = f.gradient(dy, u)
     g = x @ weight.T
     dy_sum = dy.sum(axis=0)
     if training:
-        d = g - g.mean(axis=0) if rows else g
-        d -= d.mean(axis=0) if rows else 0
+        mean = g.mean(axis=0) if rows else np.zeros(features, dtype)
+        d = g - mean
+        rest = d.mean(axis=0) if rows else 0
+        d -= rest
         count = max(rows, 1)
-        r = 1 / np.sqrt(s * s * np.einsum("ij,ij->j", d, d) / count + eps)
-        dy_d = np.einsum("ij,ij->j", dy, d)
-        dg = gamma * s * r * (dy - dy_sum / count - d * (s * s * r * r * dy_d / count))
-        of_bias, of_scale, of_gamma = np.zeros(features, dtype), gamma * eps * r**3 * dy_d, s * r * dy_d
+        sigma = np.sqrt(s * s * np.einsum("ij,ij->j", d, d) / count + eps)
+        batches = None if num_batches_tracked is None else count_of(num_batches_tracked)
+        ratio, shift = correction_of(renorm, batches, s * (mean + rest + b), sigma, old_mean, old_var, eps)
+        r = 1 / sigma
+        dy_d = ratio * np.einsum("ij,ij->j", dy, d)
+        dg = gamma * s * r * (ratio * (dy - dy_sum / count) - d * (s * s * r * r * dy_d / count))
+        of_bias, of_scale = np.zeros(features, dtype), gamma * eps * r**3 * dy_d
+        of_gamma = s * r * dy_d if renorm is None else s * r * dy_d + shift * dy_sum
     else:
         if old_mean is None or old_var is None:
             raise ValueError("running_mean: expected the running statistics in inference, got None")
@@ -369,11 +388,11 @@ def fold(
     -----
     This is the formula for ``inference`` at the head of this module, multiplied out.
     """
-    weight = _matrix("weight", weight, dtype)
+    weight = matrix_of("weight", weight, dtype)
     features = len(weight)
-    s, b, gamma, beta = _affine(features, dtype, scale, bias, gamma, beta)
-    mean = _vector("running_mean", running_mean, dtype, features)
-    var = _vector("running_var", running_var, dtype, features)
+    s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
+    mean = vector_of("running_mean", running_mean, dtype, features)
+    var = vector_of("running_var", running_var, dtype, features)
     gamma_r = gamma / np.sqrt(var + eps)
     return weight * (gamma_r * s)[:, None], gamma_r * (s * b - mean) + beta
 
@@ -412,62 +431,9 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     return odd.astype(dtype)
 
 
-def _matrix(name: str, a: ArrayLike, dtype: DTypeLike, columns: int | None = None) -> Array:
-    """``a`` in ``dtype`` and C order, so that the bits of the GEMM do not depend on strides."""
-    matrix = np.ascontiguousarray(a, dtype)
-    if matrix.ndim != 2 or columns not in (None, matrix.shape[1]):
-        expected = "(rows, columns)" if columns is None else f"(rows, {columns})"
-        raise ValueError(f"{name}: expected shape {expected}, got {matrix.shape}")
-    return matrix
-
-
-def _vector(name: str, a: ArrayLike, dtype: DTypeLike, features: int) -> Array:
-    """A copy of ``a`` in ``dtype``."""
-    vector: Array = np.array(a, dtype)
-    if vector.shape != (features,):
-        raise ValueError(f"{name}: expected shape ({features},), got {vector.shape}")
-    return vector
-
-
 def _activation(name: str | None) -> Activation | None:
     if name is None:
         return None
     if name not in tuple(ACTIVATIONS):
         raise ValueError(f"activation: expected one of {tuple(ACTIVATIONS)} or None, got {name!r}")
     return ACTIVATIONS[name]
-
-
-def _scale(scale: ArrayLike | None, dtype: DTypeLike, features: int) -> Array:
-    """The scale as a vector in ``dtype``."""
-    s: Array = np.array(1 if scale is None else scale, dtype)
-    if s.shape != (features,) and s.size != 1:
-        raise ValueError(f"scale: expected shape ({features},) or one element, got {s.shape}")
-    return s if s.shape == (features,) else np.full(features, s.reshape(()))
-
-
-def _affine(features: int, dtype: DTypeLike, scale: ArrayLike | None, *vectors: ArrayLike | None) -> list[Array]:
-    """``s, b, γ, β`` in ``dtype``, with the defaults for absent ones."""
-    given = zip(("bias", "gamma", "beta"), vectors, (0, 1, 0), strict=True)
-    return [
-        _scale(scale, dtype, features),
-        *(np.full(features, n, dtype) if a is None else _vector(name, a, dtype, features) for name, a, n in given),
-    ]
-
-
-def _statistics(
-    features: int, dtype: DTypeLike, mean: ArrayLike | None, var: ArrayLike | None
-) -> tuple[Array | None, Array | None]:
-    """Copies of the running statistics in ``dtype``, or (None, None)."""
-    if mean is None and var is None:
-        return None, None
-    if mean is None or var is None:
-        missing = "running_mean" if mean is None else "running_var"
-        raise ValueError(f"{missing}: expected the running statistics as a pair, got None")
-    return _vector("running_mean", mean, dtype, features), _vector("running_var", var, dtype, features)
-
-
-def _count(number: ArrayLike) -> int:
-    array = np.asarray(number)
-    if array.size != 1:
-        raise ValueError(f"num_batches_tracked: expected one element, got shape {array.shape}")
-    return int(array.item())

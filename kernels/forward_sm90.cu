@@ -150,6 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     ,
     Ranks* ranks
 #endif
+#if RENORM
+    ,
+    const void* renorm  // r_max and d_max, or null
+#endif
 ) {
     const long long m = p.m, n = p.n, k = p.k, panel = p.panel, y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
@@ -181,7 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
                         .running_var = running_var,
                         .running_var_code = p.running_var,
                         .eps = (float)p.eps,
-                        .number = (float)p.number};
+                        .number = (float)p.number,
+#if RENORM
+                        .renorm = renorm
+#endif
+    };
 #if SAVE_DEVIATIONS
     const ForBackward for_backward = {&deviations_map, deviations, saved};
 #else

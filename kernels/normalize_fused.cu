@@ -46,10 +46,20 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     normalize_fused(const __grid_constant__ ForwardProblem p, const G* g, Y* y, const void* bias, const void* scale,
                     const void* gamma, const void* beta, void* running_mean, void* running_var,
-                    long long* num_batches_tracked, D* deviations, double* saved) {
+                    long long* num_batches_tracked, D* deviations, double* saved
+#if RENORM
+                    ,
+                    const void* renorm
+#endif
+    ) {
     await_kernel_ahead();
     if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
     __shared__ Shared memory;
+#if RENORM
+    const Limits<double> limits(p, renorm, p.warmup);  // no warm-up: the count may have been raised already
+#else
+    const Limits<double> limits;
+#endif
 
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](unsigned item) {
@@ -96,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         if (c < p.n) {
             const Arguments of(&memory.arguments[0][column], WIDEST);
-            const Feature found(p, m, moments.mean, moments.m2, of);
+            const Feature found(p, m, moments.mean, moments.m2, of, limits);
             if (part == 0) {
-                store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, of.beta);
+                store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, found.offset);
                 if (UNITS) {
                     const double unit = unit_near(sqrt(found.v));
                     memory.constants[OF_SLOPE][column] = static_cast<G>(static_cast<G>(found.a) * unit);

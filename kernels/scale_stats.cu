@@ -85,12 +85,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 extern "C" __global__ void __launch_bounds__(THREADS)
     merge_statistics(const __grid_constant__ ForwardProblem p, char* workspace, double* posted, Ranks* ranks,
                      const double* gathered, const void* bias, const void* scale, const void* gamma, const void* beta,
-                     void* running_mean, void* running_var, long long* num_batches_tracked, double* saved) {
+                     void* running_mean, void* running_var, long long* num_batches_tracked, double* saved
+#if RENORM
+                     ,
+                     const void* renorm
+#endif
+    ) {
     await_kernel_ahead(ranks != nullptr);
     enum { ROWS, MEAN, M2 };
     __shared__ double first_of[THREADS], second_of[THREADS], arguments[Arguments::COUNT][THREADS], pooled[3][THREADS];
     __shared__ bool counted;
     const long long batches = num_batches_tracked != nullptr ? *num_batches_tracked : 0;
+#if RENORM
+    const Limits<double> limits(p, renorm, batches);
+#else
+    const Limits<double> limits;
+#endif
     if (threadIdx.x == 0) {
         counted = true;
         if (blockIdx.x == 0 && posted != nullptr) {
@@ -164,12 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         if (!there) return;
         rows = pooled[ROWS][at];
-        const Feature found(p, fmax(rows, 1.0), pooled[MEAN][at], pooled[M2][at],
-                            Arguments(&arguments[0][at], THREADS));
+        const Feature found(p, fmax(rows, 1.0), pooled[MEAN][at], pooled[M2][at], Arguments(&arguments[0][at], THREADS),
+                            limits);
 #pragma unroll 1
         for (int job = part; job < 3; job += parts) {
             if (job == 0)
-                store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, found.mean, found.a, found.of.beta);
+                store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, found.mean, found.a, found.offset);
             else if (job == 1)
                 found.save(p, c, saved);
             else if (exchange == nullptr || rows > 1.0)

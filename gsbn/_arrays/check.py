@@ -38,7 +38,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     The last of the options is the scale if it is not an array. The type of the group is checked already. `identity`:
     of `gsbn.linear`, which has no norm.
     """
-    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, number = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, number = options
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)
@@ -74,6 +74,8 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         raise ValueError(
             "num_batches_tracked: expected an int64 array, got None: momentum=None averages over its count"
         )
+    if renorm is not None:
+        _renorm(views, x, renorm.warmup)
     if out is not None:
         if out.shape != (batch, features):
             raise ValueError(f"out: expected shape {(batch, features)}, got {out.shape}")
@@ -249,6 +251,21 @@ def _vectors(views: Mapping[str, View | None], features: int, dtype: str, like: 
         raise ValueError(f"{missing}: expected an array beside {given}, got None")
     if mean is not None and var is not None and mean.dtype != var.dtype:
         raise TypeError(f"running_var: expected running_mean's dtype {mean.dtype}, got {var.dtype}")
+
+
+def _renorm(views: Mapping[str, View | None], x: View, warmup: int) -> None:
+    """Raise if limits in an array, or what batch renormalisation needs beside them, are wrong."""
+    limits = views["renorm"]
+    if limits is not None:
+        if limits.dtype not in ("float32", "float64"):
+            raise TypeError(f"renorm: expected dtype float32 or float64, got {limits.dtype}")
+        if limits.shape != (2,):
+            raise ValueError(f"renorm: expected r_max and d_max, an array of shape (2,), got shape {limits.shape}")
+        _device("renorm", limits, x)
+    if views["running_mean"] is None:
+        raise ValueError("running_mean: expected an array with renorm, got None")
+    if warmup and views["num_batches_tracked"] is None:
+        raise ValueError("num_batches_tracked: expected an int64 array with renorm's warmup, got None")
 
 
 def _floating(name: str, view: View) -> None:

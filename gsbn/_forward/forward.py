@@ -15,12 +15,15 @@ from .._host.run import ANY, Arrays, Options, call
 from .._host.run import describe as describe_call
 from .._prepared import Prepared
 from .._ranks.group import Group
+from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import shown
 from .operation import ARRAYS, FORWARD, OPTIONS
 
-_PRECISION, _GROUP = map(OPTIONS.index, ("precision", "group"))
+_TRAINING, _PRECISION, _GROUP, _RENORM = map(OPTIONS.index, ("training", "precision", "group", "renorm"))
+
+_LIMITS = ARRAYS.index("renorm")
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -31,7 +34,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    out: AnyArray | None = None, return_saved: Literal[False] = False,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    return_saved: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
 def forward(
@@ -40,7 +44,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    out: AnyArray | None = None, return_saved: Literal[True],
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    return_saved: Literal[True],
 ) -> tuple[A, Saved]: ...  # fmt: skip
 @overload
 def forward(
@@ -49,7 +54,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    out: AnyArray | None = None, return_saved: bool = False,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
 @outside_graphs
 def forward(
@@ -71,6 +77,7 @@ def forward(
     gemm: Gemm = "auto",
     sms: int | None = None,
     group: Group | None = None,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None,
     out: AnyArray | None = None,
     return_saved: bool = False,
 ) -> Any:
@@ -135,6 +142,10 @@ def forward(
         From `gsbn.group`, in training only: the statistics are those of the rows of all ranks, as with
         ``torch.nn.SyncBatchNorm``. Every rank must call with the same features, dtype and options; its number of rows
         may differ and may be 0. y has this rank's rows. All ranks get the same running statistics, bit for bit.
+    renorm : Renorm, (r_max, d_max), or array of two elements, optional
+        Batch renormalisation in training, as `gsbn.Renorm` says: needs the running statistics, and num_batches_tracked
+        if there is a warm-up. No effect in inference. An array, float32 or float64, holds r_max and d_max on x's
+        device: a CUDA graph reads its values at each replay. They are not checked.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -179,8 +190,8 @@ def forward(
     >>> y.shape, y.dtype.name
     ((256, 32), 'float32')
     """
-    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, out)
-    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group)
+    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, None, out)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm)
     return forward_of(arrays, options)
 
 
@@ -242,9 +253,11 @@ def _signature() -> inspect.Signature:
 
 
 def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared | None, tuple[str, ...]]:
-    """The arrays; the options, with the scale last if it is a number, else 1; the prepared weight or None; and the
-    names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
+    """The arrays, with limits of renorm if these are an array; the options, with the scale last if it is a number, else
+    1; the prepared weight or None; and the names of the arrays that gsbn itself may have made (`own` of `kinds_of`)."""
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
+    if (renorm := options[_RENORM]) is not None:
+        arrays, options = _with_limits(arrays, options, renorm)
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")
@@ -258,3 +271,14 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     if weight.precision != precision and precision in check.PRECISIONS:
         raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
+
+
+def _with_limits(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays, Options]:
+    """The arrays with an array of limits, or the options with these as numbers; neither in inference."""
+    limits = None
+    if hasattr(renorm, "shape"):
+        renorm, limits = Renorm(), renorm
+    renorm = renorm_of(renorm)
+    if not options[_TRAINING]:
+        renorm = limits = None
+    return (*arrays[:_LIMITS], limits, *arrays[_LIMITS + 1 :]), (*options[:_RENORM], renorm, *options[_RENORM + 1 :])

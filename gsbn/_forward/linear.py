@@ -93,9 +93,9 @@ def linear(
     [4.0, 0.0]
     """
     flag("return_saved", return_saved)
-    arrays = (x, weight, None, bias, None, None, None, None, None, out)
+    arrays = (x, weight, None, bias, None, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, 1.0)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, None, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
-from .._host.call import matrix_of, vector_codes
+from .._host.call import matrix_of, vector_code, vector_codes
 from .._host.run import Arrays, Checked, Operation, Options, Views, checked
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
@@ -20,10 +20,13 @@ from .._ranks.exchange import signature
 from .._saved import dtypes_of, saved_of
 from .._values import sms_within
 
-ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
+ARRAYS = (
+    "x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "renorm",
+    "out",
+)  # fmt: skip
+OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm")
 _COUNT = ARRAYS.index("num_batches_tracked")
-_TRAINING, _SAVES, _SMS = map(OPTIONS.index, ("training", "return_saved", "sms"))
+_TRAINING, _SAVES, _SMS, _RENORM = map(OPTIONS.index, ("training", "return_saved", "sms", "renorm"))
 
 
 def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
@@ -50,7 +53,8 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
         count += 1
     if not options[_SAVES]:
         return y
-    vectors = kind.empty((_plan.SAVED_ROWS, features), x, "float64")  # never read
+    rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
+    vectors = kind.empty((rows, features), x, "float64")  # never read
     return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays))
 
 
@@ -72,7 +76,7 @@ def views_of(
 def program_of(
     views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
 ) -> Program | None:
-    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     assert x is not None and weight is not None
     (m, k), n = x.shape, weight.shape[0]
@@ -94,6 +98,7 @@ def program_of(
         activation=activation,
         number=number,
         vectors=vector_codes(views),
+        renorm=None if renorm is None else renorm._asdict() | {"renorm": vector_code(views["renorm"])},
         counts=views["num_batches_tracked"] is not None,
         out=out is not None,
         ranks=ranks,
@@ -102,11 +107,12 @@ def program_of(
 
 def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
     """What must be equal in the forwards of all ranks, for error messages."""
-    _, momentum, eps, *_, activation, _, number = options
-    given = ", ".join(name for name in VECTORS if arrays[name] is not None)
+    _, momentum, eps, *_, activation, _, renorm, number = options
+    given = ", ".join(name for name in (*VECTORS, "renorm") if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
-    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    corrects = "" if renorm is None else f", renorm {tuple(renorm)}"
+    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}{corrects}"
     return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
 
 
@@ -124,13 +130,13 @@ def on_cpu(
     operation: Operation | None = None,
 ) -> Any:  # fmt: skip
     found = checked(FORWARD if operation is None else operation, kind, arrays, options, read_only)
-    training, momentum, eps, _, _, return_saved, _, activation, group, number = options
+    training, momentum, eps, _, _, return_saved, _, activation, group, renorm, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
         group.check_host()
         words = _words(host, options, len(weight), x.shape[1], str(x.dtype))
-        if momentum is None:
+        if momentum is None or (renorm is not None and renorm.warmup):
             words += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
@@ -144,6 +150,7 @@ def on_cpu(
         keep=return_saved,
         activation=activation,
         number=float(number),
+        renorm=renorm,
         gather=None if group is None else partial(group.gather, words),
     )
     if found.written and kind.counts_writes:

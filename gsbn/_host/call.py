@@ -161,11 +161,16 @@ def matrix_of(view: Any) -> Matrix:
 
 
 def vector_codes(views: dict[str, Any]) -> dict[str, int]:
-    """Each vector's code for the kernels: 8 times its stride (0 for one element) plus its KIND_; 0 if not given."""
-    given = {name: views[name] for name in VECTORS if views[name] is not None}
-    strides = {name: v.strides[0] // v.itemsize if math.prod(v.shape) > 1 else 0 for name, v in given.items()}
-    codes = {name: strides[name] * 8 + declared.kind_code(v.dtype) for name, v in given.items()}
-    return dict.fromkeys(VECTORS, 0) | codes
+    """Each vector's code for the kernels."""
+    return {name: vector_code(views[name]) for name in VECTORS}
+
+
+def vector_code(view: Any) -> int:
+    """8 times the stride of a vector (0 for one element) plus its KIND_; 0 if it is not given."""
+    if view is None:
+        return 0
+    stride: int = view.strides[0] // view.itemsize if math.prod(view.shape) > 1 else 0
+    return stride * 8 + declared.kind_code(view.dtype)
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:

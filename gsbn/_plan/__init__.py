@@ -20,7 +20,9 @@ from .problem import C_TYPE as C_TYPE
 from .problem import FEW_ROWS as FEW_ROWS
 from .problem import INT32_MAX as INT32_MAX
 from .problem import ITEMSIZE as ITEMSIZE
+from .problem import RENORM_ROWS as RENORM_ROWS
 from .problem import SAVED_ROWS as SAVED_ROWS
+from .problem import SAVED_SHIFT as SAVED_SHIFT
 from .problem import Device as Device
 from .problem import Limits as Limits
 from .problem import Matmul as Matmul

@@ -45,6 +45,7 @@ class Asked(NamedTuple):
     linear: bool = True
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
+    renorm: bool = False  # the forward was one of batch renormalisation
     identity: bool = False  # no norm: y takes the place of the deviations, and without an activation dg is dy
     ranks: Ranks | None = None  # whose sums arrive during a launch that waits for them, or between two
     ld_saved: int | None = None  # row pitch of the deviations
@@ -164,11 +165,11 @@ class _Backward:
 
         skinny = dual = None
         if gemm in ("auto", "tiled") and norm and linear and training:
-            skinny = skinny_backward(p._replace(y=dy), asked.activation)
+            skinny = skinny_backward(p._replace(y=dy), asked.activation, asked.renorm)
         passes = cut_passes(
             p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             transposed=dg and ld_transposed > 0, precision=precision, activation=asked.activation, where=where,
-            identity=asked.identity,
+            identity=asked.identity, renorm=asked.renorm,
         )  # fmt: skip
         if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
             skinny = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .gemm import waiting_grid
 from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
-from .sources import Kernel, with_activation
+from .sources import Kernel, with_activation, with_renorm
 from .variants import COLUMN_CLUSTERS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
@@ -36,11 +36,11 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
-    activation: str | None, where: str | None, identity: bool,
+    activation: str | None, where: str | None, identity: bool, renorm: bool,
 ) -> Passes:  # fmt: skip
     """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
 
-    `identity`: the layer has no norm, and y takes the place of the deviations.
+    `identity`: the layer has no norm, and y takes the place of the deviations. `renorm`: batch renormalisation.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
@@ -77,6 +77,7 @@ def cut_passes(
         dtype, saved_dtype, training=training, transposed=transposed and not skinny, cluster=cluster,
         sharing=sharing, identity=identity,
     )  # fmt: skip
+    kernels = tuple(with_renorm(k, renorm and k.name not in ("backward_sums", "sum_features")) for k in kernels)
     of_sums, of_dg, of_all, total, *merge = (with_activation(kernel, activation) for kernel in kernels)
     fields = {"row_threads": fused_row_threads if fused else row_threads, "sums_rows": sums_rows, "dg_rows": dg_rows}
     return Passes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,8 @@ def record_dtype(kernel: Kernel) -> np.dtype[Any]:
     assert first is not None, kernel
     body = re.search(rf"struct {first[1]} \{{(.*?)\}};", code, re.DOTALL)
     assert body is not None, kernel
-    declarations = (re.fullmatch(r"\s*(long long|double)\s+(.+)", d, re.DOTALL) for d in body[1].split(";")[:-1])
+    lines = "\n".join(_present(body[1].split("\n"), kernel))
+    declarations = (re.fullmatch(r"\s*(long long|double)\s+(.+)", d, re.DOTALL) for d in lines.split(";")[:-1])
     fields = [(name, _NUMPY[d[1]], size) for d in declarations if d for name, size in re.findall(_FIELD, d[2])]
     return np.dtype([(name, number, (int(size),)) if size else (name, number) for name, number, size in fields])
 
@@ -72,14 +73,22 @@ def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     code = text(f"{kernel.file}.cu")
     start = re.search(rf"__global__[^;{{]*?\b{kernel.name}\s*\(", code)
     assert start is not None, kernel
-    defines, absent = dict(kernel.defines), False
     by_value: list[str] = []
     words: list[str] = []
-    for line in re.split(r"[,\n]", code[start.end() : code.index("{", start.end())].rpartition(")")[0]):
+    lines = re.split(r"[,\n]", code[start.end() : code.index("{", start.end())].rpartition(")")[0])
+    for line in _present(lines, kernel):
+        if name := re.search(r"(\w+)\s*$", line):
+            (by_value if re.match(r"\s*const (__grid_constant__ )?\w+ \w+$", line.rstrip()) else words).append(name[1])
+    return tuple(by_value), tuple(words)
+
+
+def _present(lines: Iterable[str], kernel: Kernel) -> Iterator[str]:
+    """The lines that the macros of a variant leave, of which an #if may name one."""
+    defines, absent = dict(kernel.defines), False
+    for line in lines:
         if condition := re.match(r"\s*#if (\w+)", line):
             absent = defines.get(condition[1], "0") == "0"
         elif line.strip() == "#endif":
             absent = False
-        elif not absent and (name := re.search(r"(\w+)\s*$", line)):
-            (by_value if re.match(r"\s*const (__grid_constant__ )?\w+ \w+$", line.rstrip()) else words).append(name[1])
-    return tuple(by_value), tuple(words)
+        elif not absent:
+            yield line

@@ -13,6 +13,7 @@ from .limbs import Splits, lay_out, split_of
 from .problem import (
     INT32_MAX,
     ITEMSIZE,
+    RENORM_ROWS,
     SAVED_ROWS,
     SPLITS,
     VECTORS,
@@ -32,7 +33,7 @@ from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
-from .sources import with_activation
+from .sources import with_activation, with_renorm
 from .tensor_maps import map_arguments
 from .variants import THREADS, merge_statistics, normalize, normalize_fused, scale_stats
 
@@ -53,7 +54,9 @@ class _Call(NamedTuple):
     saved_dtype: str | None  # of the deviations, if they are saved
     activation: str | None
     cumulative: bool
+    reads_count: bool  # kernels read the number of batches so far
     prepared: bool
+    renorm: Mapping[str, Any] | None
     ranks: Ranks | None
     # of the memory of x and weight or their copies, y, deviations, vectors, num_batches_tracked; ABSENT if not there
     names: tuple[str, str, str, str, str, str]
@@ -76,6 +79,7 @@ def plan_forward(
     activation: str | None = None,
     number: float = 1.0,
     vectors: Mapping[str, int] = NO_VECTORS,
+    renorm: Mapping[str, Any] | None = None,
     counts: bool = False,
     out: bool = False,
     ranks: Ranks | None = None,
@@ -83,12 +87,14 @@ def plan_forward(
     """Plan a forward call. If ranks share the batch p may have no rows; all other sizes are at least 1.
 
     `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
-    scale, if it is not an array. `vectors`: `vector_codes`. `counts`: num_batches_tracked is given. `out`: y is given.
+    scale, if it is not an array. `vectors`: `vector_codes`. `renorm`: what the kernels' structs declare for batch
+    renormalisation. `counts`: num_batches_tracked is given. `out`: y is given.
 
     Raises ValueError that names `gemm` if the one chosen cannot serve the call.
     """
     m, p = p.m, p._replace(m=max(p.m, 1))
     cumulative, where = momentum is None, None
+    reads_count = cumulative or (renorm is not None and renorm["warmup"] > 0)
     if ranks is not None:
         if ranks.waits and ranks.features is not None and p.n > ranks.features:
             raise ValueError(f"weight: expected at most {ranks.features} features with a group, got {p.n}")
@@ -99,9 +105,11 @@ def plan_forward(
         p = p._replace(device=p.device.with_room())
         if p.device.clusters(2) == 0:  # with ranks, all tiles of forward_sm90 are for clusters of two
             where = "between"
-    of_call = {"precision": precision, "training": training, "saved": saves, "cumulative": cumulative}
-    chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, **of_call)  # type: ignore[arg-type]
-    one_launch_ = chosen == "sm90" and where != "between"
+    of_call = {"precision": precision, "training": training, "saved": saves, "reads_count": reads_count}
+    # Who renormalises has a backward: forward_sm90 has no other variants for it.
+    apart = renorm is not None and not saves
+    chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, apart=apart, **of_call)  # type: ignore[arg-type]
+    one_launch_ = chosen == "sm90" and where != "between" and not apart
     skinny = None
     if chosen == "tiled" and p.limits.skinny is not False and serves_skinny(p, precision, training, saves):
         skinny = skinny_forward(p, precision, training=training, saves=saves)
@@ -114,13 +122,14 @@ def plan_forward(
     y = "out" if out else build.make("y", (m, p.n), p.dtype)
     fields: dict[str, Any] = {"m": m, "n": p.n, "k": p.k, "ldx": taken.x.strides[0], "ldw": taken.w.strides[0]}
     fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number, **vectors}
-    fields |= {"signature": 0 if ranks is None else ranks.signature}
+    fields |= {"signature": 0 if ranks is None else ranks.signature, **(renorm or {})}
     saved = ("deviations", "vectors") if saves else (ABSENT, ABSENT)
     count = "num_batches_tracked" if training and counts else ABSENT
     names = of_x, of_w, y, *saved, count
     call = _Call(
-        p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, prepared, ranks, names, fields
-    )
+        p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, reads_count, prepared, renorm,
+        ranks, names, fields,
+    )  # fmt: skip
     if one_launch_:
         _in_one_launch(build, call)
     else:
@@ -132,7 +141,7 @@ def _save(build: Builder, call: _Call, pitch: int) -> None:
     """Allocate what a backward needs: deviations in rows of this pitch, and vectors."""
     if call.saved_dtype is not None:
         build.make("deviations", (call.m, pitch), call.saved_dtype)
-        build.make("vectors", (SAVED_ROWS, call.p.n), "float64")
+        build.make("vectors", (SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.p.n), "float64")
 
 
 def _flags(call: _Call, **given: bool) -> int:
@@ -154,7 +163,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     p, taken, size = call.p, call.taken, ITEMSIZE[call.p.dtype]
     of_x, of_w, y, deviations, vectors, count = call.names
     saves = call.saved_dtype is not None
-    of_call = OfCall(call.prepared, saves, call.cumulative, call.ranks is not None)
+    of_call = OfCall(call.prepared, saves, call.reads_count, call.ranks is not None, call.renorm is not None)
     one = one_launch(taken, mode_of(call.training), call.precision, of_call)
     one = one._replace(kernel=with_activation(one.kernel, call.activation))
     if one.defers and not whole_words(taken.y, p.n, size):
@@ -200,6 +209,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
         maps[2] = maps[0]
     if call.ranks is not None:
         passed |= {"ranks": "ranks"}
+    passed |= _limits(call)
     how: dict[str, Any] = {"maps": tuple(maps), "cooperative": one.cooperative, "made_of": (one, taken)}
     build.launch(one.kernel, one.ctas, fields, passed, SM90_THREADS, **how)
     if of_y != y:
@@ -224,7 +234,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
     saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
-    one_pass = not skinny and one_pass_serves(p, training, call.cumulative, where)
+    one_pass = not skinny and one_pass_serves(p, training, call.reads_count, where)
     merges = training and not one_pass
     division = _divide(p, skinny, 16 // g_size, one_pass)
 
@@ -236,7 +246,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
 
     saved_in_training = call.saved_dtype if training else None
     if one_pass:
-        normalize_kernel = normalize_fused(dtype, saved_in_training)
+        normalize_kernel = with_renorm(normalize_fused(dtype, saved_in_training), call.renorm is not None)
     else:
         normalize_kernel = normalize(dtype, saved_in_training, running=not training)
     stats_kernel, block = scale_stats(dtype), THREADS
@@ -273,8 +283,14 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     if m:
         passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
         passed |= {**_OWN, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
+        passed |= _limits(call) if one_pass else {}
         kernel = with_activation(normalize_kernel, call.activation)
         build.launch(kernel, division.normalize_grid, fields, passed, block)
+
+
+def _limits(call: _Call) -> dict[str, str]:
+    """What a variant for batch renormalisation is passed in addition."""
+    return {} if call.renorm is None else {"renorm": "renorm"}
 
 
 class _Division(NamedTuple):
@@ -327,10 +343,11 @@ def _merge_statistics(
     build: Builder, call: _Call, fields: dict[str, Any], grid: int, posted: int, gathered: int
 ) -> None:
     """Add the merge of the statistics of all splits, and of all ranks. Over NCCL, what this rank posts comes first."""
-    kernel, ranks, count = merge_statistics(call.p.dtype), call.ranks, letters(call.p.n, 2)
+    kernel = with_renorm(merge_statistics(call.p.dtype), call.renorm is not None)
+    ranks, count = call.ranks, letters(call.p.n, 2)
     *_, vectors, batches = call.names
     passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
-    passed |= {"num_batches_tracked": batches, "saved": vectors}
+    passed |= {"num_batches_tracked": batches, "saved": vectors, **_limits(call)}
     if ranks is not None and not ranks.waits:
         if call.m == 0:
             build.clear(place(posted), 8 * count)

@@ -15,17 +15,17 @@ from .variants import NARROW
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
 
 
-def one_pass_serves(p: Matmul, training: bool, cumulative: bool, ranks: str | None) -> bool:
-    """Whether normalize_fused serves: each CTA has all rows of its columns and computes their statistics. Not for a
-    `cumulative` average: CTAs would read the count of batches that one of them raises."""
-    return training and ranks is None and not cumulative and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
+def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | None) -> bool:
+    """Whether normalize_fused serves: each CTA has all rows of its columns and computes their statistics. Not if CTAs
+    would read the count of batches that one of them raises."""
+    return training and ranks is None and not reads_count and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
-def passes_over_g(p: Matmul, training: bool, cumulative: bool = False, ranks: str | None = None) -> str:
+def passes_over_g(p: Matmul, training: bool, reads_count: bool = False, ranks: str | None = None) -> str:
     """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
     if not training:
         return "inference"
-    return "one_pass" if one_pass_serves(p, training, cumulative, ranks) else "apart"
+    return "one_pass" if one_pass_serves(p, training, reads_count, ranks) else "apart"
 
 
 def gemm_for(
@@ -36,10 +36,12 @@ def gemm_for(
     training: bool = True,
     prepared: bool = False,
     saved: bool = False,
-    cumulative: bool = False,
+    reads_count: bool = False,
+    apart: bool = False,
     ranks: Literal["inside", "between"] | None = None,
 ) -> tuple[str, str]:
-    """The path that serves a call, and why; ValueError if `gemm` names one that cannot."""
+    """The path that serves a call, and why; ValueError if `gemm` names one that cannot. `apart`: the product is a
+    launch of its own."""
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}
     if gemm != "auto":
@@ -47,8 +49,8 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for"
-    call = OfCall(prepared, saved, cumulative, ranks == "inside")
-    chosen, why, us = _fastest(p, precision, call, training, ranks, obstacles)
+    call = OfCall(prepared, saved, reads_count, ranks == "inside")
+    chosen, why, us = _fastest(p, precision, call, training, ranks, apart or ranks == "between", obstacles)
     skinny = p.limits.skinny is not False and serves_skinny(p, precision, training, saved)
     if skinny and (p.limits.skinny or skinny_forward(p, precision, training=training, saves=saved).us < us):
         return "tiled", "g is made twice in less time than it is written and read"
@@ -56,16 +58,19 @@ def gemm_for(
 
 
 def _fastest(
-    p: Matmul, precision: str, call: OfCall, training: bool, ranks: str | None, obstacles: dict[str, str | None]
-) -> tuple[str, str, float]:
-    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared."""
+    p: Matmul, precision: str, call: OfCall, training: bool, ranks: str | None, apart: bool,
+    obstacles: dict[str, str | None],
+) -> tuple[str, str, float]:  # fmt: skip
+    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `apart`: the
+    product is a launch of its own."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        passes = passes_over_g(p, training, call.cumulative, ranks)
+        passes = passes_over_g(p, training, call.reads_count, ranks)
         by_cublas = cublas_us(theirs, element, passes, saves=call.saves) + copies_us(theirs)
-        if ranks == "between" and element != "limbs":
-            why = "the statistics of other ranks come between two launches, which leaves a bare GEMM"
+        if apart and element != "limbs":
+            what = "the statistics of other ranks" if ranks else "the limits of batch renormalisation"
+            why = f"{what} come between two launches, which leaves a bare GEMM"
             return "cublas", why, by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas

@@ -27,6 +27,7 @@ from .sm90_variants import (
     forward_sm90,
     largest_block,
     occupancy,
+    renormalising,
 )
 from .sources import Kernel
 from .variants import NARROW, TILES, gemm_tiled, split_limbs
@@ -87,8 +88,9 @@ class OfCall(NamedTuple):
 
     prepared: bool = False  # the weight's limbs exist
     saves: bool = False  # it also writes the deviations
-    cumulative: bool = False  # the running statistics are a cumulative average
+    reads_count: bool = False  # it reads the number of batches so far
     ranks: bool = False  # ranks share the batch, and their statistics arrive during the launch
+    renorm: bool = False  # batch renormalisation
 
 
 PLAIN = OfCall()
@@ -128,16 +130,16 @@ def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list
 
     If the weight's limbs are not prepared, "limbs_rs" makes them in registers. Training has two more modes:
     "recompute", and "cluster_batch", where a cluster has all rows. There clusters do not wait for each other, as they
-    must for a cumulative average: all read the count of batches that one raises.
+    must if all read the count of batches that one raises.
     """
-    prepared, _, cumulative, ranks = call
+    prepared, _, reads_count, ranks, _ = call
     tiles = [(m, cluster, 1) for m, cluster in itertools.product(BLOCKS_M, RANKS_CLUSTERS if ranks else CLUSTERS)]
     tiles += SPLIT_K_TILES_BY_MODE.get(mode, ()) if not ranks else ()
     found = [(mode, *tile) for tile in tiles]
     if mode == "training" and not ranks:
         found += [("recompute", *tile) for tile in tiles]
     modes_rs = [mode]
-    if mode == "training" and not (ranks or cumulative):
+    if mode == "training" and not (ranks or reads_count):
         modes_rs += ["cluster_batch"]
         found += [("cluster_batch", *tile, 1) for tile in CLUSTER_BATCH_TILES] + [
             ("cluster_batch", m, 1, split) for m, split in SPLIT_K_TILES
@@ -211,10 +213,10 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     """The launch of forward_sm90 in this mode, with the tile of least cost.
 
     `wide`: a product of 16-bit operands is written in float32. The launch is cooperative if CTAs wait for each other:
-    if a feature has several tiles, or if all CTAs read the count of batches that one raises (a cumulative average).
+    if a feature has several tiles, or if all CTAs read the count of batches that one raises.
     """
     m, n, k = p.m, p.n, p.k
-    prepared, saves, cumulative, ranks = call
+    prepared, saves, reads_count, ranks, renorm = call
     tile = cheapest_tile(p, mode, element_for(p.dtype, precision), call)
     _, block_m, cluster, clusters, mode, split, element = tile
     rows, blocks, columns = ceil_div(m, block_m), ceil_div(n, SM90_BLOCK_N), ceil_div(n, SM90_BLOCK_N * cluster)
@@ -236,11 +238,12 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         of_w = 0 if prepared or element == "limbs_rs" else n
         made = limbs_of_rows(m, of_w, k, workspace, p.device)
         workspace = made.w_exponents + 4 * of_w
+    kernel = forward_sm90(
+        element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split
+    )
     return OneLaunch(
-        kernel=forward_sm90(
-            element, mode, block_m, cluster, saves, *mn_major_operands(p, mode, element), wide, ranks, split
-        ),
-        cooperative=mode in ("training", "recompute") and (rows > 1 or cumulative),
+        kernel=renormalising(kernel) if renorm else kernel,
+        cooperative=mode in ("training", "recompute") and (rows > 1 or reads_count),
         element=element,
         limbs=made,
         block_m=block_m,

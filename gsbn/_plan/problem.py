@@ -17,6 +17,8 @@ SPLITS = 64  # the most CTAs (without clusters) per column block of scale_stats 
 # data, 16-bit deviations pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
 FEW_ROWS = 16
 SAVED_ROWS = 9  # O-vectors that a forward saves for its backward
+RENORM_ROWS = 11  # and with batch renormalisation
+SAVED_SHIFT = 10  # of these: kernels/common/common.cuh
 
 
 class Device(NamedTuple):

@@ -14,7 +14,7 @@ from .h200_products import PRODUCTS
 from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div, round_up
 from .rates import Rates
 from .sm90_variants import element_for
-from .sources import Kernel, with_activation
+from .sources import Kernel, with_activation, with_renorm
 from .split_k import SplitKReduction, split_k_reduction
 from .variants import (
     LIMBS_BYTES,
@@ -161,7 +161,7 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
 
 
-def skinny_backward(p: Matmul, activation: str | None) -> SkinnyBackward | None:
+def skinny_backward(p: Matmul, activation: str | None, renorm: bool) -> SkinnyBackward | None:
     """The launch of skinny_backward, if it can serve and is fastest; p is plan_backward's, y perhaps a copy."""
     m, n, k, dtype, device, x, w, dy, limits = p
     size = ITEMSIZE[dtype]
@@ -183,7 +183,9 @@ def skinny_backward(p: Matmul, activation: str | None) -> SkinnyBackward | None:
     if number > together and device.limited:
         return None
     return SkinnyBackward(
-        kernel=with_activation(skinny_backward_kernel(dtype, features, inputs, cluster), activation),
+        kernel=with_activation(
+            with_renorm(skinny_backward_kernel(dtype, features, inputs, cluster), renorm), activation
+        ),
         ctas=number * cluster,
         rows=rows,
         features=own,

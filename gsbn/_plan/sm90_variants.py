@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
-from .sources import Constants, Kernel, macros
+from .sources import Constants, Kernel, macros, with_renorm
 
 ARCH = "sm_90a"  # of kernels that use wgmma, TMA or clusters
 CONFIG = "sm90/config.cuh"
@@ -49,6 +49,19 @@ CHANNELS_FIRST_TILES = ((256, 2), (256, 1), (128, 2), (128, 1), (64, 1))
 
 def sm90_kernels() -> Iterator[Kernel]:
     """All variants, without an activation."""
+    for kernel in _without_renorm():
+        yield kernel
+        if dict(kernel.defines)["SAVE_DEVIATIONS"] == "1":
+            yield renormalising(kernel)
+
+
+def renormalising(kernel: Kernel) -> Kernel:
+    """The variant of forward_sm90 for batch renormalisation, of one that saves deviations."""
+    made = with_renorm(kernel)
+    return made._replace(shared=Constants(CONFIG, dict(made.defines))["SHARED_BYTES"])
+
+
+def _without_renorm() -> Iterator[Kernel]:
     elements, limbs_rs = [element for element in ELEMENTS if element != "limbs_rs"], "limbs_rs"
     for element, mode, block_m, cluster in itertools.product(elements, MODES, BLOCKS_M, CLUSTERS):
         largest = largest_block(element)

@@ -28,6 +28,11 @@ def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
     return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel
 
 
+def with_renorm(kernel: Kernel, renorm: bool = True) -> Kernel:
+    """The variant of a kernel for batch renormalisation (common/renorm.cuh); the kernel itself if not `renorm`."""
+    return kernel._replace(defines=(*kernel.defines, ("RENORM", "1"))) if renorm else kernel
+
+
 def _find() -> Path:
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):  # in a wheel; in a checkout

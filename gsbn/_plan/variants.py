@@ -9,7 +9,7 @@ from functools import cache
 from .declared import activations
 from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
-from .sources import Constants, Kernel, with_activation
+from .sources import Constants, Kernel, with_activation, with_renorm
 
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
 # stages of the pipeline of a thread of backward_sums or backward_dg, of a row each
@@ -38,15 +38,23 @@ TILES: dict[
 
 def every_kernel() -> Iterator[Kernel]:
     """All variants, which can be compiled ahead of time."""
-    for kernel in _plain_kernels():
-        yield kernel
-        modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
-        if (
-            kernel.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
-            or kernel.file in ("backward", "backward_sums", "backward_fused")
-            or dict(kernel.defines).get("MODE") in modes
-        ):
-            yield from (with_activation(kernel, activation) for activation in activations())
+    for plain in _plain_kernels():
+        for kernel in (plain, *[with_renorm(plain)] * _renorms(plain)):
+            yield kernel
+            modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
+            if (
+                kernel.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
+                or kernel.file in ("backward", "backward_sums", "backward_fused")
+                or dict(kernel.defines).get("MODE") in modes
+            ):
+                yield from (with_activation(kernel, activation) for activation in activations())
+
+
+def _renorms(kernel: Kernel) -> bool:
+    """Whether there is a variant for batch renormalisation: it makes y's constants, or stores gamma's gradient."""
+    trains = dict(kernel.defines).get("TRAINING") == "true"
+    makes = kernel.name in ("merge_statistics", "normalize_fused")
+    return makes or (trains and kernel.name in ("backward_dg", "backward_fused", "merge_sums", "skinny_backward"))
 
 
 def _plain_kernels() -> Iterator[Kernel]:

@@ -19,8 +19,10 @@ from ._groups import group
 from ._layer import LinearBatchNorm1d
 from ._linear import Linear, linear
 from ._modules import SyncBatchNorm
+from ._renorm import BatchRenorm1d
 
 __all__ = [
+    "BatchRenorm1d",
     "Comparison",
     "ConvBatchNorm1d",
     "ConvBatchNorm2d",

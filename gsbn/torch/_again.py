@@ -9,10 +9,12 @@ from torch.nn import functional
 
 from .._arrays.kinds import NUMBERS
 from .._backward import How
+from .._saved import RENORM_ROWS
 from ..reference import Gradients
 
-# Rows of the saved vectors in inference, as kernels/common/common.cuh numbers them
+# Rows of the saved vectors, as kernels/common/common.cuh numbers them: in inference, and with batch renormalisation
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
+_RATIO, _SHIFT = 9, 10
 
 
 class Given(NamedTuple):
@@ -46,6 +48,8 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             if bias is not None:
                 z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias: a gradient of 0 that has derivatives
             y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
+            if len(vectors) == RENORM_ROWS:
+                y = y * vectors[_RATIO].to(z.dtype) + vectors[_SHIFT].to(z.dtype)
         else:
             if bias is not None:
                 z = z + (bias if scale is None else bias * scale)

@@ -67,8 +67,8 @@ def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activa
     """y, or (y, saved), as the matrices of _channels_first.py in gsbn."""
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
-    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None
-    of_call = *options, saves, None, activation, None, 1.0, prod(sizes)
+    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None
+    of_call = *options, saves, None, activation, None, None, 1.0, prod(sizes)
     with torch.no_grad():
         return call(FORWARD_CHANNELS_FIRST, arrays, of_call)
 

@@ -17,6 +17,7 @@ from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
 from .._forward import forward_of
 from .._plan import DUAL_ROWS
+from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import shown
@@ -67,6 +68,7 @@ def linear_batch_norm(
     precision: Precision = "highest",
     gemm: Gemm = "auto",
     process_group: Any = None,
+    renorm: Renorm | tuple[float, float] | Tensor | None = None,
 ) -> Tensor:
     """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
 
@@ -89,6 +91,8 @@ def linear_batch_norm(
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``. All ranks must
         then call the forward and the backward; the number of rows of a rank may differ and may be 0. None uses this
         rank's rows alone. It has no effect in inference, or with one rank.
+    renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
+        Batch renormalisation in training, as in `gsbn.forward`.
 
     Returns
     -------
@@ -125,7 +129,7 @@ def linear_batch_norm(
     given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
     require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
-    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group)
+    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm)
 
 
 def require_tensors(**given: Any) -> None:
@@ -136,7 +140,7 @@ def require_tensors(**given: Any) -> None:
 
 def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
-    process_group: Any = None,
+    process_group: Any = None, renorm: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     conv = weight.dim() > 2
@@ -147,13 +151,13 @@ def call(
                 f"{tuple(weight.shape)}"
             )
         check_features(x, weight.shape[1])
-        alone = not options[0] or name_of(process_group) is None
+        alone = renorm is None and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
             return channels_first(x, weight.flatten(1), vectors, state, options, activation)
         n, features, *sizes = x.shape
         rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
-        y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group)
+        y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group, renorm)
         if prod(sizes) == 1 and x.stride(-1) == 1:  # of both layouts that y has, PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
         y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
@@ -176,13 +180,23 @@ def call(
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        return recorded(tensors, training, differentiate, number, *more, activation, name)
+        return recorded(tensors, training, differentiate, number, *more, activation, name, *_recorded_limits(renorm))
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
-        return _apply(x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group), dtype)
+        return _apply(
+            x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group, renorm), dtype
+        )
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
-    return forward_of((x, weight, scale, bias, gamma, beta, *state, None), (*options, False, None, activation, group))
+    arrays = x, weight, scale, bias, gamma, beta, *state, None, None
+    return forward_of(arrays, (*options, False, None, activation, group, renorm))
+
+
+def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
+    """`renorm` as a recorded program has it: numbers or None, and a tensor or None."""
+    if renorm is None or isinstance(renorm, Tensor):
+        return None, renorm
+    return list(map(float, renorm_of(renorm))), None
 
 
 def in_rows(x: Any) -> bool:
@@ -318,7 +332,7 @@ def _forward(
 ) -> tuple[Any, Saved, How]:
     wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
     x, weight = cast(x, dtype), cast(weight, dtype)
-    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None), options)
+    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 
 

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
 from .._fold import fold
+from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
 from .._values import choice, type_name
 from ._function import check_features
 from ._groups import check_group
 from ._modules import SyncBatchNorm, are_plain, fused, module_of
+from ._renorm import BatchRenorm1d
 
 
 class LinearBatchNorm1d(nn.Module):
@@ -43,11 +45,14 @@ class LinearBatchNorm1d(nn.Module):
     process_group : torch.distributed.ProcessGroup, optional
         In training the statistics are those of the rows of all its ranks, as with ``nn.SyncBatchNorm``, and `norm` is a
         `gsbn.torch.SyncBatchNorm`. None uses this rank's rows alone.
+    renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
+        Batch renormalisation, as in `gsbn.forward`: `norm` is then a `gsbn.torch.BatchRenorm1d`.
 
     Raises
     ------
     TypeError, ValueError
-        `activation`, `precision` or `gemm` is not an allowed word, or `process_group` is not a ProcessGroup.
+        `activation`, `precision` or `gemm` is not an allowed word, `process_group` is not a ProcessGroup, or `renorm`
+        is wrong or has no running statistics.
 
     Attributes
     ----------
@@ -97,6 +102,7 @@ class LinearBatchNorm1d(nn.Module):
         precision: Precision = "highest",
         gemm: Gemm = "auto",
         process_group: Any = None,
+        renorm: Renorm | tuple[float, float] | Tensor | None = None,
     ) -> None:
         if activation is not None:
             choice("activation", activation, ACTIVATIONS)
@@ -106,7 +112,12 @@ class LinearBatchNorm1d(nn.Module):
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
         of_norm = out_features, eps, momentum, affine, track_running_stats, device, dtype
-        if process_group is None:
+        if renorm is not None:
+            if not track_running_stats:
+                raise ValueError("track_running_stats: expected True with renorm, got False")
+            options: Any = {"process_group": process_group, "device": device, "dtype": dtype}
+            self.norm = BatchRenorm1d(out_features, renorm, eps, momentum, affine, **options)
+        elif process_group is None:
             self.norm = nn.BatchNorm1d(*of_norm)
         else:
             self.norm = SyncBatchNorm(*of_norm, process_group=process_group)

@@ -19,6 +19,7 @@ from .._values import choice
 from ._channels_first import serves_channels_first
 from ._function import call, in_rows, is_transformed
 from ._groups import name_of, world
+from ._renorm import BatchRenorm1d
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
 _NO_STATISTICS = (None, None, None)
@@ -63,13 +64,15 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return made
 
 
-NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm)
+NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d)
 # The norms that may follow each class
 FOLLOWERS: dict[Any, tuple[Any, ...]] = {
-    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
+    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d),
     nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
     nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
 }
+# Their process group, if they have one, is not all ranks by default.
+_ALONE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d)
 NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
 _FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *NAMES)}
@@ -183,7 +186,7 @@ def not_pointwise(conv: Any) -> str | None:
 def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
-    return x.is_cuda or norm.__class__ not in (nn.BatchNorm1d, nn.BatchNorm2d)
+    return x.is_cuda or norm.__class__ not in _ALONE or norm.__dict__.get("process_group") is not None
 
 
 def fused(
@@ -194,8 +197,8 @@ def fused(
     mean, training = buffers["running_mean"], norm.training
     # As BatchNorm1d and SyncBatchNorm choose their statistics
     process_group = None
-    if training and norm.__class__ in (nn.SyncBatchNorm, SyncBatchNorm):
-        process_group = norm.process_group or world()
+    if training and norm.__class__ not in (nn.BatchNorm1d, nn.BatchNorm2d):
+        process_group = norm.process_group or (None if norm.__class__ in _ALONE else world())
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
         state = mean, buffers["running_var"], count
@@ -208,6 +211,7 @@ def fused(
     return call(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
+        norm.renorm if norm.__class__ is BatchRenorm1d else None,
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import torch
 
 from .._backward import How, backward_of
 from .._forward import forward_of
-from .._saved import FEW_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
+from .._renorm import Renorm
+from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ..reference import Gradients
 from ._groups import group_named
 
@@ -21,7 +22,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
-    "str precision, str gemm, str? activation, str? group=None) -> "
+    "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
@@ -30,9 +31,11 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     """The forward as an operator: it returns y or, to `keep` what a backward needs, also deviations and vectors."""
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
-        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *group = more
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
-        options = (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
+        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *rest = more
+        name, renorm = rest[0] if rest else None, _renorm(more)
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
+        group = group_named(x.device, name)
+        options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm)
         with torch.no_grad():
             made = forward_of(arrays, options)
         if not keep:
@@ -50,6 +53,15 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
+def _renorm(more: Any) -> Any:
+    """The limits of batch renormalisation from the operator's last arguments, which may be absent; None for none."""
+    _, numbers, limits = (*more[11:], None, None, None)[:3]
+    if numbers is not None:
+        r_max, d_max, warmup = numbers
+        return Renorm(r_max, d_max, int(warmup))
+    return limits
+
+
 def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     _LIBRARY.define(name + schema)
     for key in ("CPU", "CUDA"):
@@ -61,7 +73,7 @@ def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
 def _fake_saved(training: bool) -> Callable[..., Any]:
     """Make results with the shapes and dtypes that `gsbn.Saved` documents."""
 
-    def fake(x: Any, weight: Any, *_: Any) -> Any:
+    def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
         if x.device.type == "cpu":
             pitch, double = features, rows <= FEW_ROWS or x.dtype == torch.float64
@@ -71,7 +83,8 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
             pitch = (features + pad - 1) // pad * pad
             kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
-        return x.new_empty(rows, features), deviations, x.new_empty(SAVED_ROWS, features, dtype=torch.float64)
+        constants = SAVED_ROWS if not training or _renorm(more) is None else RENORM_ROWS
+        return x.new_empty(rows, features), deviations, x.new_empty(constants, features, dtype=torch.float64)
 
     return fake
 
@@ -119,9 +132,10 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, training, number, momentum, eps, precision, gemm, activation, group = arguments
+        *tensors, training, number, momentum, eps, precision, gemm, activation, group, renorm, limits = arguments
         run = TRAIN if training else INFER_SAVED
-        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation, group)
+        options = number, momentum, eps, precision, gemm, activation, group, renorm, limits
+        y, deviations, vectors = run(*tensors, *options)
         x, weight, bias, scale, gamma, beta = tensors[:6]
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])

@@ -175,6 +175,7 @@ struct Factors {
 #pragma unroll 1
         for (int row = first; row < ROWS; row += step)
             asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + row * n + c));
+        if (RENORM && first == 0) asm volatile("prefetch.global.L1 [%0];" ::"l"(saved + SAVED_SHIFT * n + c));
     }
 };
 
@@ -224,6 +225,7 @@ __device__ __forceinline__ void store_gradient(int number, const BackwardProblem
         code = p.to_scale;
     } else if (number == 2) {
         value = of(SAVED_GAMMA) * (TRAINING ? E : fma(of(SAVED_S), E, of(SAVED_Z) * S));
+        if (RENORM) value = fma(of(SAVED_SHIFT), S, value);
         to = to_gamma;
         code = p.to_gamma;
     }

@@ -187,22 +187,33 @@ enum : int {
     SAVED_SLOPE = 7,   // training: a unit, as y was computed with it: y = f(slope d + offset)
     SAVED_MEAN = 7,    // inference: mean of y = f(a (g - mean) + offset)
     SAVED_OFFSET = 8,  // of either
+    SAVED_RATIO = 9,   // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
+    SAVED_SHIFT = 10,  // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };
 
+#ifndef RENORM
+#define RENORM 0  // 1: a variant for batch renormalisation (common/renorm.cuh)
+#endif
+
 // Stores the SAVED_ rows of feature i in training. Its deviations are in units of `unit`, and y was computed with `a`,
-// which may be rounded, and `offset`.
+// which may be rounded, and `offset`. `ratio` and `shift`: common/renorm.cuh.
 __device__ inline void store_saved(double* saved, long long n, long long i, double s, double gamma, double var,
-                                   double eps, double unit, double a, double offset) {
+                                   double eps, double unit, double a, double offset, double ratio = 1.0,
+                                   double shift = 0.0) {
     const double square = 1.0 / (s * s * var + eps), r = sqrt(square), to_units = s * unit;
-    saved[SAVED_A * n + i] = gamma * s * r;
-    saved[SAVED_SCALE * n + i] = gamma * eps * square * r * unit;
-    saved[SAVED_GAMMA * n + i] = to_units * r;
+    saved[SAVED_A * n + i] = gamma * s * r * ratio;
+    saved[SAVED_SCALE * n + i] = gamma * eps * square * r * unit * ratio;
+    saved[SAVED_GAMMA * n + i] = to_units * r * ratio;
     saved[SAVED_RATE * n + i] = to_units * to_units * square;  // in few roundings: dg of an outlier cancels by it
     saved[SAVED_UNIT * n + i] = unit;
     saved[SAVED_REST * n + i] = eps * square;
     saved[SAVED_S * n + i] = 0.0;  // no backward in training reads it: but equal calls save equal bytes
     saved[SAVED_SLOPE * n + i] = a * unit;
     saved[SAVED_OFFSET * n + i] = offset;
+    if constexpr (RENORM) {
+        saved[SAVED_RATIO * n + i] = ratio;
+        saved[SAVED_SHIFT * n + i] = shift;
+    }
 }
 
 // What the rounding of sum = a + b lost (Knuth's two-sum).

@@ -16,7 +16,7 @@
 // still more than a few bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of
 // all sums depends on the shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
-#include "common/common.cuh"
+#include "common/renorm.cuh"
 
 #ifndef G_TYPE
 #define G_TYPE float
@@ -38,6 +38,10 @@ struct ForwardProblem {
     long long signature;         // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
+#if RENORM
+    long long renorm, warmup;  // the vector code of r_max and d_max; batches before there is a correction
+    double r_max, d_max;       // where there is no vector
+#endif
 };
 
 constexpr int VEC = 16 / sizeof(G);
@@ -82,21 +86,33 @@ __device__ __forceinline__ double argument(int number, const ForwardProblem& p, 
 // All that follows from mean and M2 of feature c over `rows` rows; M2 has been corrected by M2_OF_LIMBS.
 struct Feature {
     Arguments of;
-    double rows, mean, m2, v, a;
+    double rows, mean, m2, v;
+    Correction<double> by;
+    double a, offset;  // y = a (g - mean) + offset
 
-    __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of)
+    __device__ Feature(const ForwardProblem& p, double rows, double mean, double m2, const Arguments& of,
+                       const Limits<double>& limits)
         : of(of),
           rows(rows),
           mean(mean),
           m2(m2),
           v(m2 / rows * (p.flags & FLAG_LIMBS ? M2_AS_MADE : 1.0)),
-          a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))) {}
+          a(of.gamma * of.s * (1.0 / sqrt(of.s * of.s * v + p.eps))),
+          offset(of.beta) {
+        if constexpr (RENORM) {
+            by = Correction<double>(limits, of.s * of.s * v + p.eps, of.s * (mean + of.b) - of.mean,
+                                    sqrt(of.var + p.eps));
+            a *= by.ratio;
+            offset = fma(of.gamma, by.shift, of.beta);
+        }
+    }
 
     // Stores what the backward needs, if there is one.
     __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(of.beta));
+        store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(offset), by.ratio,
+                    by.shift);
     }
     // Updates the running statistics, if there are any; `batches`: the count before this batch.
     __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,

@@ -39,6 +39,10 @@ struct ForwardSm90Problem {
     long long signature;  // what this call is, of a group
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
+#if RENORM
+    long long renorm, warmup;  // the vector code of r_max and d_max; batches before there is a correction
+    double r_max, d_max;       // where there is no vector
+#endif
 };
 
 typedef unsigned int u32;
@@ -50,6 +54,7 @@ constexpr bool TRAINS = MODE == MODE_TRAINING || MODE == MODE_RECOMPUTE || MODE 
 constexpr bool FLOAT32 = !OF_16_BITS || FLOAT32_OUTPUT;         // y is float32, else of x's type
 constexpr bool IN_UNITS = ELEMENT == ELEMENT_FLOAT16;           // deviations are stored in units (deviation_unit)
 constexpr bool DEFERS = MODE == MODE_TRAINING && SPLIT_K == 1;  // tiles wait in y for their statistics
+static_assert(!RENORM || SAVE_DEVIATIONS, "half the variants: who renormalises has a backward");
 static_assert(!(X_MN_MAJOR || FLOAT32_OUTPUT) || ((MODE == MODE_GEMM || CHANNELS_FIRST) && OF_16_BITS),
               "only products of 16 bits");
 static_assert(!K_IN_SAMPLES ||
@@ -122,13 +127,14 @@ constexpr int DEFERRED_PIECES = BLOCK_M / DEFERRED_ROWS;  // of a tile
 
 // Shared memory of a CTA, at least that of struct Shared (cta.cuh). Of a feature: arguments (12 bytes), or the constants
 // of two runs (8 each, or 10 of limbs); in MODE_RECOMPUTE beta and what makes y of it (4 + 16); in MODE_CLUSTER_BATCH
-// mean and M2 from each CTA, too. 256 bytes are for barriers and counters.
+// mean and M2 from each CTA, too, and with RENORM 8 more bytes (Running). 256 bytes are for barriers and counters, 64 for
+// the limits of RENORM.
 constexpr int FEATURE_BYTES = MODE == MODE_RECOMPUTE               ? 20
-                              : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS
+                              : MODE == MODE_CLUSTER_BATCH         ? 16 + 8 * CLUSTER_CTAS + 4 * RENORM
                               : MODE == MODE_INFERENCE && BY_LIMBS ? 20
                                                                    : 16;
 constexpr int SHARED_BYTES =
-    STAGES * STAGE_BYTES + WARPGROUPS * STAGINGS * STAGING_BYTES + BLOCK_N * FEATURE_BYTES + 256;
+    STAGES * STAGE_BYTES + WARPGROUPS * STAGINGS * STAGING_BYTES + BLOCK_N * FEATURE_BYTES + 256 + 64 * RENORM;
 
 // How long a warp that waits sleeps between two looks. One that waits beside a mainloop sleeps long: every instruction
 // costs the tensor core of its quarter of the SM a cycle or two.

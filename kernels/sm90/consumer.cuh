@@ -338,6 +338,11 @@ struct Consumer : Cta {
         centre(d, min((int)m - row * BLOCK_M, BLOCK_M), lane, mean, m2);
         u64* here = &sh.here[half];
         const int h = lane & 1, mine = within + 8 * h;
+#if RENORM
+        // The limits are there; and the running statistics, which the CTAs that hear of these rows will update.
+        mbar_wait(&sh.agreed, 0);
+        mbar_wait(&sh.arguments_ready, 0);
+#endif
         const float own = h ? mean[1] : mean[0];
         Merged all = {own, 0.f, 1.f};
         float m2_of_all = h ? m2[1] : m2[0];
@@ -356,7 +361,11 @@ struct Consumer : Cta {
         }
         const float var = m2_of_all / (float)m;
         mbar_wait(&sh.arguments_ready, 0);
+#if RENORM
+        const Corrected u = {sh.arguments[mine], sh.running[mine], sh.limits, all.mean, var, f.eps};
+#else
         const Affine u = sh.arguments[mine];
+#endif
         all.a = u.slope(var, f.eps), all.unit = deviation_unit(var, 1);
         epilogue_in_registers(d, row, block, h, epilogue_of(1.f, own - all.mean, all.a, all.unit, u.beta));
     }
@@ -368,8 +377,9 @@ struct Consumer : Cta {
         mbar_wait(&sh.arguments_ready, 0);
         if constexpr (SAVE_DEVIATIONS) {
             const Merged all = await_merged(merged, features, (size_t)block * BLOCK_N + within + 8 * h, launch);
-            epilogue_in_registers(d, row, block, h,
-                                  epilogue_of(1.f, own - all.mean, all.a, all.unit, sh.beta[within + 8 * h]));
+            epilogue_in_registers(
+                d, row, block, h,
+                epilogue_of(1.f, own - all.mean, all.a, all.unit, all.offset_or(sh.beta[within + 8 * h])));
         } else {
             const Affine u = sh.arguments[within + 8 * h];
             Merged all = {0.f, 0.f, 1.f};

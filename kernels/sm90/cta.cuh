@@ -29,6 +29,10 @@ struct Shared {                       // starts on 1024 bytes, as swizzled stage
                    [MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // mean and M2 from each CTA of the cluster
     u64 here[WARPGROUPS];  // barriers: all of these that a warpgroup needs have arrived
     u64 drained, summed;   // barriers of SPLIT_K: all CTAs have read their stages; all partial sums are here
+#if RENORM
+    Limits<float> limits;
+    Running running[MODE == MODE_CLUSTER_BATCH ? BLOCK_N : 1];  // of the CTA's tile
+#endif
     __nv_bfloat16 lows[2][WITH_LOWS ? BLOCK_N : 1];  // of the constants; float32 would not fit
 };
 

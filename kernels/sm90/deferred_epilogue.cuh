@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/cta.cuh"
 
-// Loads the coefficients of y = f(a (d + tile mean - mean) + beta) for the CHUNK features of a lane's columns, once all
+// Loads the coefficients of y = f(a (d + tile mean - mean) + offset) for the CHUNK features of a lane's columns, once all
 // features of the tile are merged. A lane computes those of EACH neighbouring features, with all words in flight at
 // once, and shuffles distribute them.
 __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int block, int backoff) const {
@@ -14,19 +14,19 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
     Fetched beta[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        beta[e] = first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
+        beta[e] = !RENORM && first + e < n ? fetch(f.beta, f.beta_code, first + e) : Fetched{KIND_ABSENT, 0};
     Word all[EACH], tile[EACH], units[EACH];
     while (true) {
         bool here = true;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             all[e] = peek(of_all + e), tile[e] = peek(of_tile + e);
-            if (SAVE_DEVIATIONS && IN_UNITS) units[e] = peek(of_all + features + e);
+            if (TWO_WORDS) units[e] = peek(of_all + features + e);
         }
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             here &= all[e].launch == launch && tile[e].launch == launch;
-            if (SAVE_DEVIATIONS && IN_UNITS) here &= units[e].launch == launch;
+            if (TWO_WORDS) here &= units[e].launch == launch;
         }
         if (__all_sync(0xFFFFFFFF, here)) break;
         __nanosleep(backoff);
@@ -35,8 +35,9 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         const float unit_of = deviation_unit(tile[e].y, min((int)m - row * BLOCK_M, BLOCK_M));
-        const float unit = SAVE_DEVIATIONS && IN_UNITS ? units[e].x : 1.f;
-        made[e] = epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, beta[e].or_else(0.f));
+        const float unit = TWO_WORDS ? units[e].x : 1.f;
+        made[e] =
+            epilogue_of(unit_of, tile[e].x - all[e].x, all[e].y, unit, RENORM ? units[e].y : beta[e].or_else(0.f));
     }
 #pragma unroll
     for (int e = 0; e < CHUNK; e++) {
@@ -128,6 +129,10 @@ __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
                 sh.beta[c] = fetch(f.beta, f.beta_code, block * BLOCK_N + c).or_else(0.f);
             else
                 sh.arguments[c] = f.affine(block * BLOCK_N + c);
+#if RENORM
+            if constexpr (MODE == MODE_CLUSTER_BATCH)
+                sh.running[c] = f.running(block * BLOCK_N + c, f.affine(block * BLOCK_N + c));
+#endif
         }
     mbar_arrive(&sh.arguments_ready);
 }

@@ -43,6 +43,9 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
 #if RANKS
         if (blockIdx.x == 0) exchange.post_header((double)m);
 #endif
+#if RENORM
+        sh.limits = Limits<float>(p, f.renorm, count - 1);
+#endif
         sh.momentum =
             p.flags & FLAG_CUMULATIVE ? (StatisticsType)1 / (StatisticsType)count : (StatisticsType)p.momentum;
         mbar_arrive(&sh.agreed);
@@ -109,9 +112,16 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             const Affine u = {of_s.or_else(f.number), of_gamma.or_else(1.f), of_beta.or_else(0.f)};
             const float var = m2 / (float)m;
             const bool publishes = MODE != MODE_CLUSTER_BATCH && speaks;
-            if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, u.slope(var, f.eps), launch);
-            if (SAVE_DEVIATIONS && IN_UNITS && publishes)
-                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
+#if RENORM
+            const Running of_running = {u, of_b.or_else(0.f), of_rm.or_else(0.f), of_rv.or_else(1.f), f.eps};
+            const Corrected to_y = {u, of_running, sh.limits, mean, var, f.eps};
+#else
+            const Affine& to_y = u;
+#endif
+            if (publishes) publish(merged + (size_t)block * BLOCK_N + c, mean, to_y.slope(var, f.eps), launch);
+            if (TWO_WORDS && publishes)
+                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1),
+                        RENORM ? to_y.beta : 0.f, launch);
             if (running) {
                 const StatisticsType weight = sh.momentum, s = u.scale;
                 const StatisticsType b = of_b.or_else((StatisticsType)0);
@@ -123,7 +133,7 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
             }
             if (SAVE_DEVIATIONS && mine)
                 store_saved(for_backward.vectors, n, feature, u.scale, u.gamma, var, p.eps, deviation_unit(var, 1),
-                            u.slope(var, f.eps), u.beta);
+                            to_y.slope(var, f.eps), to_y.beta, to_y.ratio(), to_y.shift());
         }
     }
 }
@@ -171,15 +181,26 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             const bool speaks = c < end, mine = speaks && feature < n;
             Affine u = {1.f, 1.f, 0.f};  // on its way meanwhile
             if (mine) u = f.affine(feature);
+#if RENORM
+            Running of_running;
+            if (mine) of_running = f.running(feature, u);
+#endif
             while (!__all_sync(0xFFFFFFFF, !mine || exchange.ready(feature))) epilogue_meanwhile(backoff);
             GroupStatistics<float> all = {1.f, 0.f, 0.f, true};
             if (mine) all = exchange.statistics<float>(feature);
             const float var = all.m2 / all.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
-            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, u.slope(var, f.eps), launch);
-            if (SAVE_DEVIATIONS && IN_UNITS && speaks)
-                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1), 0.f, launch);
+#if RENORM
+            const Corrected to_y = {u, of_running, sh.limits, all.mean, var, f.eps};
+#else
+            const Affine& to_y = u;
+#endif
+            if (speaks) publish(merged + (size_t)block * BLOCK_N + c, all.mean, to_y.slope(var, f.eps), launch);
+            if (TWO_WORDS && speaks)
+                publish(merged + features + (size_t)block * BLOCK_N + c, deviation_unit(var, 1),
+                        RENORM ? to_y.beta : 0.f, launch);
         }
     }
+    if (RENORM) __syncwarp();  // all lanes have read the running statistics
     // What no tile waits for, of all these features, in float64: the letters are still there.
     const bool tracked = (f.running_mean_code & 7) != KIND_ABSENT;
     const int most = (BLOCK_N - 1) / (int)min(p.parts_in_panels, p.parts_alone) + 1;  // features of a tile
@@ -191,6 +212,9 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
         if (c >= end || feature >= n) continue;
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);
         const GroupStatistics<double> all = exchange.statistics<double>(feature);
+#if RENORM
+        const Running of_running = f.running(feature, f.affine(feature));  // before they are updated
+#endif
         if (tracked && all.right) {
             const double b = fetch(f.bias, f.bias_code, feature).or_else(0.0), mu = sh.momentum;
             const double rm = fetch(f.running_mean, f.running_mean_code, feature).or_else(0.0);
@@ -204,8 +228,13 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
             const float var = rounded.m2 / rounded.rows * (float)(BY_LIMBS ? M2_AS_MADE : 1.0);
             const Affine u = f.affine(feature);
             const double gamma = fetch(f.gamma, f.gamma_code, feature).or_else(1.0);
+#if RENORM
+            const Corrected to_y = {u, of_running, sh.limits, rounded.mean, var, f.eps};
+#else
+            const Affine& to_y = u;
+#endif
             store_saved(for_backward.vectors, n, feature, s, gamma, all.m2 / all.rows * (BY_LIMBS ? M2_AS_MADE : 1.0),
-                        p.eps, deviation_unit(var, 1), u.slope(var, f.eps), u.beta);
+                        p.eps, deviation_unit(var, 1), to_y.slope(var, f.eps), to_y.beta, to_y.ratio(), to_y.shift());
         }
     }
     __syncwarp();

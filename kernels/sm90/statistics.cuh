@@ -1,5 +1,6 @@
 // The caller's per-feature arguments; the statistics of a feature over the rows of one tile, and merged over all rows.
 #pragma once
+#include "common/renorm.cuh"
 #include "sm90/accumulator.cuh"
 #include "sm90/samples.cuh"
 #include "sm90/words.cuh"
@@ -11,6 +12,8 @@ struct Affine {  // of one feature
     __device__ float slope(float var, float eps) const {
         return multiply_no_ftz(gamma, scale) / sqrtf(fmaf(scale * scale, var, eps));
     }
+    __device__ double ratio() const { return 1.0; }
+    __device__ double shift() const { return 0.0; }
 };
 
 // Of y = (a g + c) + low with the running statistics. `low`, by limbs alone, makes up for the rounding of a and c at the
@@ -18,6 +21,31 @@ struct Affine {  // of one feature
 struct Frozen {
     float a, c, low;
 };
+
+#if RENORM
+// What the correction of a feature (common/renorm.cuh) needs of its running statistics, before they are updated.
+struct Running {
+    float distance = 0.f, sigma = 1.f;  // s b - running_mean; sigma'
+
+    Running() = default;
+    __device__ Running(const Affine& u, float b, float mean, float var, float eps)
+        : distance(fmaf(u.scale, b, -mean)), sigma(sqrtf(var + eps)) {}
+};
+
+// With its correction: beta is the offset of y, and the slope has the ratio.
+struct Corrected : Affine {
+    Correction<float> by;
+
+    __device__ Corrected(const Affine& u, const Running& of, const Limits<float>& limits, float mean, float var,
+                         float eps)
+        : Affine(u), by(limits, fmaf(scale * scale, var, eps), fmaf(scale, mean, of.distance), of.sigma) {
+        beta = fmaf(gamma, by.shift, beta);
+    }
+    __device__ float slope(float var, float eps) const { return Affine::slope(var, eps) * by.ratio; }
+    __device__ double ratio() const { return by.ratio; }
+    __device__ double shift() const { return by.shift; }
+};
+#endif
 
 struct Features {  // the caller's per-feature arguments
     const void* bias;
@@ -33,6 +61,15 @@ struct Features {  // the caller's per-feature arguments
     void* running_var;
     long long running_var_code;
     float eps, number;
+#if RENORM
+    const void* renorm;
+
+    __device__ Running running(int i, const Affine& u) const {
+        const Fetched of_b = fetch(bias, bias_code, i), of_rm = fetch(running_mean, running_mean_code, i),
+                      of_rv = fetch(running_var, running_var_code, i);
+        return {u, of_b.or_else(0.f), of_rm.or_else(0.f), of_rv.or_else(1.f), eps};
+    }
+#endif
 
     __device__ Affine affine(int i) const {
         const Fetched s = fetch(scale, scale_code, i), g = fetch(gamma, gamma_code, i), b = fetch(beta, beta_code, i);

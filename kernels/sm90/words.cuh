@@ -30,15 +30,29 @@ __device__ __forceinline__ float2 await(const Word* word, u64 launch, int backof
     return make_float2(w.x, w.y);
 }
 
+constexpr bool TWO_WORDS = SAVE_DEVIATIONS && (IN_UNITS || RENORM);  // of a feature in `merged`
+
 struct Merged {  // of one feature, over all rows
     float mean, a, unit;
+#if RENORM
+    float offset;
+    __device__ float offset_or(float) const { return offset; }
+#else
+    __device__ float offset_or(float beta) const { return beta; }
+#endif
 };
 
-// merged is [SAVE_DEVIATIONS && IN_UNITS ? 2 : 1][features]: (mean, a), and where units are not all 1, (unit, 0).
+// merged is [TWO_WORDS ? 2 : 1][features]: (mean, a), and where units are not all 1, or the offset is not beta, (unit,
+// offset).
 __device__ __forceinline__ Merged await_merged(const Word* merged, size_t features, size_t feature, u64 launch) {
     const float2 all = await(merged + feature, launch);
+#if RENORM
+    const float2 more = await(merged + features + feature, launch);
+    return {all.x, all.y, more.x, more.y};
+#else
     const float unit = SAVE_DEVIATIONS && IN_UNITS ? await(merged + features + feature, launch).x : 1.f;
     return {all.x, all.y, unit};
+#endif
 }
 
 __device__ __forceinline__ u64 later_than(u64 time) {

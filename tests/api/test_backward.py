@@ -28,22 +28,23 @@ from tests.support.gradients import (
     truth_of,
 )
 from tests.support.harness import DTYPES, LAYOUTS, Kind, assert_same_bits, forward, kind_of, without_out
-from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
+from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case, cases
 from tests.support.tolerance import assert_within, norm_error
 
 B, I, O = 9, 5, 4
 CASE = Case((B, I, O), "float32", training=True)
+DRAWN = cases(limit=48, scales=tuple(SCALES), activations=ACTIVATIONS, renorms=RENORMS)
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch-cpu"])
-@given(case=cases(limit=48, scales=tuple(SCALES), activations=ACTIVATIONS), layout=st.sampled_from(LAYOUTS))
+@given(case=DRAWN, layout=st.sampled_from(LAYOUTS))
 def test_is_within_its_bounds(name: str, case: Case, layout: str) -> None:
     arrays = case.arrays()
     dy = draw_dy(arrays)
     y, got = step(kind_of(name), arrays, dy, {**dict(case.layouts), "dy": layout}, **case.options)
     if case.shape[0]:
         dy = dy if case.activation is None else before_relu(dy, y)
-        assert_gradients_within(got, arrays, dy, training=case.training, eps=case.eps)
+        assert_gradients_within(got, arrays, dy, training=case.training, eps=case.eps, renorm=case.renorm)
 
 
 def assert_gradients_within(got: Any, arrays: dict[str, np.ndarray], dy: np.ndarray, **options: Any) -> None:

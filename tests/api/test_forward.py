@@ -24,7 +24,7 @@ from tests.support.harness import (
     place,
     without_out,
 )
-from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
+from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case, cases
 from tests.support.tolerance import assert_outcome_within, bounds
 
 CASE = Case((9, 5, 4), "float32", training=True)
@@ -44,12 +44,12 @@ def assert_right(kind: Kind, case: Case) -> None:
             assert_same_bits(one, other)
 
 
-@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS))
+@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS, renorms=RENORMS))
 def test_numpy_is_within_its_bounds(case: Case) -> None:
     assert_right(kind_of("numpy"), case)
 
 
-@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS))
+@given(cases(limit=64, scales=tuple(SCALES), activations=ACTIVATIONS, renorms=RENORMS))
 def test_torch_is_within_its_bounds(case: Case) -> None:
     assert_right(kind_of("torch-cpu"), case)
 

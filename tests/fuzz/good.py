@@ -39,7 +39,7 @@ from tests.support.harness import (
     poisoned_allocations,
     without_out,
 )
-from tests.support.strategies import ACTIVATIONS, OPTIONAL, SCALES, VECTORS, Case
+from tests.support.strategies import ACTIVATIONS, OPTIONAL, RENORMS, SCALES, VECTORS, Case
 from tests.support.streams import capture, new_stream
 from tests.support.tolerance import TF32, Bounds, assert_outcome_within, assert_within, bounds
 
@@ -85,6 +85,7 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     capture = on_gpu and shape[0] > 0 and rng.random() < 0.1
     activation, scale = rng.choice(ACTIVATIONS), rng.choice(("vector", "vector", "number", *SCALES))
     needs = tuple(name for name in NAMES if rng.random() < 0.7) if backward else None
+    renorm = rng.choice(RENORMS) if training and "running" in given and rng.random() < 0.3 else None
     recipe = Case(
         shape=shape,
         dtype=dtype,
@@ -99,6 +100,7 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         layouts=draw_layouts(rng, of_out=("C", "padded") if served else LAYOUTS),
         scale="none" if scale == "number" else scale,
         activation=activation,
+        renorm=renorm if counts or renorm is None else renorm[:2],
     )
     good = Good(
         kind=kind,
@@ -254,7 +256,7 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     assert_outcome_within(Outcome(*map(got.get, Outcome._fields)), truth, forward_bounds(case, operands, truth))
     if case.needs is not None:
         dy = arrays["dy"] if recipe.activation is None else before_relu(arrays["dy"], got["y"])
-        gradients = truth_of(operands, dy, training=recipe.training, eps=recipe.eps)
+        gradients = truth_of(operands, dy, training=recipe.training, eps=recipe.eps, renorm=recipe.renorm)
         limits = backward_bounds(case, operands, dy, truth, gradients)
         for name in NAMES:
             if f"d{name}" in got:
@@ -301,12 +303,13 @@ def backward_bounds(
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
     options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
-    options["deferred"] = may_be_sm90(case, *gemms)
+    options |= {"deferred": may_be_sm90(case, *gemms), "renorm": recipe.renorm}
     if not may_take_limbs(case, *gemms):
         return gradient_bounds(arrays, dy, gradients, operand=operand_error(case), **options)
     limits = gradient_bounds(arrays, dy, gradients, operand=2.0**-22 + 48 * 2.0**-23, **options)
     x, w, s, gamma = (np.abs(np.asarray(arrays.get(n, 1), np.float64)) for n in ("x", "weight", "scale", "gamma"))
     variance = s * s * truth.var if recipe.training else np.asarray(arrays["running_var"], np.float64)
+    gamma = gamma * (1 if recipe.renorm is None else recipe.renorm[0])  # the ratio is at most r_max
     dg = gamma * s / np.sqrt(variance + recipe.eps) * np.linalg.norm(np.asarray(dy, np.float64), axis=0)
     limits["x"] = limits["x"] + 2.0**-38 * len(w) * dg.max() * w.max(axis=0)
     limits["weight"] = limits["weight"] + 2.0**-38 * len(x) * np.outer(dg, x.max(axis=0))

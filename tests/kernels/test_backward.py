@@ -32,7 +32,7 @@ from tests.support.gradients import (
     truth_of,
 )
 from tests.support.harness import DTYPES, GPU_KINDS, LAYOUTS, Kind, assert_same_bits, kind_of, without_out
-from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
+from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case, cases
 from tests.support.streams import capture, new_stream
 from tests.support.tolerance import TF32, assert_within, norm_error
 
@@ -41,6 +41,7 @@ cupy = pytest.importorskip("cupy")
 
 GEMMS = ["auto", "cublas", "tiled"]
 CASE = Case((200, 72, 136), "float32", training=True)
+DRAWN = cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS, renorms=RENORMS)
 
 
 def assert_right(
@@ -53,12 +54,13 @@ def assert_right(
     training: bool,
     eps: float = 1e-5,
     activation: str | None = None,
+    renorm: Any = None,
     **options: Any,
 ) -> None:
-    y, got = step(kind, arrays, dy, layouts, training=training, eps=eps, activation=activation, **options)
+    form: dict[str, Any] = {"training": training, "eps": eps, "activation": activation, "renorm": renorm}
+    y, got = step(kind, arrays, dy, layouts, **form, **options)
     dy = dy if activation is None else before_relu(dy, y)
-    truth = truth_of(arrays, dy, training=training, eps=eps)
-    form = {"training": training, "eps": eps, "activation": activation}
+    truth = truth_of(arrays, dy, training=training, eps=eps, renorm=renorm)
     deferred = options.get("gemm", "auto") in ("auto", "sm90")
     limits = gradient_bounds(arrays, dy, truth, operand=operand, deferred=deferred, **form)
     for name, gradient in got.items():
@@ -73,7 +75,7 @@ def assert_right(
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", GPU_KINDS)
-@given(case=cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS), layout=st.sampled_from(LAYOUTS))
+@given(case=DRAWN, layout=st.sampled_from(LAYOUTS))
 @settings(max_examples=40)
 def test_stays_within_the_bounds(name: str, gemm: str, case: Case, layout: str) -> None:
     arrays = case.arrays()

@@ -59,6 +59,7 @@ def test_parameters_follow_the_macros() -> None:
             saves, ranks = (dict(kernel.defines)[name] == "1" for name in ("SAVE_DEVIATIONS", "RANKS"))
             by_value, words = _declared.parameters(kernel)
             more = (*(("deviations", "saved") if saves else ()), *(("ranks",) if ranks else ()))
+            more += ("renorm",) * ("RENORM" in dict(kernel.defines))
             assert words == (*SM90_WORDS, *more)
             assert by_value == ("p", "x_map", "w_map", "y_map", *(("deviations_map",) if saves else ()))
 

@@ -27,7 +27,7 @@ from tests.support.harness import (
     place,
     without_out,
 )
-from tests.support.strategies import ACTIVATIONS, SCALES, Case, cases
+from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case, cases
 from tests.support.tolerance import FLUSHED, assert_outcome_within, assert_within, bounds, roundoff
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +39,7 @@ cupy = pytest.importorskip("cupy")
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("name", GPU_KINDS)
-@given(case=cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS))
+@given(case=cases(limit=400, scales=tuple(SCALES), activations=ACTIVATIONS, renorms=RENORMS))
 @settings(max_examples=60)
 def test_stays_within_the_bounds(name: str, gemm: str, case: Case) -> None:
     arrays = case.arrays()

@@ -15,6 +15,8 @@ epilogue also rounds deviations from a tile's mean to that dtype, which adds ū 
   over every (B // 8)th: |d| ≤ |g − g₀| + 4 w, δ = 2 E + 2 u |d|, and r is exact:
   |Δdγ| ≤ r (|s| ΔD + (|s (g₀ + b) − running_mean| + 4 |s| w) ΔS), |Δds| ≤ |γ r| (ΔD + (|g₀ + b| + 4 w) ΔS),
   |Δdb| ≤ |a| ΔS, |Δdg| ≤ (4 u + ū) |dg|. Both terms are added in float64: 8 · 2⁻⁵³ of their sizes.
+- With batch renormalisation, in the notation of tolerance.py: dg, dγ and ds are ρ times those above and dγ has δ S in
+  addition. An error ε of a value v so becomes (ρ + Δρ) ε + Δρ |v|, and that of dγ is |δ| ΔS + Δδ (|S| + ΔS) larger.
 - dx = dg w errs by Δdg |w| + γ_O (|dg| + Δdg) |w|, dw likewise over the batch.
 - If the scale has one element, its gradient is the sum of the features' in float64, and its error the sum of theirs.
 
@@ -41,7 +43,7 @@ from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from tests.support.accuracy import SEEDS, family
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
-from tests.support.tolerance import FLUSHED, arithmetic, norm_error, roundoff, scale_of, summed
+from tests.support.tolerance import FLUSHED, arithmetic, correction_bounds, norm_error, roundoff, scale_of, summed
 
 FAMILIES = ("normal", "mean 1e2", "tiny variance", "tiny and zero scale")  # for the rule for gradients
 NAMES = Gradients._fields
@@ -122,11 +124,14 @@ def step(
     return kind.get(y), found
 
 
-def truth_of(arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5) -> Gradients:
+def truth_of(
+    arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5, renorm: Any = None
+) -> Gradients:
     wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
     names = ("x", "weight", "scale", "bias", "gamma", "running_mean", "running_var")
+    names += () if renorm is None else ("num_batches_tracked",)
     given = {name: arrays[name] for name in names if name in arrays}
-    return reference.backward(dy, **given, training=training, eps=eps, dtype=wide)
+    return reference.backward(dy, **given, training=training, eps=eps, renorm=renorm, dtype=wide)
 
 
 @np.errstate(all="ignore")
@@ -140,6 +145,7 @@ def gradient_bounds(
     operand: float = 0.0,
     deferred: bool = False,
     activation: str | None = None,
+    renorm: Any = None,
 ) -> dict[str, np.ndarray]:
     """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``deferred`` as in `bounds`.
 
@@ -191,6 +197,15 @@ def gradient_bounds(
             "gamma": abs_s * (r_max * dD + (r_max - r_low) * np.abs(dots)),
         }
         of_scale = abs_gamma * eps * r**3 * np.abs(dots)
+        if renorm is not None:
+            M = E.mean(0) + (summed(n) + 2) * u * xw.mean(0)
+            by = correction_bounds(arrays, renorm, g.mean(0), t, tau, M, eps=eps, u=u)
+            most = by.ratio + by.of_ratio
+            of_dg, dg = most * of_dg + by.of_ratio * np.abs(dg), by.ratio * dg
+            errors["scale"] = most * errors["scale"] + by.of_ratio * of_scale
+            errors["gamma"] = most * errors["gamma"] + by.of_ratio * np.abs(s * r * dots)
+            errors["gamma"] += np.abs(by.shift) * dS + by.of_shift * (np.abs(sums) + dS)
+            of_scale = most * of_scale
     else:
         mean, r = vector("running_mean", 0), 1 / np.sqrt(vector("running_var", 1) + eps)
         some = slice(None, None, max(len(g) // 8, 1))

@@ -16,6 +16,8 @@ OPTIONAL = ("bias", "gamma", "beta", "running", "num_batches_tracked", "out")
 VECTORS = ("scale", "bias", "gamma", "beta", "running")
 SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)}  # its forms, and their shapes
 ACTIVATIONS = (None, "relu")
+# wide and narrow limits, those of batch normalisation, and a warm-up that some counts of a Case have behind them
+RENORMS = (None, (3.0, 5.0), (1.1, 0.25), (1.0, 0.0), (2.0, 1.0, 50))
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class Case:
     scale: str = "vector"  # one of SCALES
     activation: str | None = None
     family: str = "normal"  # of families.py, for x, the weight and the scale
+    renorm: tuple[float, ...] | None = None  # as gsbn.forward takes it
 
     @property
     def options(self) -> dict[str, Any]:
         options = {"training": self.training, "momentum": self.momentum, "eps": self.eps}
+        options |= {} if self.renorm is None else {"renorm": self.renorm}
         return options | ({} if self.activation is None else {"activation": self.activation})
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -98,6 +102,7 @@ def cases(
     training: bool | None = None,
     scales: tuple[str, ...] = ("vector",),
     activations: tuple[str | None, ...] = (None,),
+    renorms: tuple[tuple[float, ...] | None, ...] = (None,),
 ) -> Case:
     """Cases with sides up to ``limit``, whose largest matrix has at most ``max_bytes`` in float64."""
     dtype = draw(st.sampled_from(dtypes))
@@ -116,6 +121,9 @@ def cases(
     family = draw(st.sampled_from(["normal", *FAMILIES]))
     usual = family == "normal"
     momenta = [0.1, 0.0, 1.0, 0.75] + [None] * ("num_batches_tracked" in given_)
+    renorm = draw(st.sampled_from(renorms)) if in_training and "running" in given_ else None
+    if renorm is not None and len(renorm) == 3 and "num_batches_tracked" not in given_:
+        renorm = renorm[:2]
     names = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "out")
     return Case(
         shape=(B, I, O),
@@ -132,4 +140,5 @@ def cases(
         scale=draw(st.sampled_from(scales)),
         activation=draw(st.sampled_from(activations)),
         family=family,
+        renorm=renorm,
     )

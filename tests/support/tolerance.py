@@ -41,6 +41,14 @@ rms(D), and dt/dσ ≤ |s|; a sum of n squares, and the arithmetic of t, err by 
 
     |ŷ − y| ≤ |γ s| (ř D + τ r ř |d|) + 8 u (|γ s| ř (|d| + D) + |β|)
 
+With batch renormalisation y = γ s r ρ d + γ δ + β. σ′ = sqrt(running_var + eps) is exact but for 4 u, and to clip two
+numbers brings them no further apart. So ρ = clip(t/σ′) and δ = clip((s (m + b) − running_mean)/σ′) err by
+
+    Δρ = min(τ/σ′ + 8 u t/σ′, r_max − 1/r_max),       M = mean(E) + (C_n + 2) u · mean(|x||w|ᵀ)
+    Δδ = min((|s| M + 8 u (|s| (|m| + M + |b|) + |running_mean|))/σ′, 2 d_max)
+
+and the error of y is (ρ + Δρ) times the one above, and |γ s| ř (|d| + D) Δρ + |γ| (Δδ + 8 u (|δ| + Δδ)) more.
+
 In inference y = γ r (s g + (s b − running_mean)) + β, in any association:
 
     |ŷ − y| ≤ |γ r s| E + 8 u (|γ r| (|s| |x||w|ᵀ + |s b| + |running_mean|) + |β|)
@@ -111,6 +119,7 @@ def bounds(
     deferred: bool = False,
     limbs: bool = False,
     activation: str | None = None,
+    renorm: Any = None,
 ) -> Bounds:
     """The bounds above, evaluated. An activation changes none, as it does not increase the distance of two numbers.
 
@@ -155,6 +164,10 @@ def bounds(
     error = gamma * s * (r_max * D + tau * r * r_max * d) + 8 * u * (gamma * s * r_max * (d + D) + beta)
     if deferred:
         error = error + gamma * s * r_max * roundoff(arrays["x"].dtype) * (d + d.max(axis=0))
+    if renorm is not None:
+        by = correction_bounds(arrays, renorm, truth.mean, t, tau, M, eps=eps, u=u)
+        error = (by.ratio + by.of_ratio) * error + gamma * s * r_max * (d + D) * by.of_ratio
+        error = error + gamma * (by.of_shift + 8 * u * (np.abs(by.shift) + by.of_shift))
     y = _rounded(error + flushed, truth.y, arrays["x"].dtype)
     if truth.running_mean is None or truth.running_var is None:
         return Bounds(y, None, None)
@@ -167,6 +180,36 @@ def bounds(
     of_var = unbiased * V + 8 * u * (abs(1 - mu) * old_var + unbiased * (var + V)) + flushed
     dtype = arrays["running_mean"].dtype
     return Bounds(y, _rounded(of_mean, truth.running_mean, dtype), _rounded(of_var, truth.running_var, dtype))
+
+
+class CorrectionBounds(NamedTuple):
+    """ρ and δ of batch renormalisation, and by how much each may err."""
+
+    ratio: np.ndarray
+    shift: np.ndarray
+    of_ratio: np.ndarray
+    of_shift: np.ndarray
+
+
+def correction_bounds(
+    arrays: Mapping[str, np.ndarray], renorm: Any, mean: Any, t: np.ndarray, tau: np.ndarray, M: np.ndarray, *,
+    eps: float, u: float,
+) -> CorrectionBounds:  # fmt: skip
+    """From the mean and from t, τ and M, in the notation above."""
+    r_max, d_max, warmup = (*np.asarray(renorm, np.float64), 0)[:3]
+    if warmup and arrays["num_batches_tracked"].item() < warmup:
+        r_max, d_max = 1, 0
+    old_mean, old_var = (np.asarray(arrays[name], np.float64) for name in ("running_mean", "running_var"))
+    s, b = scale_of(arrays), np.asarray(arrays.get("bias", 0), np.float64)
+    mean, running = np.asarray(mean, np.float64), np.sqrt(old_var + eps)
+    shift = np.clip((s * (mean + b) - old_mean) / running, -d_max, d_max)
+    size = np.abs(s) * (np.abs(mean) + M + np.abs(b)) + np.abs(old_mean)
+    return CorrectionBounds(
+        np.clip(t / running, 1 / r_max, r_max),
+        shift,
+        np.minimum((tau + 8 * u * t) / running, r_max - 1 / r_max),
+        np.minimum((np.abs(s) * M + 8 * u * size) / running, 2 * d_max),
+    )
 
 
 def _rounded(error: np.ndarray, value: np.ndarray, dtype: Any) -> np.ndarray:

@@ -19,6 +19,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no statistics": {"track_running_stats": False, "momentum": None, "bias": True},
     "cumulative": {"momentum": None, "activation": "relu"},
     "eps and momentum": {"eps": 1e-2, "momentum": 1},
+    "renorm": {"renorm": (1.25, 0.5), "bias": True, "scale": True, "activation": "relu"},
+    "renorm that warms up": {"renorm": (1.25, 0.5, 1), "momentum": None, "affine": False},
 }
 
 

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad  # noqa: E402
 
 import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, convert, linear_batch_norm  # noqa: E402
+from tests.torch.layers import assert_same, batch, pair  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
 B, I, O = 12, 7, 5
@@ -70,6 +71,20 @@ def test_second_derivatives(device: str, training: bool, activation: Any) -> Non
 
     assert torch.autograd.gradcheck(run, (x, weight, *vectors), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(run, (x, weight, *vectors), check_batched_grad=True)
+
+
+@pytest.mark.parametrize("limits", [(1.25, 0.5), (3.0, 5.0)], ids=["clipped", "within"])
+def test_second_derivatives_of_batch_renormalisation(device: str, limits: tuple[float, float]) -> None:
+    """As those of the module in PyTorch's own operators, which takes r and d as constants."""
+    layer, plain = pair(device, bias=True, scale=True, activation="relu", renorm=limits)
+    found = []
+    for model in (layer, plain):
+        x = batch(device).requires_grad_()
+        y = model(x)
+        (of_x,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        loss = (of_x.norm(dim=1) - 1).square().sum()
+        found.append([of_x.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])])
+    assert_same(*found)
 
 
 def test_the_gradient_of_a_bias_is_a_function(device: str) -> None:

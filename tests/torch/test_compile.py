@@ -16,10 +16,11 @@ from gsbn.torch import _operators as operators  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fused_on_a_cpu")
+SOME = ("all", "no statistics", "renorm", "renorm that warms up")
 
 
 @pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])
-@pytest.mark.parametrize("options", [OPTIONS["all"], OPTIONS["no statistics"]], ids=["all", "no statistics"])
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in SOME], ids=SOME)
 def test_compiled(device: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
     eager, _ = pair(device, **options)
     compiled = copy.deepcopy(eager)

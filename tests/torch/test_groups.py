@@ -59,6 +59,9 @@ def small(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> Li
 
 
 def sync(norm: Any, process_group: Any = None) -> Any:
+    if isinstance(norm, gsbn.torch.BatchRenorm1d):
+        norm.process_group = process_group or distributed.group.WORLD
+        return norm
     made = SyncBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats,
                          process_group=process_group)  # fmt: skip
     made._parameters, made._buffers = norm._parameters, norm._buffers
@@ -130,7 +133,11 @@ def test_convolutions(ranks: Ranks, split: tuple[int, ...], last: bool) -> None:
         np.testing.assert_array_equal(found[0][2][i], found[1][2][i])
 
 
-@pytest.mark.parametrize("options", [ALL, {"track_running_stats": False}], ids=["all", "no statistics"])
+@pytest.mark.parametrize(
+    "options",
+    [ALL, {"track_running_stats": False}, ALL | {"renorm": (1.25, 0.5, 1)}],
+    ids=["all", "no statistics", "renorm"],
+)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_a_step_is_that_of_one_process(ranks: Ranks, split: tuple[int, ...], options: dict[str, Any]) -> None:
     """Ranks have their rows of y and dx, gradients of parameters add up, and the statistics have the same bits.

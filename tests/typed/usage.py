@@ -38,6 +38,12 @@ def numpy_arrays() -> None:
     assert_type(saved, gsbn.Saved)
 
     assert_type(gsbn.forward(x, weight, training=True), Float32)
+    renormed = gsbn.forward(x, weight, running_mean=mean, running_var=var, training=True, renorm=gsbn.Renorm(r_max=2.0))
+    assert_type(renormed, Float32)
+    for limits in ((3.0, 5.0), np.array([3.0, 5.0])):
+        y, saved = gsbn.forward(
+            x, weight, running_mean=mean, running_var=var, training=True, renorm=limits, return_saved=True
+        )
     assert_type(gsbn.forward(x, weight, 0.5, training=True, activation="relu"), Float32)
     y, saved = gsbn.forward(x, weight, None, training=True, activation=None, return_saved=True)
     assert_type(y, Float32)

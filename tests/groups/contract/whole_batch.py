@@ -21,7 +21,7 @@ from tests.groups.contract.rank import CASE, LARGE, SPLITS, Ranks, raises, toget
 from tests.support.families import FAMILIES
 from tests.support.gradients import NAMES, before_relu, draw_dy, gradient_bounds, step, truth_of
 from tests.support.harness import DTYPES, GPU_KINDS, STATISTICS, assert_same_bits, forward, without_out
-from tests.support.strategies import ACTIVATIONS, SCALES, Case
+from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case
 from tests.support.tolerance import assert_within, bounds, roundoff
 
 
@@ -74,9 +74,10 @@ def assert_gradients(
     of_rows[rows] = dy[rows]
 
     def truth_and_bounds(dy: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
-        truth = truth_of(arrays, dy, training=True, eps=case.eps)
+        truth = truth_of(arrays, dy, training=True, eps=case.eps, renorm=case.renorm)
         form = {"activation": case.activation, "deferred": at.kind.name in GPU_KINDS}  # as forward_sm90 defers tiles
-        return truth, gradient_bounds(arrays, dy, truth, training=True, eps=case.eps, **form)
+        form |= {"eps": case.eps, "renorm": case.renorm}
+        return truth, gradient_bounds(arrays, dy, truth, training=True, **form)
 
     part, part_bounds = truth_and_bounds(of_rows)
     for name in NAMES[2:]:
@@ -89,7 +90,7 @@ def assert_gradients(
     x_of_rows[rows] = arrays["x"][rows]
     more = {"x": [arrays["x"], x_of_rows], "weight": [arrays["weight"], np.zeros_like(arrays["weight"])]}
     wider = arrays | {name: np.hstack(halves) for name, halves in more.items()}
-    dw = truth_of(wider, dy, training=True, eps=case.eps).weight[:, case.shape[1] :]
+    dw = truth_of(wider, dy, training=True, eps=case.eps, renorm=case.renorm).weight[:, case.shape[1] :]
     assert_within(got["weight"], dw, whole_bounds["weight"] + roundoff(got["weight"].dtype) * np.abs(dw), "dweight")
 
 
@@ -126,6 +127,17 @@ def every_argument(at: Ranks) -> None:
         assert_whole_batch(at, average, at.deal(9, split))
     strided = tuple((name, "strided") for name in ("x", "weight", "out", "running_mean"))
     assert_whole_batch(at, replace(CASE, dtype="bfloat16", narrow=("gamma", "running"), layouts=strided), parts)
+
+
+@together
+def batch_renormalisation(at: Ranks) -> None:
+    """Each limit, and each side of a warm-up; the ratio and the shift are those of all ranks' rows."""
+    for renorm in RENORMS[1:]:
+        for dtype, shape in itertools.product(("float32", "bfloat16"), ((9, 5, 4), (300, 160, 264))):
+            case = replace(CASE, shape=shape, dtype=dtype, renorm=renorm, activation="relu")
+            assert_whole_batch(at, case, at.deal(shape[0], "uneven"))
+    few = replace(CASE, shape=(2, 5, 4), renorm=(1.5, 0.5), layouts=())
+    assert_whole_batch(at, few, at.deal(2, "none on the last"))
 
 
 @together
