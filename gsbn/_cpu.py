@@ -7,8 +7,8 @@ y = a d + (a (block's mean - mean) + β). Between the passes d is stored in the 
 dtype; float16 deviations are divided by a power of two near the block's standard deviation, so that none overflows or
 underflows. Deviations that a backward needs are stored in float32.
 
-With an activation f the result is y = f(u), and the backward must know where f was flat. It computes u again: the same
-operations in the same dtypes give the same bits, so u agrees with y in every element.
+With an activation f the result is y = f(u), and the backward needs f′(u). It computes u again: the same operations in
+the same dtypes give the same bits, so u agrees with y in every element.
 
 float64 inputs are computed in float64. With up to 16 rows everything but the products is float64.
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from ._activations import activation_of
 from ._plan import FEW_ROWS, SAVED_ROWS
-from .reference import ACTIVATIONS, next_count, round_to
+from .reference import next_count, round_to
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
 Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)
@@ -44,7 +45,7 @@ def forward(
     momentum: float | None,
     eps: float,
     keep: bool,
-    activation: str | None = None,
+    activation: Any = None,
     number: float = 1.0,
     gather: Gather | None = None,
 ) -> tuple[Array, Array] | None:
@@ -124,8 +125,8 @@ def _infer(
 class _Output:
     """y, block by block: computed in its own memory if it is contiguous and has the dtype of the computation."""
 
-    def __init__(self, walk: _Walk, y: Array, activation: str | None) -> None:
-        self.y, self.f, self._walk = y, None if activation is None else ACTIVATIONS[activation], walk
+    def __init__(self, walk: _Walk, y: Array, activation: Any) -> None:
+        self.y, self.f, self._walk = y, activation_of(activation), walk
         self.own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned
         self._scratch = y if self.own else walk.scratch()
 
@@ -210,7 +211,7 @@ def backward(
     *,
     training: bool,
     needs: Mapping[str, str],
-    activation: str | None = None,
+    activation: Any = None,
     scale_shape: tuple[int, ...] | None = None,
     gather: Gather | None = None,
 ) -> dict[str, Array]:
@@ -232,7 +233,7 @@ def backward(
     walk = _Walk(len(dy), dy.shape[1], x.dtype)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
-    f = None if activation is None else ACTIVATIONS[activation]
+    f = activation_of(activation)
     zero = 0.0 if f is None else _largest_zero(walk.dtype, x.dtype)
     u = None if f is None else walk.scratch()
 
@@ -419,7 +420,7 @@ def _largest_zero(wide: Any, narrow: Any) -> float:
 
 def _rows(*rows: Any) -> Array:
     """The vectors of a Saved."""
-    vectors = np.zeros((SAVED_ROWS, len(rows[0])))
+    vectors = np.zeros((SAVED_ROWS, *np.broadcast_shapes(*map(np.shape, rows))))
     for vector, row in zip(vectors, rows, strict=False):
         vector[...] = row
     return vectors

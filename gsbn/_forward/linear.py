@@ -6,14 +6,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
+from .._arrays.check import checked_activation
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
 from .._host.run import Arrays, Checked, Options, Views, call
+from .._plan.activations import follows_from_y
 from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
-from .operation import FORWARD, OPTIONS, on_cpu, program_of, result_of, views_of
+from .operation import FORWARD, OPTIONS, on_cpu, program_of, result_of, returns_of, views_of
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -61,9 +63,7 @@ def linear(
         x's dtype, library and device, any strides.
     bias : (O,) array, optional
         x's dtype or float32; float64 for float64.
-    activation : {"relu"}, optional
-        Applied to y; None applies none.
-    precision, gemm, sms, out
+    activation, precision, gemm, sms, out
         As in `gsbn.forward`.
     return_saved : bool
         Also return what `gsbn.backward` needs.
@@ -73,8 +73,9 @@ def linear(
     y : (B, O) array
         x's dtype and library; `out` itself if given.
     saved : Saved
-        With `return_saved`: x, weight and, with an activation, y themselves. None of them may change before the
-        backward.
+        With `return_saved`: x and weight themselves; with an activation also y itself, if that tells the gradient
+        ("relu", and "leaky_relu" with a slope of at least 0), else what `forward` keeps in inference: x weightᵀ in
+        float32 and O(O) constants. None of them may change before the backward.
 
     Raises
     ------
@@ -95,44 +96,48 @@ def linear(
     flag("return_saved", return_saved)
     arrays = (x, weight, None, bias, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, 1.0)
+    put_through = checked_activation(activation)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, None, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 
-def _unsaved(options: Options) -> Options:
-    """The options of a forward that saves nothing: the backward needs no more than x, the weight and y."""
+def _as_forward(options: Options) -> Options:
+    """The options of the forward that computes it: it saves nothing if the backward needs no more than x, the weight
+    and y."""
+    activation = options[_ACTIVATION]
+    if activation is not None and not follows_from_y(activation):
+        return options
     return (*options[:_SAVES], False, *options[_SAVES + 1 :])
 
 
-def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any) -> Any:
-    """y, or (y, saved)."""
-    if not options[_SAVES]:
-        return y
-    kept = None if options[OPTIONS.index("activation")] is None else y
-    return y, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
+def _with_saved(kind: Kind, arrays: Arrays, options: Options, made: Any) -> Any:
+    """y, or (y, saved), of what the forward returned."""
+    if _as_forward(options)[_SAVES] or not options[_SAVES]:
+        return made
+    kept = None if options[_ACTIVATION] is None else made
+    return made, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
 
 
 def _program(views: Views, options: Options, *more: Any) -> Program | None:
-    return program_of(views, _unsaved(options), *more)
+    return program_of(views, _as_forward(options), *more)
 
 
 def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
-    return _with_saved(kind, arrays, options, result_of(kind, arrays, _unsaved(options), found, made))
+    return _with_saved(kind, arrays, options, result_of(kind, arrays, _as_forward(options), found, made))
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
-    y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
-    return _with_saved(kind, arrays, options, y)
+    return _with_saved(kind, arrays, options, on_cpu(kind, arrays, _as_forward(options), *more, operation=LINEAR))
 
 
-_SAVES = OPTIONS.index("return_saved")
+_SAVES, _ACTIVATION = map(OPTIONS.index, ("return_saved", "activation"))
 # An inference without running statistics: these are then 0 and 1, and eps is 0.
 LINEAR = replace(
     FORWARD,
     name="linear",
     check=partial(views_of, identity=True),
     program=_program,
-    returns=lambda program, views, options: (program.made("y"), None),
+    returns=lambda program, views, options: returns_of(program, views, _as_forward(options)),
     result=_result,
     on_cpu=_on_cpu,
     extra=(),

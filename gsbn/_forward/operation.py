@@ -13,6 +13,7 @@ from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_codes
 from .._host.run import Arrays, Checked, Operation, Options, Views, checked
+from .._plan.activations import title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
@@ -23,7 +24,12 @@ from .._values import sms_within
 ARRAYS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "out")
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group")
 _COUNT = ARRAYS.index("num_batches_tracked")
-_TRAINING, _SAVES, _SMS = map(OPTIONS.index, ("training", "return_saved", "sms"))
+_TRAINING, _SAVES, _SMS, _ACTIVATION = map(OPTIONS.index, ("training", "return_saved", "sms", "activation"))
+
+
+def with_number(options: Options) -> Options:
+    """The options with an activation and its number in the one form that keys know; raise if it is none."""
+    return (*options[:_ACTIVATION], check.checked_activation(options[_ACTIVATION]), *options[_ACTIVATION + 1 :])
 
 
 def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
@@ -106,11 +112,11 @@ def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str
     given = ", ".join(name for name in VECTORS if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
-    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}"
+    told = f"eps {float(eps)}, momentum {average}, activation {title(activation)}{scale}"
     return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
 
 
-def _returns(program: Program, views: Views, options: Options) -> Any:
+def returns_of(program: Program, views: Views, options: Options) -> Any:
     """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     return program.made("y"), dtypes if options[_SAVES] else None
@@ -165,7 +171,7 @@ FORWARD = Operation(
     numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
     check=views_of,
     program=program_of,
-    returns=_returns,
+    returns=returns_of,
     result=result_of,
     on_cpu=on_cpu,
     within=_within,

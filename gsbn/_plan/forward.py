@@ -51,7 +51,7 @@ class _Call(NamedTuple):
     training: bool
     precision: str
     saved_dtype: str | None  # of the deviations, if they are saved
-    activation: str | None
+    activation: Any
     cumulative: bool
     prepared: bool
     ranks: Ranks | None
@@ -73,7 +73,7 @@ def plan_forward(
     gemm: str = "auto",
     prepared: bool = False,
     saves: bool = False,
-    activation: str | None = None,
+    activation: Any = None,
     number: float = 1.0,
     vectors: Mapping[str, int] = NO_VECTORS,
     counts: bool = False,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from typing import Any
 
-from .declared import activations
 from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
 from .sources import Constants, Kernel, with_activation
@@ -36,8 +36,8 @@ TILES: dict[
 }
 
 
-def every_kernel() -> Iterator[Kernel]:
-    """All variants, which can be compiled ahead of time."""
+def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
+    """All variants without an activation, and those with these activations; they can be compiled ahead of time."""
     for kernel in _plain_kernels():
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
@@ -46,7 +46,7 @@ def every_kernel() -> Iterator[Kernel]:
             or kernel.file in ("backward", "backward_sums", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
-            yield from (with_activation(kernel, activation) for activation in activations())
+            yield from (with_activation(kernel, activation) for activation in activations)
 
 
 def _plain_kernels() -> Iterator[Kernel]:

@@ -16,6 +16,10 @@ OPTIONAL = ("bias", "gamma", "beta", "running", "num_batches_tracked", "out")
 VECTORS = ("scale", "bias", "gamma", "beta", "running")
 SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)}  # its forms, and their shapes
 ACTIVATIONS = (None, "relu")
+OTHERS = (  # activations that round, and whose gradient y does not always tell
+    "leaky_relu", ("leaky_relu", -0.25), "silu", "gelu", "gelu_tanh", "elu", ("elu", 1.5),
+)  # fmt: skip
+EVERY = (*ACTIVATIONS, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Case:
     narrow: tuple[str, ...] = ()  # vectors in x's dtype; the others are in float32
     layouts: tuple[tuple[str, str], ...] = ()
     scale: str = "vector"  # one of SCALES
-    activation: str | None = None
+    activation: Any = None
     family: str = "normal"  # of families.py, for x, the weight and the scale
 
     @property
@@ -97,7 +101,7 @@ def cases(
     max_bytes: int = 1 << 20,
     training: bool | None = None,
     scales: tuple[str, ...] = ("vector",),
-    activations: tuple[str | None, ...] = (None,),
+    activations: tuple[Any, ...] = (None,),
 ) -> Case:
     """Cases with sides up to ``limit``, whose largest matrix has at most ``max_bytes`` in float64."""
     dtype = draw(st.sampled_from(dtypes))
