@@ -147,7 +147,7 @@ def convert(
     model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False,
     linear: bool = False,
 ) -> Conversion:  # fmt: skip
-    """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
+    """Let gsbn run consecutive Linear, scale, BatchNorm1d and activation of an ``nn.Sequential`` as one call.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
@@ -167,8 +167,9 @@ def convert(
     precision : {"highest", "high"}
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
     trace : bool
-        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and ReLU one after another, where
-        ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is now.
+        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and activation one after another,
+        where ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is
+        now.
     linear : bool
         Also convert each ``nn.Linear`` that is in no such row, as the last of a head. It changes float32 alone.
 

@@ -7,17 +7,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
+from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
 from .._typing import Activation, Gemm, Precision
 from .._values import choice, type_name
+from ._activations import module_of
 from ._function import check_features
 from ._groups import check_group
-from ._modules import NAMES, SyncBatchNorm, are_plain, fused
+from ._modules import SyncBatchNorm, are_plain, fused
 
 
 class LinearBatchNorm1d(nn.Module):
-    """Linear, optional scale, BatchNorm1d and optional ReLU in one call of gsbn.
+    """Linear, optional scale, BatchNorm1d and optional activation in one call of gsbn.
 
     `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They hold the
     parameters and the running statistics; the layer reads these and does not call the modules. It calls both modules,
@@ -34,8 +35,8 @@ class LinearBatchNorm1d(nn.Module):
         Whether the layer has a parameter `scale` (out_features,) after the Linear, initialised to 1.
     affine, eps, momentum, track_running_stats
         As in ``nn.BatchNorm1d``.
-    activation : {"relu"}, optional
-        Applied to the output.
+    activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
+        Applied to the output, as in `gsbn.forward`: ``("leaky_relu", 0.2)`` gives a slope, ``("elu", 0.5)`` an alpha.
     device, dtype
         The device and the dtype of the parameters.
     precision, gemm : str
@@ -47,14 +48,15 @@ class LinearBatchNorm1d(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        `activation`, `precision` or `gemm` is not an allowed word, or `process_group` is not a ProcessGroup.
+        `activation`, `precision` or `gemm` is not an allowed value, or `process_group` is not a ProcessGroup.
 
     Attributes
     ----------
     linear : nn.Linear
     norm : nn.BatchNorm1d
     scale : Parameter or None
-    activation, precision, gemm : str
+    activation : str, tuple or None
+    precision, gemm : str
         They may be changed at any time.
 
     Notes
@@ -97,8 +99,7 @@ class LinearBatchNorm1d(nn.Module):
         gemm: Gemm = "auto",
         process_group: Any = None,
     ) -> None:
-        if activation is not None:
-            choice("activation", activation, ACTIVATIONS)
+        checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         check_group(process_group)
@@ -182,8 +183,7 @@ class LinearBatchNorm1d(nn.Module):
             )
         if scale is not None and tuple(scale.shape) != (features,) and scale.numel() != 1:
             raise ValueError(f"scale: expected shape ({features},) or one element, got shape {tuple(scale.shape)}")
-        if activation is not None:
-            choice("activation", activation, ACTIVATIONS)
+        checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         made = cls.__new__(cls)
@@ -214,8 +214,7 @@ class LinearBatchNorm1d(nn.Module):
 
     def _module(self) -> nn.Module:
         """PyTorch's module of the activation."""
-        choice("activation", self.activation, ACTIVATIONS)
-        return next(module for module, name in NAMES.items() if name == self.activation)()
+        return module_of(checked_activation(self.activation))
 
     def __prepare_scriptable__(self) -> nn.Module:
         """For torch.jit.script, which compiles PyTorch's own modules."""
@@ -238,7 +237,7 @@ class LinearBatchNorm1d(nn.Module):
         -------
         nn.Linear or nn.Sequential
             A new Linear with bias, of the weight's dtype and device, computed in float64 by `gsbn.fold` from the
-            current running statistics; with an activation, ``nn.Sequential(Linear, ReLU)``.
+            current running statistics; with an activation, ``nn.Sequential(Linear, …)`` with its module.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Run Linear, optional scale, BatchNorm1d and optional ReLU as one call, with the parameters of these modules."""
+"""Run Linear, optional scale, BatchNorm1d and optional activation as one call, with these modules' parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
-from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from .._arrays.admit import is_memory
 from .._typing import Activation, Gemm, Precision
+from ._activations import MODULES, apply, of_module
 from ._function import call, is_transformed
 from ._groups import world
 
@@ -61,9 +61,8 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 
 NORMS = (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm)
-NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
-_FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *NAMES)}
+_FORWARDS = {type_: type_.forward for type_ in (nn.Linear, *NORMS, *MODULES)}
 
 
 class Row(NamedTuple):
@@ -72,7 +71,7 @@ class Row(NamedTuple):
     linear: Any
     scale: Any  # a module that multiplies by its parameter `scale`, or the parameter itself
     norm: Any
-    activation: Any  # a module, or functional.relu
+    activation: Any  # a module, or an activation as gsbn takes it
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
@@ -80,15 +79,13 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
     linear, scale, norm, after = row
     factor = scale._parameters["scale"] if isinstance(scale, nn.Module) else scale
     if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
-        for step in row:
+        for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
-        return x
-    activation: Activation | None = None
-    if after is functional.relu:
-        activation = "relu"
-    elif after is not None and is_plain(after, after.__class__):
-        activation = NAMES[after.__class__]
+        return x if after is None else after(x) if isinstance(after, nn.Module) else apply(x, after)
+    activation: Activation | None = after
+    if isinstance(after, nn.Module):
+        activation = of_module(after) if is_plain(after, after.__class__) else None
     y = fused(x, linear, factor, norm, activation, precision, "auto")
     return y if after is None or activation is not None else after(y)
 
@@ -188,7 +185,7 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
     if scale is not None and not _is_scale(scale, features):
         return f"its {title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
     after = children[i + 1] if i + 1 < len(children) else None
-    follows = after is functional.relu or after.__class__ in NAMES
+    follows = of_module(after) is not None if isinstance(after, nn.Module) else isinstance(after, (str, tuple))
     return Row(linear, scale, norm, after if follows else None)
 
 

@@ -21,7 +21,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
-    "str precision, str gemm, str? activation, str? group=None) -> "
+    "str precision, str gemm, str? activation, str? group=None, float? parameter=None) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
@@ -30,9 +30,10 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     """The forward as an operator: it returns y or, to `keep` what a backward needs, also deviations and vectors."""
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
-        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *group = more
+        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *rest = more
+        activation, group = _last(x.device, *rest)
         arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None)
-        options = (training, momentum, eps, precision, gemm, keep, None, activation, group_named(x.device, *group))
+        options = (training, momentum, eps, precision, gemm, keep, None, activation, group)
         with torch.no_grad():
             made = forward_of(arrays, options)
         if not keep:
@@ -43,6 +44,11 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         return y, deviations, vectors
 
     return run
+
+
+def _last(device: Any, name: Any, group: Any = None, parameter: Any = None) -> tuple[Any, Any]:
+    """The activation and the group; programs that an earlier version exported have no parameter."""
+    return name if parameter is None else (name, parameter), group_named(device, group)
 
 
 def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], written: Any = ()) -> Any:
@@ -79,10 +85,11 @@ INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
-    training, precision, gemm, activation, dtypes, scale_shape, needs, *group = more
+    training, precision, gemm, name, dtypes, scale_shape, needs, *rest = more
+    activation, group = _last(dy.device, name, *rest)
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
-    how = How(training, precision, gemm, of_vectors, activation, one, group_named(dy.device, *group), wanted)
+    how = How(training, precision, gemm, of_vectors, activation, one, group, wanted)
     with torch.no_grad():
         found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
     return [gradient for gradient in found if gradient is not None]
@@ -101,7 +108,7 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
-    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None) -> Tensor[]",
+    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -112,27 +119,32 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, training, number, momentum, eps, precision, gemm, activation, group = arguments
+        *tensors, training, number, momentum, eps, precision, gemm, activation, group, parameter = arguments
         run = TRAIN if training else INFER_SAVED
-        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation, group)
+        last = group, parameter
+        y, deviations, vectors = run(*tensors, number, momentum, eps, precision, gemm, activation, *last)
         x, weight, bias, scale, gamma, beta = tensors[:6]
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest, ctx.group = (training, precision, gemm, activation, dtypes, one), group
+        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), last
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad
         needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
-        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), ctx.group))
+        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), *ctx.last))
         gradients = [next(found) if name in needs else None for name in Gradients._fields]
         return *gradients, *[None] * (len(wanted) - len(gradients))
 
 
 def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, *options: Any) -> Any:
-    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: from number on."""
+    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: from number on, the
+    activation and the group last."""
+    *more, activation, group = options
+    activation, parameter = activation if isinstance(activation, tuple) else (activation, None)
+    options = (*more, activation, group, None if parameter is None else float(parameter))
     if differentiate:
         return _Recorded.apply(*tensors, training, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)
