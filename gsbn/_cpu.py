@@ -287,8 +287,17 @@ def backward(
     return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
+@np.errstate(all="ignore")
+def activate(u: Array, y: Array, activation: Any) -> None:
+    """y = f(u), both (B, O) and of one dtype."""
+    walk, f = _Walk(len(y), y.shape[1], y.dtype), activation_of(activation)
+    assert f is not None
+    for block in walk.blocks:
+        np.copyto(y[block], f.of(u[block].astype(walk.dtype)), casting="unsafe")
+
+
 def without_norm(y: Array) -> tuple[Array, Array]:
-    """`kept` and `vectors` for the `backward` of a layer without a norm, such that u = y and a = 1."""
+    """`kept` and `vectors` for the `backward` of a layer without a norm, which keeps y or u: u is this, and a = 1."""
     kept = y.astype(np.float32) if y.itemsize < 4 else y
     return kept, _rows(np.ones(y.shape[1]), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 
@@ -420,7 +429,7 @@ def _largest_zero(wide: Any, narrow: Any) -> float:
 
 def _rows(*rows: Any) -> Array:
     """The vectors of a Saved."""
-    vectors = np.zeros((SAVED_ROWS, *np.broadcast_shapes(*map(np.shape, rows))))
+    vectors = np.zeros((SAVED_ROWS, len(rows[0])))
     for vector, row in zip(vectors, rows, strict=False):
         vector[...] = row
     return vectors

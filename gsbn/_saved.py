@@ -16,8 +16,8 @@ from ._typing import Activation, Gemm, Precision
 class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`, which may be called several times with it.
 
-    `linear` keeps one, too: its `deviations` are y, or None without an activation, and its `vectors` None. With an
-    activation whose gradient y does not tell, both are those of a forward in inference.
+    `linear` keeps one, too: its `vectors` are None, and its `deviations` y; None without an activation, and what is
+    before the activation if y does not tell the gradient.
 
     x and weight are the arrays of the call, not copies. If one of the arrays here is changed in place before the
     backward, the gradients are wrong. Torch counts the changes of a tensor, so the backward raises for a torch x or

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
+from .. import _cpu
 from .._arrays.check import checked_activation
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
@@ -15,7 +16,7 @@ from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
-from .operation import FORWARD, OPTIONS, on_cpu, program_of, result_of, returns_of, views_of
+from .operation import FORWARD, OPTIONS, on_cpu, program_of, result_of, views_of
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -74,8 +75,8 @@ def linear(
         x's dtype and library; `out` itself if given.
     saved : Saved
         With `return_saved`: x and weight themselves; with an activation also y itself, if that tells the gradient
-        ("relu", and "leaky_relu" with a slope of at least 0), else what `forward` keeps in inference: x weightᵀ in
-        float32 and O(O) constants. None of them may change before the backward.
+        ("relu", and "leaky_relu" with a slope of at least 0), else ``u = x weightᵀ + bias`` in x's dtype, of which y is
+        then made as in PyTorch. None of them may change before the backward.
 
     Raises
     ------
@@ -101,33 +102,44 @@ def linear(
     return call(LINEAR, arrays, options, own=("out",))
 
 
-def _as_forward(options: Options) -> Options:
-    """The options of the forward that computes it: it saves nothing if the backward needs no more than x, the weight
-    and y."""
-    activation = options[_ACTIVATION]
-    if activation is not None and not follows_from_y(activation):
-        return options
+def _unsaved(options: Options) -> Options:
+    """The options of a forward that saves nothing: the backward needs no more than x, the weight and y, or u."""
     return (*options[:_SAVES], False, *options[_SAVES + 1 :])
 
 
-def _with_saved(kind: Kind, arrays: Arrays, options: Options, made: Any) -> Any:
-    """y, or (y, saved), of what the forward returned."""
-    if _as_forward(options)[_SAVES] or not options[_SAVES]:
-        return made
-    kept = None if options[_ACTIVATION] is None else made
-    return made, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
+def _keeps_u(options: Options) -> bool:
+    """Whether the backward needs what is before the activation."""
+    activation = options[_ACTIVATION]
+    return bool(options[_SAVES]) and activation is not None and not follows_from_y(activation)
+
+
+def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = None) -> Any:
+    """y, or (y, saved)."""
+    if not options[_SAVES]:
+        return y
+    kept = None if options[_ACTIVATION] is None else y if u is None else u
+    return y, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
 
 
 def _program(views: Views, options: Options, *more: Any) -> Program | None:
-    return program_of(views, _as_forward(options), *more)
+    return program_of(views, _unsaved(options), *more, keeps_u=_keeps_u(options))
 
 
 def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
-    return _with_saved(kind, arrays, options, result_of(kind, arrays, _as_forward(options), found, made))
+    y = result_of(kind, arrays, _unsaved(options), found, made)
+    at = None if found is None else found.returns[2]
+    return _with_saved(kind, arrays, options, y, None if at is None else made[at])
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
-    return _with_saved(kind, arrays, options, on_cpu(kind, arrays, _as_forward(options), *more, operation=LINEAR))
+    if not _keeps_u(options):
+        y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
+        return _with_saved(kind, arrays, options, y)
+    plain = (*options[:_ACTIVATION], None, *options[_ACTIVATION + 1 :])
+    y = on_cpu(kind, arrays, _unsaved(plain), *more, operation=LINEAR)
+    u = kind.numpy(y).copy()
+    _cpu.activate(u, kind.numpy(y), options[_ACTIVATION])
+    return _with_saved(kind, arrays, options, y, kind.from_numpy(u))
 
 
 _SAVES, _ACTIVATION = map(OPTIONS.index, ("return_saved", "activation"))
@@ -137,7 +149,7 @@ LINEAR = replace(
     name="linear",
     check=partial(views_of, identity=True),
     program=_program,
-    returns=lambda program, views, options: returns_of(program, views, _as_forward(options)),
+    returns=lambda program, views, options: (program.made("y"), None, program.made("u")),
     result=_result,
     on_cpu=_on_cpu,
     extra=(),

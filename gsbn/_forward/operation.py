@@ -36,7 +36,7 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
-    y_at, dtypes = found.returns
+    y_at, dtypes, *_ = found.returns
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
@@ -76,8 +76,9 @@ def views_of(
 
 
 def program_of(
-    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
-) -> Program | None:
+    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool, *,
+    keeps_u: bool = False,
+) -> Program | None:  # fmt: skip
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     assert x is not None and weight is not None
@@ -103,6 +104,7 @@ def program_of(
         counts=views["num_batches_tracked"] is not None,
         out=out is not None,
         ranks=ranks,
+        keeps_u=keeps_u,
     )
 
 
@@ -116,7 +118,7 @@ def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str
     return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
 
 
-def returns_of(program: Program, views: Views, options: Options) -> Any:
+def _returns(program: Program, views: Views, options: Options) -> Any:
     """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
     return program.made("y"), dtypes if options[_SAVES] else None
@@ -171,7 +173,7 @@ FORWARD = Operation(
     numeric=itemgetter(*map((*OPTIONS, "number").index, _NUMERIC)),
     check=views_of,
     program=program_of,
-    returns=returns_of,
+    returns=_returns,
     result=result_of,
     on_cpu=on_cpu,
     within=_within,

@@ -42,7 +42,7 @@ def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
         yield kernel
         modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
         if (
-            kernel.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
+            kernel.name in ("activate", "normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
             or kernel.file in ("backward", "backward_sums", "backward_fused")
             or dict(kernel.defines).get("MODE") in modes
         ):
@@ -56,7 +56,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             if product == "dw" and dtype in ("float16", "bfloat16"):
                 yield gemm_tiled(dtype, tile, product, wide=True)
     for dtype in C_TYPE:
-        yield fold(dtype)
+        yield from (fold(dtype), activate(dtype)[0])
         wide = "float64" if dtype == "float64" else "float32"
         saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
@@ -104,6 +104,12 @@ def merge_statistics(dtype: str) -> Kernel:
 
 def fold(dtype: str) -> Kernel:
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
+
+
+def activate(dtype: str) -> tuple[Kernel, int]:
+    """The variant of activate for this dtype, and the elements of an item of its work."""
+    defines = (("T_TYPE", C_TYPE[dtype]),)
+    return Kernel("activate", "activate", defines), Constants("activate.cu", dict(defines))["ITEM"]
 
 
 def normalize(dtype: str, d_dtype: str | None = None, *, running: bool = False) -> Kernel:

@@ -16,7 +16,7 @@ from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._backward import How
 from .._backward import run as backward_run
 from .._forward import linear as of_arrays
-from .._plan.activations import parts
+from .._plan.activations import follows_from_y, parts
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
@@ -97,14 +97,15 @@ class _Linear(Function):
         x, weight = operands
         y, saved = of_arrays(x, weight, bias, activation, precision=precision, gemm=gemm, return_saved=True)
         ctx.how = How.of(saved, (), wide=wide)
-        again = saved.vectors is not None  # second derivatives need all that the activation's derivative depends on
+        # second derivatives need all that the activation's derivative depends on
+        ctx.through = again = saved.activation is not None and not follows_from_y(saved.activation)
         kept = x if of_weight or again else None, weight if of_x or again else None, bias if again else None
-        ctx.save_for_backward(*kept, saved.deviations, saved.vectors)
+        ctx.save_for_backward(*kept, saved.deviations)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        x, weight, bias, deviations, vectors = ctx.saved_tensors
+        x, weight, bias, deviations = ctx.saved_tensors
         needs = tuple(
             name for name, needed in zip(("x", "weight", "bias"), ctx.needs_input_grad, strict=False) if needed
         )
@@ -113,14 +114,14 @@ class _Linear(Function):
                 raise RuntimeError(
                     "gsbn.torch: no second derivatives under autocast: call linear outside torch.autocast"
                 )
-            if vectors is not None:
+            if ctx.through:
                 return *_through(ctx.how.activation, needs, dy, x, weight, bias), None
             dg = dy if deviations is None else _before(ctx.how.activation, dy, deviations)
             dx = dg @ weight if "x" in needs else None
             dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
             return dx, dweight, dg.sum(0) if "bias" in needs else None, None
         dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
-        arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, vectors
+        arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
         found, made = backward_run(kind_of_tensor(dy), arrays, how)
         return *(None if place is None else made[place] for place in found.returns[:3]), None
 

@@ -10,22 +10,37 @@ import itertools
 import pickle
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import gsbn
 from gsbn import _plan, reference
+from gsbn._activations import activation_of
 from gsbn._cuda import kernels as _kernels
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.activations import PARAMETERS, macros, parts
-from gsbn.bench.activations import before
+from gsbn.bench.activations import OF_SLOPE, before, of_y
 from tests.support.families import FAMILIES
 from tests.support.gradients import draw_dy, draw_integers, gradient_bounds, step, truth_of
-from tests.support.harness import ANY, DTYPES, GPU_KINDS, Kind, assert_same_bits, forward, kind_of, without_out
+from tests.support.harness import (
+    ANY,
+    CPU_KINDS,
+    DTYPES,
+    GPU_KINDS,
+    LAYOUTS,
+    Kind,
+    assert_same_bits,
+    forward,
+    kind_of,
+    place,
+    poisoned_allocations,
+    without_out,
+)
 from tests.support.strategies import EVERY, OTHERS, Case
 from tests.support.streams import capture, new_stream
-from tests.support.tolerance import TF32, assert_outcome_within, assert_within, bounds
+from tests.support.tolerance import TF32, arithmetic, assert_outcome_within, assert_within, bounds, roundoff, summed
 
 Arrays = dict[str, np.ndarray]
 ELEMENTS = [*((dtype, "highest") for dtype in DTYPES), ("float32", "high")]
@@ -256,43 +271,47 @@ def test_a_replay_is_a_step(kind: str, activation: Any) -> None:
 
 @pytest.mark.parametrize(("name", "gemm"), PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [*OTHERS, ("leaky_relu", 0.25)], ids=str)
+@pytest.mark.parametrize("activation", [*OTHERS, ("leaky_relu", 0.25), ("elu", -2.0)], ids=str)
 def test_linear(activation: Any, dtype: str, name: str, gemm: str) -> None:
+    """y within the bound of f, of the u that is kept or, if nothing is, of the true one; gradients at the kept u."""
     if gemm == "sm90" and dtype == "float64":
         pytest.skip("forward_sm90 has no float64")
     arrays, kind = drawn((300, 136, 72), dtype, False, activation)[0], kind_of(name)
+    narrow = np.dtype("f8" if dtype == "float64" else "f4")
     given = {name: arrays[name] for name in ("x", "weight", "bias")}
-    O, wide = len(arrays["weight"]), "f8" if dtype == "float64" else "f4"
-    known = {**given, "running_mean": np.zeros(O, wide), "running_var": np.ones(O, wide)}
+    statistics = {"running_mean": np.zeros(72, narrow), "running_var": np.ones(72, narrow)}
+    wide = wide_of(arrays)
     native, dy = {name: kind.put(a) for name, a in given.items()}, draw_dy(arrays)
-    for spoilt in ({}, {"bias": None}):
-        of_call = {**native, **spoilt}
-        inputs = {name: a for name, a in known.items() if name not in spoilt}
+    for absent in ((), ("bias",)):
+        of_call = {name: a for name, a in native.items() if name not in absent}
+        inputs = {**{name: a for name, a in given.items() if name not in absent}, **statistics}
         y, saved = gsbn.linear(**of_call, activation=activation, gemm=gemm, return_saved=True)
         alone = gsbn.linear(**of_call, activation=activation, gemm=gemm)
         options: dict[str, Any] = {"training": False, "eps": 0.0}
-        truth = reference.forward(**inputs, **options, activation=activation, dtype=wide_of(arrays))
         form: dict[str, Any] = {"limbs": True} if dtype == "float32" and not kind.is_cpu else {}
-        limit = bounds(inputs, truth, **options, **form, activation=activation)
-        for each in (y, alone):
-            assert_within(kind.get(each), truth.y, limit.y, "y")
-        u = reference.forward(**inputs, **options, dtype=wide_of(arrays)).y
-        above = np.asarray(kind.get(y) if follows(activation) else u, np.float64) > 0
-        sure = follows(activation) | (np.abs(u) > limit.y)  # where u is within its bound of 0, nothing tells its side
-        some = np.where(sure, dy, dy.dtype.type(0))
-        of_u = before(np, np.asarray(some, wide_of(arrays)), u, above, activation)
-        want = truth_of(inputs, of_u, training=False, eps=0.0)
+        truth = reference.forward(**inputs, **options, activation=activation, dtype=wide)
+        assert_within(kind.get(alone), truth.y, bounds(inputs, truth, **options, **form, activation=activation).y, "y")
+        u = reference.forward(**inputs, **options, dtype=wide)
+        assert saved.vectors is None
+        kept = np.asarray(u.y, dy.dtype) if saved.deviations is y else kind.get(saved.deviations)
+        above = (kind.get(y if saved.deviations is y else saved.deviations)).astype(float) > 0
+        if saved.deviations is not y:
+            assert_within(kept, u.y, bounds(inputs, u, **options, **form).y, "u")
+            want, error = of_y(np, kept.astype(wide), 0.0, activation, arithmetic(dy.dtype))
+            unit = roundoff(dy.dtype) * np.abs(want) + float(ml_dtypes.finfo(dy.dtype).smallest_normal)
+            assert_within(kind.get(y), want, error + unit, "y of u")
+        before_f = before(np, np.asarray(dy, wide), kept.astype(wide), above, activation)
+        expected = truth_of(inputs, before_f, training=False, eps=0.0)
         limits = gradient_bounds(
-            inputs, of_u, want, training=False, eps=0.0, operand=2.0**-22 + 48 * 2.0**-23, activation=activation,
-            after=np.asarray(some, np.float64),
+            inputs, before_f, expected, training=False, eps=0.0, operand=2.0**-22 + 48 * 2.0**-23,
+            activation=activation, after=np.asarray(dy, np.float64),
         )  # fmt: skip
         for copied in (saved, copy.deepcopy(saved), pickle.loads(pickle.dumps(saved))):
-            found = gsbn.backward(kind.put(some), copied)
-            for field in ("x", "weight", "bias"):
-                if field in inputs:
-                    assert_within(
-                        kind.get(getattr(found, field)), np.asarray(getattr(want, field)), limits[field], field
-                    )
+            found = gsbn.backward(kind.put(dy), copied)
+            for field in ("x", "weight", "bias")[: 3 - len(absent)]:
+                assert_within(
+                    kind.get(getattr(found, field)), np.asarray(getattr(expected, field)), limits[field], field
+                )
 
 
 def test_linear_keeps_y_where_it_tells_the_gradient() -> None:
@@ -301,10 +320,39 @@ def test_linear_keeps_y_where_it_tells_the_gradient() -> None:
         y, saved = gsbn.linear(x, weight, activation=activation, return_saved=True)  # type: ignore[arg-type]
         assert saved.deviations is y and saved.vectors is None
     for activation in ("silu", ("leaky_relu", -0.5), "elu"):
-        _, saved = gsbn.linear(x, weight, activation=activation, return_saved=True)  # type: ignore[arg-type]
-        assert saved.vectors is not None
+        y, saved = gsbn.linear(x, weight, activation=activation, return_saved=True)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(saved.deviations, x @ weight.T)
+        assert saved.vectors is None and (y != saved.deviations).any() == (activation == "silu")
         y, saved = gsbn.linear(x[:0], weight, activation=activation, return_saved=True)  # type: ignore[arg-type]
         assert y.shape == (0, 2) and gsbn.backward(y, saved).weight.tolist() == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [*CPU_KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 1), (3, 40, 7), (130, 24, 259), (1100, 16, 264)])
+def test_linear_into_any_memory(shape: tuple[int, int, int], dtype: str, layout: str, kind: str) -> None:
+    """y is the activation of the u that is kept, wherever it is written, and nothing is written beside it."""
+    library, arrays = kind_of(kind), drawn(shape, dtype, False, "silu")[0]
+    placed = {name: place(library, arrays[name]) for name in ("x", "weight", "bias")}
+    made = place(library, np.zeros((shape[0], shape[2]), DTYPES[dtype]), layout)
+    with poisoned_allocations(library):
+        given = {name: each.view for name, each in placed.items()}
+        y, saved = gsbn.linear(**given, activation="gelu_tanh", out=made.view, return_saved=True)
+    assert y is made.view
+    u = library.get(saved.deviations)
+    wide = u.astype(np.float64)
+    truth = reference.round_to(activation_of("gelu_tanh").of(wide), u.dtype)  # type: ignore[union-attr]
+    unit = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    np.testing.assert_allclose(library.get(y).astype(float), truth.astype(float), rtol=unit, atol=1e-7)
+    assert_same_bits(u, library.get(gsbn.linear(**given)))
+    dy = library.put(np.ones(u.shape, u.dtype))
+    found = gsbn.backward(dy, saved)
+    assert made.guards_hold(library)  # from here on y is poisoned
+    want = activation_of("gelu_tanh").gradient(np.ones_like(wide), wide).sum(0, dtype=np.longdouble)  # type: ignore[union-attr]
+    got = library.get(found.bias)  # a sum of rows terms of at most 1.13, each with OF_SLOPE roundings
+    error = 1.13 * shape[0] * (OF_SLOPE + summed(shape[0])) * arithmetic(u.dtype)
+    assert_within(got, want, error + 2 * roundoff(got.dtype) * np.abs(want))
 
 
 # ---- names and numbers
