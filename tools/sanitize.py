@@ -194,6 +194,17 @@ def training_backward(within, shape, dtype, activation=None):
         agree(getattr(got, name), getattr(want, name))
 
 
+def activate(dtype):
+    """y of the u that is kept, in whole words and, into rows with a gap, element by element."""
+    host, native = operands((300, 40, 45), dtype)
+    given = {name: native[name] for name in ("x", "weight", "bias")}
+    known = {name: host[name] for name in given} | {"running_mean": np.zeros(45), "running_var": np.ones(45)}
+    want = reference.forward(**known, eps=0.0, activation="silu")
+    for out in (None, cp.empty((300, 46), native["x"].dtype)[:, :45]):
+        y, _ = gsbn.linear(**given, activation="silu", out=out, return_saved=True)
+        agree(y, want.y)
+
+
 def fold(dtype):
     host, native = operands((8, 41, 37), dtype)
     frozen = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
@@ -257,6 +268,7 @@ def variants():
     """Yield the name of each variant, and the function and arguments that run it."""
     for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
+        yield f"activate {dtype}", activate, (dtype,)
         for tile in TILES["double" if dtype == "float64" else "float"]:
             for activation in (None, "relu"):
                 end = f" {activation}" if activation else ""

@@ -42,4 +42,4 @@ def title(activation: Any) -> str:
     if activation is None:
         return "None"
     name, parameter = parts(activation)
-    return name if parameter is None else f"{name} {parameter:g}"
+    return name if parameter is None else f"{name} {parameter!r}"
