@@ -71,8 +71,7 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
 
 
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
-    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "activation" of a
-    node.
+    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "activation" of a node.
 
     `linear` is None if it does not follow one, or if anything else uses what lies between, or may write its operands.
     """

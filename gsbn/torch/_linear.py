@@ -139,7 +139,8 @@ def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -
         if not create:  # a separate graph for this call
             operands = tuple(None if a is None else a.detach().requires_grad_() for a in operands)
         named = dict(zip(("x", "weight", "bias"), operands, strict=True))
-        y = apply(functional.linear(*operands), activation)
+        x, weight, bias = operands
+        y = apply(functional.linear(x, weight, None if bias is None else bias.to(x.dtype)), activation)
         found = torch.autograd.grad(y, [named[name] for name in needs], dy, create_graph=create)
     gradients = dict(zip(needs, found, strict=True))
     return [gradients.get(name) for name in named]
