@@ -1,4 +1,4 @@
-"""Linear, per-feature scale, BatchNorm1d and ReLU in one call, as CUDA kernels for NVIDIA GPUs.
+"""Linear, per-feature scale, BatchNorm1d and activation in one call, as CUDA kernels for NVIDIA GPUs.
 
 `forward` computes ``activation(BatchNorm1d(Linear(x) * scale))`` as PyTorch defines each step, in training and in
 inference; `backward` computes its gradients. Both take CuPy arrays, PyTorch tensors and NumPy arrays, and return the

@@ -52,8 +52,8 @@ def backward(
 
     In training dbias is exactly zero, and dscale has no sum that cancels; `gsbn.reference` has the derivation.
 
-    With an activation, dy in these formulas is the gradient before it: for "relu" 0 where y <= 0, and dy elsewhere,
-    also where y is NaN. A scale of one element has one gradient, the sum over all features.
+    With an activation, dy in these formulas is the gradient before it, its derivative times dy: for "relu" 0 where
+    y <= 0, and dy elsewhere, also where y is NaN. A scale of one element has one gradient, the sum over all features.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class How(NamedTuple):
     precision: str
     gemm: str
     dtypes: tuple[str | None, ...]
-    activation: str | None
+    activation: Any
     scale_shape: tuple[int, ...] | None
     group: Group | None
     needs: tuple[str, ...]

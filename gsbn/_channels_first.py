@@ -20,7 +20,8 @@ _GIVEN = len(OPTIONS) + 1  # those of `forward`, and the scale as a number; then
 
 
 def _forward_program(views: Views, options: Options, gpu: Any, limits: Any, *_: Any) -> Any:
-    training, momentum, eps, _, _, saves, sms, activation, *_, number, length = options
+    training, momentum, eps, _, _, saves, sms, activation = options[:8]
+    number, length = options[-2:]
     x, weight = views["x"], views["weight"]
     assert x is not None and weight is not None
     (m, k), n = x.shape, weight.shape[0]

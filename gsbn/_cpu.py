@@ -7,8 +7,8 @@ y = a d + (a (block's mean - mean) + β). Between the passes d is stored in the 
 dtype; float16 deviations are divided by a power of two near the block's standard deviation, so that none overflows or
 underflows. Deviations that a backward needs are stored in float32.
 
-With an activation f the result is y = f(u), and the backward must know where f was flat. It computes u again: the same
-operations in the same dtypes give the same bits, so u agrees with y in every element.
+With an activation f the result is y = f(u), and the backward needs f′(u). It computes u again: the same operations in
+the same dtypes give the same bits, so u agrees with y in every element.
 
 float64 inputs are computed in float64. With up to 16 rows everything but the products is float64.
 """
@@ -16,14 +16,14 @@ float64 inputs are computed in float64. With up to 16 rows everything but the pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from ._activations import activation_of, largest_zero
 from ._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
 from ._renorm import OFF, Renorm, correction
-from .reference import ACTIVATIONS, next_count, round_to
+from .reference import next_count, round_to
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
 Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)
@@ -45,7 +45,7 @@ def forward(
     momentum: float | None,
     eps: float,
     keep: bool,
-    activation: str | None = None,
+    activation: Any = None,
     number: float = 1.0,
     renorm: Renorm | None = None,
     gather: Gather | None = None,
@@ -134,8 +134,8 @@ def _infer(
 class _Output:
     """y, block by block: computed in its own memory if it is contiguous and has the dtype of the computation."""
 
-    def __init__(self, walk: _Walk, y: Array, activation: str | None) -> None:
-        self.y, self.f, self._walk = y, None if activation is None else ACTIVATIONS[activation], walk
+    def __init__(self, walk: _Walk, y: Array, activation: Any) -> None:
+        self.y, self.f, self._walk = y, activation_of(activation), walk
         self.own = y.dtype == walk.dtype and y.flags.c_contiguous and y.flags.aligned
         self._scratch = y if self.own else walk.scratch()
 
@@ -220,7 +220,7 @@ def backward(
     *,
     training: bool,
     needs: Mapping[str, str],
-    activation: str | None = None,
+    activation: Any = None,
     scale_shape: tuple[int, ...] | None = None,
     gather: Gather | None = None,
 ) -> dict[str, Array]:
@@ -242,8 +242,8 @@ def backward(
     walk = _Walk(len(dy), dy.shape[1], x.dtype)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
-    f = None if activation is None else ACTIVATIONS[activation]
-    zero = 0.0 if f is None else _largest_zero(walk.dtype, x.dtype)
+    f = activation_of(activation)
+    zero = 0.0 if f is None else largest_zero(walk.dtype, x.dtype)
     u = None if f is None else walk.scratch()
 
     def of_u(block: slice) -> Array:
@@ -298,8 +298,17 @@ def backward(
     return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
+@np.errstate(all="ignore")
+def activate(u: Array, y: Array, activation: Any) -> None:
+    """y = f(u), both (B, O) and of one dtype."""
+    walk, f = _Walk(len(y), y.shape[1], y.dtype), activation_of(activation)
+    assert f is not None
+    for block in walk.blocks:
+        np.copyto(y[block], f.of(u[block].astype(walk.dtype)), casting="unsafe")
+
+
 def without_norm(y: Array) -> tuple[Array, Array]:
-    """`kept` and `vectors` for the `backward` of a layer without a norm, such that u = y and a = 1."""
+    """`kept` and `vectors` for the `backward` of a layer without a norm, which keeps y or u: u is this, and a = 1."""
     kept = y.astype(np.float32) if y.itemsize < 4 else y
     return kept, _rows(np.ones(y.shape[1]), 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 
@@ -415,18 +424,6 @@ def _as(a: Array, dtype: Any) -> Array:
 
 def _rounded(a: Array, dtype: Any) -> Array:
     return a if a.dtype == dtype else round_to(a, dtype) if a.dtype == np.float64 else a.astype(dtype)
-
-
-@cache
-def _largest_zero(wide: Any, narrow: Any) -> float:
-    """The largest number of the wide dtype that the narrow dtype rounds to zero."""
-    word = f"i{wide.itemsize}"
-    zero, more = 0, int(np.ones((), wide).view(word))  # positive floats are ordered as their bits
-    while more - zero > 1:
-        middle = (zero + more) // 2
-        rounded = np.array(middle, word).view(wide).astype(narrow)
-        zero, more = (zero, middle) if rounded else (middle, more)
-    return float(np.array(zero, word).view(wide))
 
 
 def _rows(*rows: Any) -> Array:

@@ -17,7 +17,8 @@ from ._typing import Activation, Gemm, Precision
 class Saved(NamedTuple):
     """What `forward(..., return_saved=True)` keeps for `gsbn.backward`, which may be called several times with it.
 
-    `linear` keeps one, too: its `deviations` are y, or None without an activation, and its `vectors` None.
+    `linear` keeps one, too: its `vectors` are None, and its `deviations` y; None without an activation, and what is
+    before the activation if y does not tell the gradient.
 
     x and weight are the arrays of the call, not copies. If one of the arrays here is changed in place before the
     backward, the gradients are wrong. Torch counts the changes of a tensor, so the backward raises for a torch x or
@@ -44,10 +45,10 @@ class Saved(NamedTuple):
         The dtypes of bias, scale, gamma and beta by name; None for an absent one.
     versions : tuple
         Torch's counts of changes of x and of weight; None for an array without one.
-    activation : str or None
-        As given to the forward. The backward computes from `deviations` where the activation was flat. Where rounding
-        would move a deviation across that limit, the nearest number on the correct side is stored instead, so that the
-        backward agrees with y in every element.
+    activation : str, tuple or None
+        As given to the forward. The backward computes the activation's derivative from `deviations`. Where rounding
+        would move a deviation across a jump of the derivative, the nearest number on the correct side is stored
+        instead, so that the backward agrees with y in every element.
     scale_shape : tuple or None
         The shape of a scale of one element that serves all features, and of its gradient.
     group : Group or None

@@ -14,7 +14,8 @@ else:  # in 3.10 only the class behind NamedTuple accepts Generic as a second ba
 
 Precision = Literal["highest", "high"]
 Gemm = Literal["auto", "cublas", "tiled", "sm90"]
-Activation = Literal["relu"]
+ActivationName = Literal["relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"]
+Activation = ActivationName | tuple[Literal["leaky_relu", "elu"], float]  # with PyTorch's default, or with a number
 
 A = TypeVar("A")  # the array type of a library
 A_co = TypeVar("A_co", covariant=True)

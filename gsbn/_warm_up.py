@@ -5,15 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from . import _plan
+from ._arrays.check import checked_activation
 from ._cuda import device as devices
 from ._cuda import kernels as kernels_
+from ._typing import Activation
 from ._values import shown
 
+_USUAL: tuple[Activation, ...] = ("relu",)
 
-def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: str | None = None) -> int:
+
+def warm_up(
+    progress: Callable[[int, int, str], None] | None = None,
+    *,
+    arch: str | None = None,
+    activations: Collection[Activation] = _USUAL,
+) -> int:
     """Compile every kernel that a GPU can use into the cache on disk, so that no later call has to compile.
 
     Parameters
@@ -23,6 +32,8 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     arch : str, optional
         The architecture to compile for, such as "sm_90" for compute capability 9.0. This needs no GPU, for example
         when an image is built. None compiles for the current GPU and also loads the kernels.
+    activations : collection
+        The activations that calls will have, as `gsbn.forward` takes them; kernels without one are always compiled.
 
     Returns
     -------
@@ -34,9 +45,9 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     RuntimeError
         There is no GPU and no `arch`, or no CuPy, which brings the compiler (NVRTC). The message says why.
     TypeError
-        `progress` is not callable, or `arch` is not a string.
+        `progress` is not callable, `arch` is not a string, or `activations` is not a collection of activations.
     ValueError
-        `arch` is not a compute capability from 7.5 on.
+        `arch` is not a compute capability from 7.5 on, or an activation is not known.
 
     Notes
     -----
@@ -46,10 +57,13 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     Examples
     --------
     >>> import gsbn
-    >>> kernels = gsbn.warm_up(arch="sm_90")  # doctest: +SKIP
+    >>> kernels = gsbn.warm_up(arch="sm_90", activations=["silu", ("leaky_relu", 0.2)])  # doctest: +SKIP
     """
     if progress is not None and not callable(progress):
         raise TypeError(f"progress: expected a function or None, got {shown(progress)}")
+    if isinstance(activations, str) or not isinstance(activations, Collection):
+        raise TypeError(f"activations: expected a collection such as ['silu'], got {shown(activations)}")
+    chosen = dict.fromkeys(checked_activation(activation) for activation in activations if activation is not None)
     if arch is not None:
         if not isinstance(arch, str):
             raise TypeError(f"arch: expected a string or None, got {shown(arch)}")
@@ -67,7 +81,7 @@ def warm_up(progress: Callable[[int, int, str], None] | None = None, *, arch: st
     device = None if arch is not None else cupy.cuda.Device().id
     if device is not None:
         capability = kernels_.gpu(device).capability
-    kernels = list(kernels_.usable(capability))
+    kernels = list(kernels_.usable(capability, tuple(chosen)))
 
     def ready(kernel: _plan.Kernel) -> None:
         if device is None:

@@ -13,7 +13,7 @@
 //               rate = s^2 r^2 D / B    D = unit E
 //   inference:  dbeta = S    dbias = a S       dg = a dy    centre = running_mean / s - b, or near g
 //               dscale = gamma r (E + (centre + b) S)    dgamma = r (s E + (s (centre + b) - running_mean) S)
-//   IDENTITY:   dbias = S    dg = dy    d = y: gsbn.linear, which has no norm; `saved` is not read
+//   IDENTITY:   dbias = S    dg = dy    d = y, or u: gsbn.linear, which has no norm; `saved` is not read
 // In 16 bits S, E and rate are first corrected for the rounding of d (Projection in backward/columns.cuh).
 // The forward left the factors in float64: `saved`, rows of n (SAVED_). Without a centre the two terms of dgamma would
 // cancel wherever g's mean is large beside its spread.

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from .._plan.activations import PARAMETERS
 from .._plan.problem import VECTORS
-from .._typing import Activation, Gemm, Precision
+from .._typing import ActivationName, Gemm, Precision
 from .._values import choice, flag, real_number, shown, sm_count
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 GEMMS: tuple[str, ...] = get_args(Gemm)
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+ACTIVATIONS: tuple[str, ...] = get_args(ActivationName)
 WRITTEN = ("running_mean", "running_var", "num_batches_tracked", "out")
 
 
@@ -48,8 +49,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     if not identity:
         _eps(eps, positive=bool(training))
     real_number("scale", number, "an array, a finite number or None")
-    if activation is not None:
-        choice("activation", activation, ACTIVATIONS)
+    checked_activation(activation)
     if momentum is not None:
         real_number("momentum", momentum, "a finite number or None")
     _way(x, precision, gemm, sms)
@@ -136,6 +136,28 @@ def backward_arguments(dy: View, x: View, features: int) -> None:
     if dy.shape != (x.shape[0], features):
         raise ValueError(f"dy: expected shape {(x.shape[0], features)}, got {dy.shape}")
     _device("dy", dy, x)
+
+
+_WITH_NUMBER = tuple(name for name, parameter in PARAMETERS.items() if parameter is not None)
+_MOST = float(np.finfo(np.float32).max)
+
+
+def checked_activation(value: Any) -> Any:
+    """The activation as plans and caches know it, with a float for its number; raise if it is none."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple):
+        choice("activation", value, ACTIVATIONS)
+        return value
+    if len(value) != 2 or not isinstance(value[0], str) or value[0] not in _WITH_NUMBER:
+        raise ValueError(
+            f"activation: expected a name and its number, the name one of {_WITH_NUMBER}, got {shown(value)}"
+        )
+    name, number = value
+    parameter = real_number("activation", number, f"a finite number beside {name!r}")
+    if abs(parameter) > _MOST:
+        raise ValueError(f"activation: expected a number that float32 can hold beside {name!r}, got {shown(number)}")
+    return name, parameter + 0.0  # not -0: it is equal to 0
 
 
 def needs(names: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:

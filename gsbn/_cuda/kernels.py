@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,17 @@ def digest() -> str:
     return hasher.hexdigest()[:16]
 
 
-def all_kernels(arch: str | None = None) -> Iterator[Kernel]:
-    """All variants that a plan can launch, or those for one architecture."""
-    yield from (kernel for kernel in _plan.every_kernel() if arch is None or kernel.arch in (None, arch))
+def all_kernels(arch: str | None = None, activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
+    """All variants that a plan can launch without an activation and with these, or those for one architecture."""
+    yield from (kernel for kernel in _plan.every_kernel(activations) if arch is None or kernel.arch in (None, arch))
 
 
-def usable(capability: tuple[int, int]) -> Iterator[Kernel]:
+def usable(capability: tuple[int, int], activations: Collection[Any]) -> Iterator[Kernel]:
     """The variants that a GPU of this compute capability can run."""
     from cupy.cuda import nvrtc
 
     sm90a = capability == (9, 0) and nvrtc.getVersion() >= _SM90A_NVRTC
-    return all_kernels(ARCH if sm90a else "any other")
+    return all_kernels(ARCH if sm90a else "any other", activations)
 
 
 _SM90A_NVRTC = (12, 9)  # older ones serialise wgmma

@@ -19,9 +19,11 @@ from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import shown
-from .operation import ARRAYS, FORWARD, OPTIONS
+from .operation import ARRAYS, FORWARD, OPTIONS, with_number
 
-_TRAINING, _PRECISION, _GROUP, _RENORM = map(OPTIONS.index, ("training", "precision", "group", "renorm"))
+_TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM = map(
+    OPTIONS.index, ("training", "precision", "activation", "group", "renorm")
+)
 
 _LIMITS = ARRAYS.index("renorm")
 
@@ -121,8 +123,10 @@ def forward(
         Weight of the new batch in the running statistics; None is the cumulative average 1 / num_batches_tracked.
     eps : float
         Added to the variance; > 0 in training, >= 0 in inference.
-    activation : {"relu"}, optional
-        Applied to y: "relu" is max(y, 0) and keeps NaN. None applies no activation.
+    activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
+        Applied to y, as PyTorch's function of this name ("gelu_tanh": ``gelu`` with ``approximate="tanh"``); NaN stays
+        NaN. A tuple gives the slope of "leaky_relu" or the alpha of "elu", such as ``("leaky_relu", 0.2)``; the name
+        alone means PyTorch's default, 0.01 or 1. Each number has kernels of its own, which its first call compiles.
     precision : {"highest", "high"}
         For float32: "highest" is norm-wise at least as accurate as a product in IEEE float32; "high" uses TF32 where
         the GPU and the GEMM support it. "sm90" computes "highest" with two float16 limbs per operand
@@ -262,6 +266,8 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")
         group.check()
+    if isinstance(options[_ACTIVATION], tuple):
+        options = with_number(options)
     if isinstance(scale, NUMBERS):
         arrays, options = (x, weight, None, *arrays[3:]), (*options, scale)
     else:

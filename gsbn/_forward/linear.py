@@ -6,9 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
+from .. import _cpu
+from .._arrays.check import checked_activation
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
 from .._host.run import Arrays, Checked, Options, Views, call
+from .._plan.activations import follows_from_y
 from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
@@ -61,9 +64,7 @@ def linear(
         x's dtype, library and device, any strides.
     bias : (O,) array, optional
         x's dtype or float32; float64 for float64.
-    activation : {"relu"}, optional
-        Applied to y; None applies none.
-    precision, gemm, sms, out
+    activation, precision, gemm, sms, out
         As in `gsbn.forward`.
     return_saved : bool
         Also return what `gsbn.backward` needs.
@@ -73,8 +74,9 @@ def linear(
     y : (B, O) array
         x's dtype and library; `out` itself if given.
     saved : Saved
-        With `return_saved`: x, weight and, with an activation, y themselves. None of them may change before the
-        backward.
+        With `return_saved`: x and weight themselves; with an activation also y itself, if that tells the gradient
+        ("relu", and "leaky_relu" with a slope of at least 0), else ``u = x weightᵀ + bias`` in x's dtype, of which y is
+        then made as in PyTorch. None of them may change before the backward.
 
     Raises
     ------
@@ -95,44 +97,59 @@ def linear(
     flag("return_saved", return_saved)
     arrays = (x, weight, None, bias, None, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, activation, None, None, 1.0)
+    put_through = checked_activation(activation)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, None, None, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 
 def _unsaved(options: Options) -> Options:
-    """The options of a forward that saves nothing: the backward needs no more than x, the weight and y."""
+    """The options of a forward that saves nothing: the backward needs no more than x, the weight and y, or u."""
     return (*options[:_SAVES], False, *options[_SAVES + 1 :])
 
 
-def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any) -> Any:
+def _keeps_u(options: Options) -> bool:
+    """Whether the backward needs what is before the activation."""
+    activation = options[_ACTIVATION]
+    return bool(options[_SAVES]) and activation is not None and not follows_from_y(activation)
+
+
+def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = None) -> Any:
     """y, or (y, saved)."""
     if not options[_SAVES]:
         return y
-    kept = None if options[OPTIONS.index("activation")] is None else y
+    kept = None if options[_ACTIVATION] is None else y if u is None else u
     return y, saved_of(kind, arrays, options, kept, None, dtypes_of(kind, arrays))
 
 
 def _program(views: Views, options: Options, *more: Any) -> Program | None:
-    return program_of(views, _unsaved(options), *more)
+    return program_of(views, _unsaved(options), *more, keeps_u=_keeps_u(options))
 
 
 def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
-    return _with_saved(kind, arrays, options, result_of(kind, arrays, _unsaved(options), found, made))
+    y = result_of(kind, arrays, _unsaved(options), found, made)
+    at = None if found is None else found.returns[2]
+    return _with_saved(kind, arrays, options, y, None if at is None else made[at])
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
-    y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
-    return _with_saved(kind, arrays, options, y)
+    if not _keeps_u(options):
+        y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
+        return _with_saved(kind, arrays, options, y)
+    plain = (*options[:_ACTIVATION], None, *options[_ACTIVATION + 1 :])
+    y = on_cpu(kind, arrays, _unsaved(plain), *more, operation=LINEAR)
+    u = kind.numpy(y).copy()
+    _cpu.activate(u, kind.numpy(y), options[_ACTIVATION])
+    return _with_saved(kind, arrays, options, y, kind.from_numpy(u))
 
 
-_SAVES = OPTIONS.index("return_saved")
+_SAVES, _ACTIVATION = map(OPTIONS.index, ("return_saved", "activation"))
 # An inference without running statistics: these are then 0 and 1, and eps is 0.
 LINEAR = replace(
     FORWARD,
     name="linear",
     check=partial(views_of, identity=True),
     program=_program,
-    returns=lambda program, views, options: (program.made("y"), None),
+    returns=lambda program, views, options: (program.made("y"), None, program.made("u")),
     result=_result,
     on_cpu=_on_cpu,
     extra=(),

@@ -13,6 +13,7 @@ from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_code, vector_codes
 from .._host.run import Arrays, Checked, Operation, Options, Views, checked
+from .._plan.activations import title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
@@ -26,14 +27,21 @@ ARRAYS = (
 )  # fmt: skip
 OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm")
 _COUNT = ARRAYS.index("num_batches_tracked")
-_TRAINING, _SAVES, _SMS, _RENORM = map(OPTIONS.index, ("training", "return_saved", "sms", "renorm"))
+_TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM = map(
+    OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm")
+)
+
+
+def with_number(options: Options) -> Options:
+    """The options with an activation and its number in the one form that keys know; raise if it is none."""
+    return (*options[:_ACTIVATION], check.checked_activation(options[_ACTIVATION]), *options[_ACTIVATION + 1 :])
 
 
 def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
-    y_at, dtypes = found.returns
+    y_at, dtypes, *_ = found.returns
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
@@ -74,8 +82,9 @@ def views_of(
 
 
 def program_of(
-    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool
-) -> Program | None:
+    views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool, *,
+    keeps_u: bool = False,
+) -> Program | None:  # fmt: skip
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     assert x is not None and weight is not None
@@ -102,6 +111,7 @@ def program_of(
         counts=views["num_batches_tracked"] is not None,
         out=out is not None,
         ranks=ranks,
+        keeps_u=keeps_u,
     )
 
 
@@ -112,7 +122,7 @@ def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
     corrects = "" if renorm is None else f", renorm {tuple(renorm)}"
-    told = f"eps {float(eps)}, momentum {average}, activation {activation}{scale}{corrects}"
+    told = f"eps {float(eps)}, momentum {average}, activation {title(activation)}{scale}{corrects}"
     return f"forward of {features} features, {dtype}; {inputs} input features, {told}; with {given or 'no vectors'}"
 
 

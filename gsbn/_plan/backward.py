@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     vectors: Vectors | None = None  # None: all have the dtype of x
     precision: str = "highest"
     gemm: str = "auto"  # the forward's
-    activation: str | None = None
+    activation: Any = None
     norm: bool = True
     linear: bool = True
     wide: bool = False  # dw is float32 although the operands have 16 bits

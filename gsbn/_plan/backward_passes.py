@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .gemm import waiting_grid
 from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
@@ -36,7 +36,7 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
-    activation: str | None, where: str | None, identity: bool, renorm: bool,
+    activation: Any, where: str | None, identity: bool, renorm: bool,
 ) -> Passes:  # fmt: skip
     """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
 

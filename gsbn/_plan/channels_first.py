@@ -91,7 +91,7 @@ def plan_forward_channels_first(
     momentum: float | None,
     eps: float,
     saves: bool = False,
-    activation: str | None = None,
+    activation: Any = None,
     number: float = 1.0,
     vectors: Mapping[str, int],
     counts: bool = False,
@@ -137,7 +137,7 @@ def plan_backward_channels_first(
     *,
     needs: tuple[str, ...],
     dtypes: Mapping[str, str],
-    activation: str | None = None,
+    activation: Any = None,
     wide: bool = False,
     in_place: bool = False,
 ) -> Program:

@@ -19,14 +19,6 @@ _COMMON = Constants("common/common.cuh", {})
 
 
 @cache
-def activations() -> tuple[str, ...]:
-    """The names of activations: the structs of kernels/common/activation.cuh in lower case."""
-    (header,) = KERNEL_DIR.rglob("activation.cuh")
-    names = re.findall(r"\bstruct (\w+) \{\s*static constexpr bool JUMPS", header.read_text(encoding="utf-8"))
-    return tuple(name.lower() for name in names if name != "Identity")
-
-
-@cache
 def record_dtype(kernel: Kernel) -> np.dtype[Any]:
     """The fields of the struct that a kernel takes as its first parameter."""
     code = text(f"{kernel.file}.cu")

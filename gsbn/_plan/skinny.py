@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .copies import in_rows, on_words
 from .cost import copies_us, skinny_us
@@ -161,7 +161,7 @@ def _least_rows(dtype: str, n: int, k: int, size: tuple[int, int, int]) -> float
     return LEAST_WIDE_ROWS.get((features * cluster, inputs), LEAST_ROWS)
 
 
-def skinny_backward(p: Matmul, activation: str | None, renorm: bool) -> SkinnyBackward | None:
+def skinny_backward(p: Matmul, activation: Any, renorm: bool) -> SkinnyBackward | None:
     """The launch of skinny_backward, if it can serve and is fastest; p is plan_backward's, y perhaps a copy."""
     m, n, k, dtype, device, x, w, dy, limits = p
     size = ITEMSIZE[dtype]

@@ -10,7 +10,9 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .activations import macros as of_activation
 
 
 class Kernel(NamedTuple):
@@ -23,9 +25,9 @@ class Kernel(NamedTuple):
     shared: int = 0  # bytes of dynamic shared memory
 
 
-def with_activation(kernel: Kernel, activation: str | None) -> Kernel:
+def with_activation(kernel: Kernel, activation: Any) -> Kernel:
     """The variant of a kernel with this activation, a struct of common/activation.cuh; the kernel itself for None."""
-    return kernel._replace(defines=(*kernel.defines, ("ACTIVATION", activation.capitalize()))) if activation else kernel
+    return kernel if activation is None else kernel._replace(defines=(*kernel.defines, *of_activation(activation)))
 
 
 def with_renorm(kernel: Kernel, renorm: bool = True) -> Kernel:

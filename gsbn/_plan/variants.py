@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from typing import Any
 
-from .declared import activations
 from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
 from .sources import Constants, Kernel, with_activation, with_renorm
@@ -36,18 +36,19 @@ TILES: dict[
 }
 
 
-def every_kernel() -> Iterator[Kernel]:
-    """All variants, which can be compiled ahead of time."""
+def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
+    """All variants without an activation, and those with these activations; they can be compiled ahead of time."""
+    modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
     for plain in _plain_kernels():
+        activates = (
+            plain.name in ("activate", "normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
+            or plain.file in ("backward", "backward_sums", "backward_fused", "channels_backward")
+            or dict(plain.defines).get("MODE") in modes
+        )
         for kernel in (plain, *[with_renorm(plain)] * _renorms(plain)):
             yield kernel
-            modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
-            if (
-                kernel.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
-                or kernel.file in ("backward", "backward_sums", "backward_fused")
-                or dict(kernel.defines).get("MODE") in modes
-            ):
-                yield from (with_activation(kernel, activation) for activation in activations())
+            if activates:
+                yield from (with_activation(kernel, activation) for activation in activations)
 
 
 def _renorms(kernel: Kernel) -> bool:
@@ -64,7 +65,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             if product == "dw" and dtype in ("float16", "bfloat16"):
                 yield gemm_tiled(dtype, tile, product, wide=True)
     for dtype in C_TYPE:
-        yield fold(dtype)
+        yield from (fold(dtype), activate(dtype)[0])
         wide = "float64" if dtype == "float64" else "float32"
         saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
@@ -113,6 +114,12 @@ def merge_statistics(dtype: str) -> Kernel:
 
 def fold(dtype: str) -> Kernel:
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
+
+
+def activate(dtype: str) -> tuple[Kernel, int]:
+    """The variant of activate for this dtype, and the elements of an item of its work."""
+    defines = (("T_TYPE", C_TYPE[dtype]),)
+    return Kernel("activate", "activate", defines), Constants("activate.cu", dict(defines))["ITEM"]
 
 
 def normalize(dtype: str, d_dtype: str | None = None, *, running: bool = False) -> Kernel:

@@ -53,6 +53,14 @@ With the activation relu, y is ``max(u, 0)`` of the ``u`` that step 3 calls y:
     masked by anything but its own y is out of bound by a whole element of dy. gsbn keeps a 16-bit deviation on its y's
     side of the jump, which may be the second nearest number: step 4's ``ū (|d| + δ)`` and ``2⁻²⁴ t`` count twice.
 
+Other activations, of the true u and with the numbers in ``activations``:
+
+11. ``|Δy| ≤ L (|Δu| + 16u |u|)`` and ū, with ``L`` the largest ``|f′|``: exponentials and ``erfc`` err by a few units,
+    times a factor of ``u`` that f damps.
+12. The gradient before f is ``f′(u) dy`` of the true ``u``, on the side of a jump that the returned y tells. It errs by
+    ``|dy| (C |Δu| + 32u L)``, ``C`` being the largest ``|f″|`` and ``Δu`` that of the saved deviation, which steps 5 to
+    7 add to ``Δ`` of dy.
+
 A scale that is left out is one of 1, without rounding.
 """
 
@@ -66,6 +74,7 @@ from typing import Any
 import numpy as np
 
 from ..reference import Gradients
+from . import activations
 from .case import Case
 from .libraries import as_dtype
 
@@ -253,7 +262,7 @@ def _statistics(rounding: _Rounding, g: Any, e: Any, s: Any) -> tuple[Any, ...]:
 
 
 def expected(
-    xp: Any, operands: Operands, precision: str, training: bool, g: Any = None, activation: str | None = None
+    xp: Any, operands: Operands, precision: str, training: bool, g: Any = None, activation: Any = None
 ) -> dict[str, Expected]:
     """Truth and bound of ``g``, ``y`` and, in training, of ``running_mean`` and ``running_var``: steps 1 to 3, and 9.
 
@@ -261,15 +270,16 @@ def expected(
     (B, O) takes the place of ``x wᵀ``: ``y`` is then what this GEMM leads to if nothing else is rounded.
     """
     result = _expected_without(xp, operands, precision, training, g)
-    if activation == "relu":
-        u = result["y"]
-        result["y"] = Expected(xp.maximum(u.value, 0), u.bound)
-    return result
+    u, rounding = result["y"], _Rounding(xp, operands.x.dtype.name, precision)
+    value, error = activations.of_y(xp, u.value, u.bound, activation, rounding.u)
+    rounds = activation not in (None, "relu")
+    return result | {"y": rounding.stored(value, error) if rounds else Expected(value, error)}
 
 
-def masked(xp: Any, dy: Any, y: Any, activation: str | None) -> Any:
-    """A wide dy as the layer without the activation gets it, by the y that an implementation returned: step 10."""
-    return xp.where(y.astype(xp.float64) <= 0, 0.0, dy) if activation == "relu" else dy
+def masked(xp: Any, dy: Any, y: Any, activation: Any, u: Any = None) -> Any:
+    """A wide dy as the layer without the activation gets it, by the true u and the y that was returned: step 10."""
+    above = True if activation is None else ~(y.astype(xp.float64) <= 0)
+    return activations.before(xp, dy, xp.zeros_like(dy) if u is None else u, above, activation)
 
 
 def _expected_without(xp: Any, operands: Operands, precision: str, training: bool, g: Any) -> dict[str, Expected]:
@@ -313,7 +323,7 @@ def expected_gradients(
     dy: Any,
     precision: str,
     training: bool,
-    activation: str | None = None,
+    activation: Any = None,
     y: Any = None,
 ) -> dict[str, Expected]:
     """Truth and bound of every gradient, steps 4 to 8, in the arithmetic of ``expected``; ``of_a`` bounds a's error.
@@ -322,31 +332,37 @@ def expected_gradients(
     """
     rounding = _Rounding(xp, operands.x.dtype.name, precision)
     u, o = rounding.u, operands.map(lambda a: a.astype(rounding.wide))
-    dy = masked(xp, dy.astype(rounding.wide), y, activation)
-    b, gamma = o.affine["bias"], o.affine["gamma"]
+    b, gamma, beta = (o.affine[name] for name in ("bias", "gamma", "beta"))
     s = xp.ones_like(gamma) if o.scale is None else o.scale
     rows, kept = len(dy), rounding.own if rounding.has_16_bits else 0.0
     nearest = 2 if activation else 1  # times half a unit in the last place: whether it may be the second nearest number
     g, e = rounding.gemm(o.x, o.weight.T)
-    total, of_total = dy.sum(0), 17 * u * xp.abs(dy).sum(0)
     if training:
         _, d, t, delta, eta, r, low, high = _statistics(rounding, g, e, s)
         smallest_step = 2.0**-24 * (t + eta) if operands.x.dtype.name == "float16" else 0.0
         delta = delta + kept * (nearest * (xp.abs(d) + delta) + xp.abs(d) + t) + nearest * smallest_step
         reach = 0
+        before, of_u = gamma * s * r * d + beta, xp.abs(gamma * s) * (high * delta + xp.abs(d) * (high - low))
     else:
         some = slice(None, None, max(rows // 8, 1))
         d, reach = g - g[:1], 4 * xp.abs(g[some] - g[:1]).max(0) + 8 * e[some].max(0)
         delta = e + e[:1]
         r = low = high = 1 / xp.sqrt(o.running_var + EPS)
+        before, of_u = gamma * r * (s * (g + b) - o.running_mean) + beta, xp.abs(gamma * s) * r * e
+    of_u = of_u + 8 * u * (xp.abs(before) + xp.abs(beta) + xp.abs(before - beta))
+    dy = dy.astype(rounding.wide)
+    of_dy = activations.of_before(xp, dy, of_u, activation, u)
+    dy = masked(xp, dy, y, activation, before)
+    total, of_total = dy.sum(0), 17 * u * xp.abs(dy).sum(0) + of_dy.sum(0)
     dots = (dy * d).sum(0)
     of_dots = (xp.abs(dy) * (delta + 18 * u * (xp.abs(d) + delta + reach))).sum(0)
+    of_dots = of_dots + (of_dy * (xp.abs(d) + delta + reach)).sum(0)
     a, spread = gamma * s * r, high - low
     if training:
         q = s * s * r * r * dots / rows
         of_q = s * s * (high**2 * of_dots + (high**2 - low**2) * xp.abs(dots)) / rows + 8 * u * xp.abs(q)
         bracket = dy - total / rows - q * d
-        kappa = of_total / rows + of_q * (xp.abs(d) + delta) + xp.abs(q) * delta
+        kappa = of_dy + of_total / rows + of_q * (xp.abs(d) + delta) + xp.abs(q) * delta
         kappa += 8 * u * (xp.abs(dy) + xp.abs(total) / rows + xp.abs(q * d))
         of_scale = xp.abs(gamma) * EPS * (high**3 * of_dots + (high**3 - low**3) * xp.abs(dots))
         vectors = {
@@ -354,7 +370,7 @@ def expected_gradients(
             "gamma": (s * r * dots, xp.abs(s) * (high * of_dots + spread * xp.abs(dots))),
         }
     else:
-        bracket, kappa = dy, 4 * u * xp.abs(dy)
+        bracket, kappa = dy, of_dy + 4 * u * xp.abs(dy)
         first, merge = g[0] + b, 8 * ROUNDOFF["float64"] * xp.abs(dy).sum(0)
         offset = s * first - o.running_mean
         near, far = xp.abs(first) + reach, xp.abs(offset) + xp.abs(s) * reach

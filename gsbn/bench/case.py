@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._plan import ITEMSIZE
+from .._plan.activations import title
 from .._typing import Activation, Precision
 from .._values import choice
 
@@ -59,7 +60,8 @@ class Case:
         Statistics of the batch (True) or the running ones (False).
     direction : {"forward", "backward", "step"}
         "backward" is all gradients of such a forward; a "step" is a forward and its backward.
-    activation : {"relu"}, optional
+    activation : str, tuple or None
+        As of `gsbn.forward`.
     scale : bool
         False leaves the scale out, and so its gradient.
 
@@ -94,7 +96,7 @@ class Case:
     @property
     def variant(self) -> str:
         """How the layer differs from the plain one, such as ", relu, no scale"; empty if it does not."""
-        return (f", {self.activation}" if self.activation else "") + ("" if self.scale else ", no scale")
+        return (f", {title(self.activation)}" if self.activation else "") + ("" if self.scale else ", no scale")
 
     @property
     def flops(self) -> int:

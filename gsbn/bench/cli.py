@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 import gsbn
 
 from .. import warm_up
-from .._typing import Activation
+from .._typing import Activation, ActivationName
 from . import (
     compare_model,
     layers,
@@ -59,7 +59,7 @@ err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 STDOUT = Path("-")
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
 MODES = {"training": [True], "inference": [False], "both": [True, False]}
-ACTIVATIONS: tuple[Any, ...] = get_args(Activation)
+ACTIVATIONS: tuple[Any, ...] = get_args(ActivationName)
 Shape = tuple[int, int, int]
 
 

@@ -161,9 +161,16 @@ def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:
 
     def call() -> Any:
         y = library.torch.addmm(bias, x, weight_t)
-        return y.relu_() if case.activation == "relu" else y
+        return y.relu_() if case.activation == "relu" else _activated(y, case)
 
     return Candidate("addmm", "torch", call, lambda: {"y": library.give(call())})
+
+
+def _activated(y: Any, case: Case) -> Any:
+    """A tensor with the case's activation applied by PyTorch."""
+    from ..torch._activations import apply
+
+    return y if case.activation is None else apply(y, case.activation)
 
 
 def _triton_linear(precision: str) -> Callable[..., Any]:
@@ -195,7 +202,7 @@ def _scale_batch_norm(library: Torch, case: Case, operands: Operands, norm: str,
         def forward(self, x: Any) -> Any:
             z = linear(x, self.gemm.weight, self.gemm.bias)
             y = self.bn(z if self.scale is None else z * self.scale)
-            return torch.nn.functional.relu(y) if case.activation == "relu" else y
+            return _activated(y, case)
 
     def parameter(a: Any) -> Any:
         return torch.nn.Parameter(library.take(a), requires_grad=False)

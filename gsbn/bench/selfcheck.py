@@ -24,7 +24,7 @@ DERIVATION = (
     "The bound, element by element: |Δg| ≤ (6 √I + I/4 on tensor cores) 2⁻²⁴ sqrt(g² + Σ(x w)²), 2⁻⁵³ for float64; "
     "TF32 adds 2⁻⁹ |g| + 6·2⁻¹⁰ sqrt(Σ(x w)²). Carried through mean, variance and scale without linearising, plus one "
     "rounding of the result. It holds for any order of summation; the docstring of gsbn.bench.bounds derives it, and "
-    "goes on to the gradients. With relu, gradients are held to the truth for the signs of the y that came with them."
+    "goes on to the gradients. With an activation these are held to the truth for the signs of the y beside them."
 )
 
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from .._plan.activations import parts
 from . import libraries
 from .bounds import EPS, MOMENTUM, Operands
 from .candidate import Candidate, Unavailable
 from .case import Case
 
 PRESETS = {"jax-tf32x3": "TF32_TF32_F32_X3", "jax-bf16x6": "BF16_BF16_F32_X6", "jax-bf16x9": "BF16_BF16_F32_X9"}
+
+
+def _activated(nn: Any, y: Any, activation: Any) -> Any:
+    """y with the activation applied by JAX."""
+    name, number = parts(activation)
+    if name.startswith("gelu"):
+        return nn.gelu(y, approximate=name == "gelu_tanh")
+    return getattr(nn, name)(y, *([] if number is None else [number]))
 
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
@@ -52,7 +61,7 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
             mean = ((1 - MOMENTUM) * mean + MOMENTUM * m).astype(mean.dtype)
             var = ((1 - MOMENTUM) * var + MOMENTUM * unbiased * v).astype(var.dtype)
         y = (z - m) * (gamma * jax.lax.rsqrt(v.astype(jnp.float32) + EPS)) + beta
-        y = jax.nn.relu(y) if case.activation == "relu" else y
+        y = y if case.activation is None else _activated(jax.nn, y, case.activation)
         return y.astype(x.dtype), mean, var
 
     forward = jax.jit(formula)

@@ -11,6 +11,7 @@ from .._arrays.kinds import NUMBERS
 from .._backward import How
 from .._saved import RENORM_ROWS
 from ..reference import Gradients
+from ._activations import apply
 
 # Rows of the saved vectors, as kernels/common/common.cuh numbers them: in inference, and with batch renormalisation
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
@@ -57,7 +58,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             y = (z - mean.to(z.dtype)) * vectors[_R].to(z.dtype)
         y = y if gamma is None else y * gamma
         y = y if beta is None else y + beta
-        y = (torch.relu(y) if how.activation == "relu" else y).to(x.dtype)
+        y = (y if how.activation is None else apply(y, how.activation)).to(x.dtype)
         inputs = dict(zip(Gradients._fields, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
         wanted = [name for name in how.needs if not isinstance(inputs[name], NUMBERS)]
         found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)

@@ -11,6 +11,7 @@ from torch import get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
+from .._arrays.check import checked_activation
 from .._backward import How
 from .._channels_first import BACKWARD_CHANNELS_FIRST, FORWARD_CHANNELS_FIRST
 from .._cuda import kernels
@@ -56,7 +57,7 @@ def _needs_gradients(x: Any, weight: Any, vectors: tuple[Any, ...]) -> bool:
 def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, options: Any, activation: Any) -> Any:
     """y, contiguous, of an x that is served and a weight (O, C); `vectors`: bias, gamma and beta."""
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
-    more = vectors, state, options, activation, dtype
+    more = vectors, state, options, checked_activation(activation), dtype
     if _needs_gradients(x, weight, vectors):
         return super(Function, _ChannelsFirst).apply(x, weight, *vectors, more)  # as _apply_of in _function.py
     y = _forward(cast(x, dtype), cast(weight, dtype), *more[:-1], saves=False)

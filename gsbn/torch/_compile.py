@@ -65,8 +65,8 @@ def inductor_options(
 ) -> dict[str, Any]:
     """Options for ``torch.compile``, with which Inductor lets gsbn run the layers that any ``forward`` calls.
 
-    In each graph, calls of linear, perhaps a multiplication by a scale, batch_norm and perhaps relu become one call of
-    gsbn, whether modules or functions make them. Parameters and running statistics are used as they are.
+    In each graph, calls of linear, perhaps a multiplication by a scale, batch_norm and perhaps an activation become one
+    call of gsbn, whether modules or functions make them. Parameters and running statistics are used as they are.
     `docs/guide/pytorch.md` says what is left as it is. The logger ``gsbn.torch`` says at level INFO how many were
     replaced.
 

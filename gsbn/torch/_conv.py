@@ -7,12 +7,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from .._arrays.check import ACTIVATIONS, PRECISIONS
+from .._arrays.check import PRECISIONS, checked_activation
 from .._fold import fold
 from .._typing import Activation, Precision
 from .._values import choice, type_name
+from ._activations import module_of
 from ._groups import check_group
-from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, module_of, not_pointwise
+from ._modules import FOLLOWERS, SyncBatchNorm, are_plain, fused, not_pointwise
 
 
 class ConvBatchNorm(nn.Module):
@@ -47,8 +48,7 @@ class ConvBatchNorm(nn.Module):
         self._fill(conv, norm, activation, precision)
 
     def _fill(self, conv: nn.Module, norm: nn.Module, activation: Activation | None, precision: Precision) -> None:
-        if activation is not None:
-            choice("activation", activation, ACTIVATIONS)
+        checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         nn.Module.__init__(self)
         self.training = norm.training
@@ -137,7 +137,7 @@ class ConvBatchNorm(nn.Module):
         Returns
         -------
         nn.Conv1d, nn.Conv2d or nn.Sequential
-            A new 1x1 convolution with bias; with an activation, ``nn.Sequential(Conv, ReLU)``.
+            A new 1x1 convolution with bias; with an activation, ``nn.Sequential(Conv, …)`` with its module.
 
         Raises
         ------
@@ -164,7 +164,7 @@ class ConvBatchNorm(nn.Module):
 
 
 class ConvBatchNorm1d(ConvBatchNorm):
-    """1x1 Conv1d, BatchNorm1d and optional ReLU in one call of gsbn.
+    """1x1 Conv1d, BatchNorm1d and optional activation in one call of gsbn.
 
     `conv` is an ``nn.Conv1d`` of kernel size 1 and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They
     hold the parameters and the running statistics, and the names in the ``state_dict`` are ``conv.*`` and ``norm.*``.
@@ -177,8 +177,8 @@ class ConvBatchNorm1d(ConvBatchNorm):
         Whether the convolution has a bias. In training it has no effect on y, because the mean is subtracted.
     affine, eps, momentum, track_running_stats
         As in ``nn.BatchNorm1d``.
-    activation : {"relu"}, optional
-        Applied to the output.
+    activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
+        Applied to the output, as in `gsbn.forward`.
     device, dtype
         The device and the dtype of the parameters.
     precision : str
@@ -189,7 +189,7 @@ class ConvBatchNorm1d(ConvBatchNorm):
     Raises
     ------
     TypeError, ValueError
-        `activation` or `precision` is not an allowed word, or `process_group` is not a ProcessGroup.
+        `activation` or `precision` is not an allowed value, or `process_group` is not a ProcessGroup.
 
     Notes
     -----
@@ -212,7 +212,7 @@ class ConvBatchNorm1d(ConvBatchNorm):
 
 
 class ConvBatchNorm2d(ConvBatchNorm):
-    """1x1 Conv2d, BatchNorm2d and optional ReLU in one call of gsbn.
+    """1x1 Conv2d, BatchNorm2d and optional activation in one call of gsbn.
 
     Everything is as in `ConvBatchNorm1d`, in two dimensions: `conv` is an ``nn.Conv2d`` and `norm` an
     ``nn.BatchNorm2d``, the input is (N, in_channels, H, W) and the output (N, out_channels, H, W). The channels are

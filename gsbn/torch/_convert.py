@@ -150,11 +150,11 @@ def convert(
     model: nn.Module, *, scales: tuple[type, ...] = (), precision: Precision = "highest", trace: bool = False,
     linear: bool = False,
 ) -> Conversion:  # fmt: skip
-    """Let gsbn run consecutive Linear, scale, BatchNorm1d and ReLU of an ``nn.Sequential`` as one call.
+    """Let gsbn run consecutive Linear, scale, BatchNorm1d and activation of an ``nn.Sequential`` as one call.
 
-    So it does with consecutive 1x1 convolution (Conv1d or Conv2d), BatchNorm1d or BatchNorm2d, and ReLU, wherever the
-    channels of the input are adjacent in memory, as in ``torch.channels_last``, and in 16 bits on Hopper of contiguous
-    inputs.
+    So it does with consecutive 1x1 convolution (Conv1d or Conv2d), BatchNorm1d or BatchNorm2d, and activation, wherever
+    the channels of the input are adjacent in memory, as in ``torch.channels_last``, and in 16 bits on Hopper of
+    contiguous inputs.
 
     The modules keep their places, parameters, hooks and dtypes; the names in the state_dict stay the same, and an
     optimiser that exists continues to work. Only classes change: that of the ``nn.Sequential`` becomes its subclass
@@ -174,8 +174,9 @@ def convert(
     precision : {"highest", "high"}
         As in `gsbn.forward`, for all float32 layers: "high" allows TF32. PyTorch's own switches have no effect.
     trace : bool
-        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and ReLU one after another, where
-        ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is now.
+        Also convert modules whose own ``forward`` calls Linear, scale, BatchNorm1d and activation one after another,
+        where ``torch.fx`` can trace it. What it reads besides its inputs, its modules and `training` stays as it is
+        now.
     linear : bool
         Also convert each ``nn.Linear`` that is in no such row, as the last of a head. It changes float32 alone.
 

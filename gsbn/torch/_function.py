@@ -180,7 +180,8 @@ def call(
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        return recorded(tensors, training, differentiate, number, *more, activation, name, *_recorded_limits(renorm))
+        options = number, *more, name, *_recorded_limits(renorm)
+        return recorded(tensors, training, differentiate, activation, *options)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
         return _apply(

@@ -1,4 +1,4 @@
-"""A pass over graphs of torch.fx: gsbn runs linear, scale, batch_norm and relu, whatever `forward` calls them."""
+"""A pass over graphs of torch.fx: gsbn runs linear, scale, batch_norm and activation, whatever `forward` calls them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from .._arrays.check import DTYPES
 from .._typing import Activation, Precision
+from ._activations import of_call
 from ._function import call
 
 _log = logging.getLogger("gsbn.torch")
@@ -28,7 +29,6 @@ _NORM = {
 _TENSORS = ("bias", "weight", "running_mean", "running_var")  # that may be absent
 _DEFAULTS = {**dict.fromkeys(_TENSORS), "training": False, "momentum": 0.1, "eps": 1e-5}
 _TIMES = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
-_RELU = (functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_")
 # Calls that write nothing, besides those above
 _PURE = (operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.getitem, torch.cat)
 _DTYPES = [getattr(torch, name) for name in DTYPES]
@@ -71,7 +71,7 @@ def replace(graph: Graph, precision: Precision = "highest", cpu: bool = False) -
 
 
 def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
-    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "relu" of a node.
+    """Each batch norm with the calls around it; `kind` says "linear", "times", "norm" or "activation" of a node.
 
     `linear` is None if it does not follow one, or if anything else uses what lies between, or may write its operands.
     """
@@ -85,7 +85,7 @@ def rows(graph: Graph, kind: Callable[[Node], str | None]) -> Iterator[Calls]:
             if linear is None or kind(linear) != "linear" or not _stand_together(steps, kind):
                 linear = scale = None
             user = next(iter(norm.users)) if len(norm.users) == 1 else None
-            yield Calls(linear, scale, norm, user if user is not None and kind(user) == "relu" else None)
+            yield Calls(linear, scale, norm, user if user is not None and kind(user) == "activation" else None)
 
 
 def _stand_together(steps: list[Any], kind: Callable[[Node], str | None]) -> bool:
@@ -123,7 +123,7 @@ def _substitute(graph: Graph, row: Calls, precision: Precision) -> None:
     state = norm["running_mean"], norm["running_var"], None if count is None else count.args[0]
     options = norm["training"], norm["momentum"], norm["eps"], precision, "auto"
     vectors = linear["bias"], other_operand(row), norm["weight"], norm["bias"]
-    activation = None if row.activation is None else "relu"
+    activation = None if row.activation is None else of_call(row.activation)
     operands = linear["input"], linear["weight"]
     replace_calls(graph, row, one_call, (*operands, *vectors, state, options, activation))
     if count is not None:
@@ -194,12 +194,10 @@ def _kind(node: Node) -> str | None:
 
 
 def functional_kind(node: Node) -> str | None:
-    """ "times" or "relu", if the node calls a function or a method that does this."""
-    if node.op not in ("call_function", "call_method") or not set(node.kwargs) <= {"inplace"}:
-        return None
-    if node.target in _TIMES and len(node.args) == 2:
-        return "times"
-    return "relu" if node.target in _RELU else None
+    """ "times" or "activation", if the node calls a function or a method that does this."""
+    if node.op in ("call_function", "call_method") and node.target in _TIMES and len(node.args) == 2:
+        return None if node.kwargs else "times"
+    return None if of_call(node) is None else "activation"
 
 
 def _input(node: Node) -> Node | None:

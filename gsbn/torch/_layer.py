@@ -7,19 +7,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
+from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
 from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
 from .._values import choice, type_name
+from ._activations import module_of
 from ._function import check_features
 from ._groups import check_group
-from ._modules import SyncBatchNorm, are_plain, fused, module_of
+from ._modules import SyncBatchNorm, are_plain, fused
 from ._renorm import BatchRenorm1d
 
 
 class LinearBatchNorm1d(nn.Module):
-    """Linear, optional scale, BatchNorm1d and optional ReLU in one call of gsbn.
+    """Linear, optional scale, BatchNorm1d and optional activation in one call of gsbn.
 
     `linear` is an ``nn.Linear`` and `norm` an ``nn.BatchNorm1d``, with their usual initialisation. They hold the
     parameters and the running statistics; the layer reads these and does not call the modules. It calls both modules,
@@ -36,8 +37,8 @@ class LinearBatchNorm1d(nn.Module):
         Whether the layer has a parameter `scale` (out_features,) after the Linear, initialised to 1.
     affine, eps, momentum, track_running_stats
         As in ``nn.BatchNorm1d``.
-    activation : {"relu"}, optional
-        Applied to the output.
+    activation : {"relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "elu"} or tuple, optional
+        Applied to the output, as in `gsbn.forward`: ``("leaky_relu", 0.2)`` gives a slope, ``("elu", 0.5)`` an alpha.
     device, dtype
         The device and the dtype of the parameters.
     precision, gemm : str
@@ -51,7 +52,7 @@ class LinearBatchNorm1d(nn.Module):
     Raises
     ------
     TypeError, ValueError
-        `activation`, `precision` or `gemm` is not an allowed word, `process_group` is not a ProcessGroup, or `renorm`
+        `activation`, `precision` or `gemm` is not an allowed value, `process_group` is not a ProcessGroup, or `renorm`
         is wrong or has no running statistics.
 
     Attributes
@@ -59,7 +60,8 @@ class LinearBatchNorm1d(nn.Module):
     linear : nn.Linear
     norm : nn.BatchNorm1d
     scale : Parameter or None
-    activation, precision, gemm : str
+    activation : str, tuple or None
+    precision, gemm : str
         They may be changed at any time.
 
     Notes
@@ -104,8 +106,7 @@ class LinearBatchNorm1d(nn.Module):
         process_group: Any = None,
         renorm: Renorm | tuple[float, float] | Tensor | None = None,
     ) -> None:
-        if activation is not None:
-            choice("activation", activation, ACTIVATIONS)
+        checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         check_group(process_group)
@@ -194,8 +195,7 @@ class LinearBatchNorm1d(nn.Module):
             )
         if scale is not None and tuple(scale.shape) != (features,) and scale.numel() != 1:
             raise ValueError(f"scale: expected shape ({features},) or one element, got shape {tuple(scale.shape)}")
-        if activation is not None:
-            choice("activation", activation, ACTIVATIONS)
+        checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         made = cls.__new__(cls)
@@ -245,7 +245,7 @@ class LinearBatchNorm1d(nn.Module):
         -------
         nn.Linear or nn.Sequential
             A new Linear with bias, of the weight's dtype and device, computed in float64 by `gsbn.fold` from the
-            current running statistics; with an activation, ``nn.Sequential(Linear, ReLU)``.
+            current running statistics; with an activation, ``nn.Sequential(Linear, …)`` with its module.
 
         Raises
         ------

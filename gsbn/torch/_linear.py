@@ -12,12 +12,14 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from .._arrays.admit import is_memory
-from .._arrays.check import ACTIVATIONS, GEMMS, PRECISIONS
+from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._backward import How
 from .._backward import run as backward_run
 from .._forward import linear as of_arrays
+from .._plan.activations import follows_from_y, parts
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
+from ._activations import apply
 from ._autograd import cast, goes_again, kind_of_tensor
 from ._function import is_transformed, is_watched, require_tensors
 
@@ -73,11 +75,10 @@ def linear(
     require_tensors(x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     choice("precision", precision, PRECISIONS)
     choice("gemm", gemm, GEMMS)
-    if activation is not None:
-        choice("activation", activation, ACTIVATIONS)
+    checked_activation(activation)
     if not x.is_cuda or is_compiling() or is_watched() or is_transformed():
         y = functional.linear(x, weight, bias)
-        return y if activation is None else torch.relu(y)
+        return y if activation is None else apply(y, activation)
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y = _Linear.apply(rows, weight, bias, (activation, precision, gemm, dtype))
@@ -97,12 +98,15 @@ class _Linear(Function):
         x, weight = operands
         y, saved = of_arrays(x, weight, bias, activation, precision=precision, gemm=gemm, return_saved=True)
         ctx.how = How.of(saved, (), wide=wide)
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, saved.deviations)
+        # second derivatives need all that the activation's derivative depends on
+        ctx.through = again = saved.activation is not None and not follows_from_y(saved.activation)
+        kept = x if of_weight or again else None, weight if of_x or again else None, bias if again else None
+        ctx.save_for_backward(*kept, saved.deviations)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        x, weight, y = ctx.saved_tensors
+        x, weight, bias, deviations = ctx.saved_tensors
         needs = tuple(
             name for name, needed in zip(("x", "weight", "bias"), ctx.needs_input_grad, strict=False) if needed
         )
@@ -111,13 +115,36 @@ class _Linear(Function):
                 raise RuntimeError(
                     "gsbn.torch: no second derivatives under autocast: call linear outside torch.autocast"
                 )
-            dg = dy if y is None else dy.masked_fill(y <= 0, 0)
+            if ctx.through:
+                return *_through(ctx.how.activation, needs, dy, x, weight, bias), None
+            dg = dy if deviations is None else _before(ctx.how.activation, dy, deviations)
             dx = dg @ weight if "x" in needs else None
             dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
             return dx, dweight, dg.sum(0) if "bias" in needs else None, None
-        dy = dy.resolve_neg()
-        found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, y, None), ctx.how._replace(needs=needs))
+        dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
+        arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
+        found, made = backward_run(kind_of_tensor(dy), arrays, how)
         return *(None if place is None else made[place] for place in found.returns[:3]), None
+
+
+def _before(activation: Any, dy: Any, y: Any) -> Any:
+    """The gradient before an activation that follows from y."""
+    name, slope = parts(activation)
+    return dy.masked_fill(y <= 0, 0) if name == "relu" else dy * torch.where(y > 0, 1.0, slope).to(dy.dtype)
+
+
+def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -> list[Any]:
+    """The gradients of x, weight and bias, each None if it is not needed, by PyTorch's own operators."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if not create:  # a separate graph for this call
+            operands = tuple(None if a is None else a.detach().requires_grad_() for a in operands)
+        named = dict(zip(("x", "weight", "bias"), operands, strict=True))
+        x, weight, bias = operands
+        y = apply(functional.linear(x, weight, None if bias is None else bias.to(x.dtype)), activation)
+        found = torch.autograd.grad(y, [named[name] for name in needs], dy, create_graph=create)
+    gradients = dict(zip(needs, found, strict=True))
+    return [gradients.get(name) for name in named]
 
 
 class Linear(nn.Linear):

@@ -1,4 +1,4 @@
-"""Run Linear or 1x1 convolution, optional scale, BatchNorm and optional ReLU as one call, with their tensors."""
+"""Run Linear or 1x1 convolution, optional scale, BatchNorm and optional activation as one call, with their tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
-from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from .._arrays.admit import is_memory
-from .._arrays.check import ACTIVATIONS
 from .._typing import Activation, Gemm, Precision
-from .._values import choice
+from ._activations import MODULES, apply, of_module
 from ._channels_first import serves_channels_first
 from ._function import call, in_rows, is_transformed
 from ._groups import name_of, world
@@ -73,15 +71,8 @@ FOLLOWERS: dict[Any, tuple[Any, ...]] = {
 }
 # Their process group, if they have one, is not all ranks by default.
 _ALONE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d)
-NAMES: dict[type[nn.Module], Activation] = {nn.ReLU: "relu"}  # the `activation` of a module
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
-_FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *NAMES)}
-
-
-def module_of(activation: Any) -> nn.Module:
-    """PyTorch's module of an activation."""
-    choice("activation", activation, ACTIVATIONS)
-    return next(module for module, name in NAMES.items() if name == activation)()
+_FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *MODULES)}
 
 
 class Row(NamedTuple):
@@ -90,7 +81,7 @@ class Row(NamedTuple):
     linear: Any  # or a 1x1 convolution
     scale: Any  # a module that multiplies by its parameter `scale`, or the parameter itself
     norm: Any
-    activation: Any  # a module, or functional.relu
+    activation: Any  # a module, or an activation as gsbn takes it
 
 
 def run(row: Row, x: Any, precision: Precision) -> Any:
@@ -98,15 +89,13 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
     linear, scale, norm, after = row
     factor = scale._parameters["scale"] if isinstance(scale, nn.Module) else scale
     if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
-        for step in row:
+        for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)
-        return x
-    activation: Activation | None = None
-    if after is functional.relu:
-        activation = "relu"
-    elif after is not None and is_plain(after, after.__class__):
-        activation = NAMES[after.__class__]
+        return x if after is None else after(x) if isinstance(after, nn.Module) else apply(x, after)
+    activation: Activation | None = after
+    if isinstance(after, nn.Module):
+        activation = of_module(after) if is_plain(after, after.__class__) else None
     y = fused(x, linear, factor, norm, activation, precision, "auto")
     return y if after is None or activation is not None else after(y)
 
@@ -242,7 +231,7 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
     if scale is not None and not _is_scale(scale, features):
         return f"its {title(scale)} holds something else than one parameter `scale` of ({features},) or of one element"
     after = children[i + 1] if i + 1 < len(children) else None
-    follows = after is functional.relu or after.__class__ in NAMES
+    follows = of_module(after) is not None if isinstance(after, nn.Module) else isinstance(after, (str, tuple))
     return Row(linear, scale, norm, after if follows else None)
 
 

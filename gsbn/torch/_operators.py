@@ -22,7 +22,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
-    "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None) -> "
+    "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
+    "float? parameter=None) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
@@ -31,10 +32,10 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
     """The forward as an operator: it returns y or, to `keep` what a backward needs, also deviations and vectors."""
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
-        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, activation, *rest = more
-        name, renorm = rest[0] if rest else None, _renorm(more)
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
+        gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
+        activation, name, renorm = _last(more)
         group = group_named(x.device, name)
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm)
         with torch.no_grad():
             made = forward_of(arrays, options)
@@ -53,13 +54,18 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
-def _renorm(more: Any) -> Any:
-    """The limits of batch renormalisation from the operator's last arguments, which may be absent; None for none."""
-    _, numbers, limits = (*more[11:], None, None, None)[:3]
+def _last(more: Any) -> tuple[Any, Any, Any]:
+    """The activation, the group's name and `renorm`, from the operator's arguments after `scale`; those after the
+    activation may be absent."""
+    name, group, numbers, limits, parameter = (*more[10:], *[None] * 4)[:5]
     if numbers is not None:
         r_max, d_max, warmup = numbers
-        return Renorm(r_max, d_max, int(warmup))
-    return limits
+        limits = Renorm(r_max, d_max, int(warmup))
+    return _with_number(name, parameter), group, limits
+
+
+def _with_number(name: Any, parameter: Any) -> Any:
+    return name if parameter is None else (name, parameter)
 
 
 def _operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -83,7 +89,7 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
             pitch = (features + pad - 1) // pad * pad
             kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
-        constants = SAVED_ROWS if not training or _renorm(more) is None else RENORM_ROWS
+        constants = SAVED_ROWS if not training or _last(more)[2] is None else RENORM_ROWS
         return x.new_empty(rows, features), deviations, x.new_empty(constants, features, dtype=torch.float64)
 
     return fake
@@ -99,10 +105,12 @@ INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
-    training, precision, gemm, activation, dtypes, scale_shape, needs, *group = more
+    training, precision, gemm, name, dtypes, scale_shape, needs, *rest = more
+    of_group, parameter = (*rest, None, None)[:2]
+    activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
-    how = How(training, precision, gemm, of_vectors, activation, one, group_named(dy.device, *group), wanted)
+    how = How(training, precision, gemm, of_vectors, activation, one, group, wanted)
     with torch.no_grad():
         found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
     return [gradient for gradient in found if gradient is not None]
@@ -121,7 +129,7 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
-    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None) -> Tensor[]",
+    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -132,28 +140,32 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, training, number, momentum, eps, precision, gemm, activation, group, renorm, limits = arguments
+        tensors, (training, *options) = arguments[:9], arguments[9:]
+        _, _, _, precision, gemm, activation, group, *_, parameter = options
         run = TRAIN if training else INFER_SAVED
-        options = number, momentum, eps, precision, gemm, activation, group, renorm, limits
         y, deviations, vectors = run(*tensors, *options)
         x, weight, bias, scale, gamma, beta = tensors[:6]
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest, ctx.group = (training, precision, gemm, activation, dtypes, one), group
+        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad
         needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
-        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), ctx.group))
+        found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), *ctx.last))
         gradients = [next(found) if name in needs else None for name in Gradients._fields]
         return *gradients, *[None] * (len(wanted) - len(gradients))
 
 
-def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, *options: Any) -> Any:
-    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: from number on."""
+def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, activation: Any, *options: Any) -> Any:
+    """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: the operator's from
+    number on, without the activation and its parameter."""
+    name, parameter = activation if isinstance(activation, tuple) else (activation, None)
+    *more, group, renorm, limits = options
+    options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter))
     if differentiate:
         return _Recorded.apply(*tensors, training, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)

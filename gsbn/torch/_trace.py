@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node, Tracer
-from torch.nn import functional
 
 from .._typing import Precision
+from ._activations import of_call, of_module
 from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
-from ._modules import FOLLOWERS, NAMES, NORMS, Row, around, hindrance, run, title
+from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
 
@@ -135,7 +135,7 @@ def _context() -> tuple[Any, ...]:
 
 def run_modules(x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision) -> Any:
     """What stands in the traced forward for a row; each call decides as in an nn.Sequential."""
-    return run(Row(linear, scale, norm, functional.relu if activation == "relu" else activation), x, precision)
+    return run(Row(linear, scale, norm, activation), x, precision)
 
 
 def _replace(
@@ -148,9 +148,11 @@ def _replace(
             return functional_kind(node)
         if len(node.args) != 1 or node.kwargs:
             return None
-        class_ = module.get_submodule(node.target).__class__
-        kinds = {**dict.fromkeys(FOLLOWERS, "linear"), **dict.fromkeys(NORMS, "norm"), **dict.fromkeys(NAMES, "relu")}
-        return "times" if class_ in scales else kinds.get(class_)
+        child = module.get_submodule(node.target)
+        if child.__class__ in scales:
+            return "times"
+        kinds = {**dict.fromkeys(FOLLOWERS, "linear"), **dict.fromkeys(NORMS, "norm")}
+        return kinds.get(child.__class__, None if of_module(child) is None else "activation")
 
     replaced, left = [], {}
     for calls in list(rows(graph, kind)):
@@ -177,7 +179,7 @@ def _row(module: Any, calls: Calls) -> tuple[Any, ...] | str:
         if node.op == "call_module":
             children.append(module.get_submodule(node.target))
         elif node is calls.activation:
-            children.append(functional.relu)
+            children.append(of_call(node))
         else:
             factor = other_operand(calls)
             if not isinstance(factor, Node) or factor.op != "get_attr":
@@ -194,7 +196,7 @@ def _substitute(graph: Graph, calls: Calls, precision: Precision) -> None:
 
     with graph.inserting_before(norm):
         factor = other_operand(calls) if scale is not None and scale.op != "call_module" else of(scale)
-        after = "relu" if activation is not None and activation.op != "call_module" else of(activation)
+        after = of_call(activation) if activation is not None and activation.op != "call_module" else of(activation)
         arguments = linear.args[0], of(linear), factor, of(norm), after, precision
     replace_calls(graph, calls, run_modules, arguments)
 

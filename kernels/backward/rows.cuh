@@ -18,7 +18,7 @@ using G = G_TYPE;
 #define TRANSPOSED false
 #endif
 #ifndef IDENTITY
-#define IDENTITY false  // no norm: the layer is y = f(x wᵀ + bias), d is y, and nothing else is saved
+#define IDENTITY false  // no norm: the layer is y = f(x wᵀ + bias), d is y, or u where y does not tell f'(u)
 #endif
 
 struct BackwardProblem {

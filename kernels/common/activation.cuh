@@ -1,9 +1,12 @@
 // Activations: y = f(u) with u = a (g - mean) + beta, and their derivatives in the backward.
 //
-// An activation is a struct here and a name in gsbn/_typing.py; a kernel is compiled for one of them (ACTIVATION).
+// An activation is a struct here and a name in gsbn/_plan/activations.py; a kernel is compiled for one of them
+// (ACTIVATION), with its slope or alpha (ACTIVATION_PARAMETER).
 //   of(u)            f(u), before it is rounded to T; NaN stays NaN
 //   gradient(dy, u)  the gradient with respect to u, dy being that with respect to y
-//   JUMPS            whether the derivative jumps, where side(u) changes; f must not decrease
+//   JUMPS            whether the derivative jumps where side(u) changes
+//   side(u)          must change at one u only, f may do what it likes: whether u, rounded to T, is above zero. If f
+//                    keeps signs, that is whether y is.
 //
 // The backward has no u. It computes one, u = slope d + offset, from the deviation d that the forward saved. This d is
 // g - mean rounded, mostly to 16 bits, and may lie on the other side of a jump than the y that was written. The forward
@@ -15,12 +18,42 @@
 #ifndef ACTIVATION
 #define ACTIVATION Identity
 #endif
+#ifndef ACTIVATION_PARAMETER
+#define ACTIVATION_PARAMETER 0.0  // a double, which float32 can hold but for its rounding
+#endif
+template <typename W>
+constexpr W PARAMETER = static_cast<W>(ACTIVATION_PARAMETER);
 
 // The largest u that becomes zero in T: half of T's least number, which rounds to even.
 template <typename T>
 constexpr float VANISHES = 0.0f;
 template <>
 constexpr float VANISHES<__half> = 0x1p-25f;
+
+// e^v. The GPU's own exponential errs by 2 + 1.173 |v| units of float32. A y of float16 has vanished for v below -20: so
+// that is 2^-18.3 of e^v at most, a 150th of float16's unit. bfloat16 ends at v = -88: 2^-16.2, a 300th of its unit.
+template <typename T>
+__device__ __forceinline__ float exponential(float v) {
+    if constexpr (sizeof(T) == 2) return __expf(v);
+    return expf(v);
+}
+template <typename T>
+__device__ __forceinline__ double exponential(double v) {
+    return exp(v);
+}
+
+// v sigmoid(z). The quotient for 16 bits errs by two units of float32; beyond 2^126, where it is zero, so is y but for
+// 2^-119.
+template <typename T>
+__device__ __forceinline__ float times_sigmoid(float v, float z) {
+    const float rest = 1.0f + exponential<T>(-z);
+    if constexpr (sizeof(T) == 2) return __fdividef(v, rest);
+    return v / rest;
+}
+template <typename T>
+__device__ __forceinline__ double times_sigmoid(double v, double z) {
+    return v / (1.0 + exp(-z));
+}
 
 template <typename T>
 struct Identity {
@@ -60,6 +93,97 @@ struct Relu {
     template <typename W>
     static __device__ __forceinline__ bool side(W u) {
         return !(u <= W(VANISHES<T>));
+    }
+};
+
+// What is u above zero and something else below, with another slope but for a parameter of 1.
+template <typename T>
+struct Bent {
+    static constexpr bool JUMPS = ACTIVATION_PARAMETER != 1.0;
+    // If the parameter is below zero, y does not tell: it is above zero on both sides.
+    template <typename W>
+    static __device__ __forceinline__ bool side(W u) {
+        return u > W(VANISHES<T>);
+    }
+};
+
+template <typename T>
+struct LeakyRelu : Bent<T> {
+    template <typename W>
+    static __device__ __forceinline__ W of(W u) {
+        return u > W(0) ? u : PARAMETER<W> * u;
+    }
+    template <typename W>
+    static __device__ __forceinline__ W gradient(W dy, W u) {
+        return Bent<T>::side(u) ? dy : PARAMETER<W> * dy;
+    }
+};
+
+template <typename T>
+struct Elu : Bent<T> {
+    // not e^u - 1, which cancels
+    static __device__ __forceinline__ float of(float u) { return u > 0.0f ? u : PARAMETER<float> * expm1f(u); }
+    static __device__ __forceinline__ double of(double u) { return u > 0.0 ? u : PARAMETER<double> * expm1(u); }
+    template <typename W>
+    static __device__ __forceinline__ W gradient(W dy, W u) {
+        return Bent<T>::side(u) ? dy : dy * (PARAMETER<W> * exponential<T>(u));
+    }
+};
+
+template <typename T>
+struct Smooth {
+    static constexpr bool JUMPS = false;
+    template <typename W>
+    static __device__ __forceinline__ bool side(W) {
+        return true;
+    }
+};
+
+template <typename T>
+struct Silu : Smooth<T> {
+    template <typename W>
+    static __device__ __forceinline__ W of(W u) {
+        return times_sigmoid<T>(u, u);
+    }
+    template <typename W>
+    static __device__ __forceinline__ W gradient(W dy, W u) {
+        const W s = times_sigmoid<T>(W(1), u);
+        return dy * (s * fma(u, W(1) - s, W(1)));
+    }
+};
+
+// u Phi(u), with Phi(u) = erfc(-u / sqrt(2)) / 2: 1 + erf(u / sqrt(2)) would cancel for u far below zero.
+template <typename T>
+struct Gelu : Smooth<T> {
+    static __device__ __forceinline__ float phi(float u) { return 0.5f * erfcf(-0.707106781f * u); }
+    static __device__ __forceinline__ double phi(double u) { return 0.5 * erfc(-0.70710678118654752 * u); }
+    template <typename W>
+    static __device__ __forceinline__ W of(W u) {
+        return u * phi(u);
+    }
+    template <typename W>
+    static __device__ __forceinline__ W gradient(W dy, W u) {
+        const W density = W(0.39894228040143268) * exponential<T>(W(-0.5) * u * u);
+        return dy * fma(u, density, phi(u));
+    }
+};
+
+// (1 + tanh v) / 2 is sigmoid(2 v), which does not cancel.
+template <typename T>
+struct GeluTanh : Smooth<T> {
+    static constexpr double SLOPE = 1.5957691216057308, CUBE = 0.044715;  // 2 sqrt(2 / pi)
+    template <typename W>
+    static __device__ __forceinline__ W twice_v(W u) {
+        return W(SLOPE) * u * fma(W(CUBE) * u, u, W(1));
+    }
+    template <typename W>
+    static __device__ __forceinline__ W of(W u) {
+        return times_sigmoid<T>(u, twice_v(u));
+    }
+    template <typename W>
+    static __device__ __forceinline__ W gradient(W dy, W u) {
+        const W s = times_sigmoid<T>(W(1), twice_v(u)), rate = W(SLOPE) * fma(W(3 * CUBE) * u, u, W(1));
+        return dy * fma(u * (s * (W(1) - s)), rate, s);
     }
 };
 

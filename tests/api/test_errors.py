@@ -89,7 +89,7 @@ WRONG_VALUE = [
     ({"scale": float("nan")}, ValueError, "scale"),
     ({"scale": np.float32("inf")}, ValueError, "scale"),
     ({"scale": 10**400}, ValueError, "scale"),
-    ({"activation": "gelu"}, ValueError, "activation"),
+    ({"activation": "tanh"}, ValueError, "activation"),
     ({"activation": "ReLU"}, ValueError, "activation"),
     ({"activation": ""}, ValueError, "activation"),
     ({"activation": True}, TypeError, "activation"),
@@ -109,6 +109,14 @@ WRONG_VALUE = [
     ({"renorm": (3.0, 5.0, 9, 9)}, TypeError, "renorm"),
     (dict.fromkeys(STATISTICS) | {"renorm": (3.0, 5.0)}, ValueError, "running_mean"),
     ({"renorm": (3.0, 5.0, 9), "num_batches_tracked": None}, ValueError, "num_batches_tracked"),
+    ({"activation": ("relu", 0.5)}, ValueError, "activation"),
+    ({"activation": ("leaky_relu",)}, ValueError, "activation"),
+    ({"activation": ("leaky_relu", 0.5, 0.5)}, ValueError, "activation"),
+    ({"activation": ("leaky_relu", "0.5")}, TypeError, "activation"),
+    ({"activation": ("leaky_relu", True)}, TypeError, "activation"),
+    ({"activation": ("elu", np.nan)}, ValueError, "activation"),
+    ({"activation": ("elu", 1e39)}, ValueError, "activation"),
+    ({"activation": (0.5, "elu")}, ValueError, "activation"),
     ({"x": [[1.0] * I] * B}, TypeError, "x"),
     ({"weight": "weight"}, TypeError, "weight"),
     ({"num_batches_tracked": 3}, TypeError, "num_batches_tracked"),
@@ -191,10 +199,12 @@ def test_a_scale_that_fits_no_features(kind: Kind, shape: tuple[int, ...], messa
 
 
 def test_an_activation_that_is_not_known(kind: Kind) -> None:
-    expected = r"^activation: expected one of \('relu',\), got 'gelu'$"
-    refuses(kind, arguments(kind, activation="gelu"), ValueError, expected)
+    expected = r"^activation: expected one of \('relu', 'leaky_relu', .*\), got 'tanh'$"
+    refuses(kind, arguments(kind, activation="tanh"), ValueError, expected)
     gsbn.forward(**arguments(kind, activation="relu"))
-    refuses(kind, arguments(kind, activation="gelu"), ValueError, expected)
+    refuses(kind, arguments(kind, activation="tanh"), ValueError, expected)
+    gsbn.forward(**arguments(kind, activation=("elu", 1)))  # 1 == True
+    refuses(kind, arguments(kind, activation=("elu", True)), TypeError, r"^activation: expected a finite number beside")
 
 
 @pytest.mark.parametrize(("count", "momentum"), [(2**63 - 1, 0.1), (2**63 - 1, None), (-1, None), (-5, None)], ids=str)

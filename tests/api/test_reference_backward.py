@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gsbn import reference
-from tests.support.gradients import SPECIAL
+from tests.support.gradients import SPECIAL, activate
 from tests.support.harness import without_out
-from tests.support.strategies import ACTIVATIONS, Case
+from tests.support.strategies import EVERY, OTHERS, Case
 
 
 def torch_gradients(case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray) -> dict[str, np.ndarray]:
@@ -23,7 +24,7 @@ def torch_gradients(case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray) -
     z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t.get("scale", 1.0)
     old = [torch.tensor(arrays[n]) if n in arrays else None for n in ("running_mean", "running_var")]
     y = torch.nn.functional.batch_norm(z, *old, t["gamma"], t["beta"], case.training, 0.1, case.eps)
-    y = y if case.activation is None else getattr(torch, case.activation)(y)
+    y = activate(y, case.activation)
     return dict(zip(names, (g.numpy() for g in torch.autograd.grad(y, t.values(), torch.tensor(dy))), strict=True))
 
 
@@ -40,10 +41,11 @@ def gradients(
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("given_", [("bias", "gamma", "beta", "running"), ("running",)])
 @pytest.mark.parametrize(
-    ("activation", "scale"), [(None, "vector"), ("relu", "vector"), ("relu", "()"), (None, "(1,)")]
+    ("activation", "scale"),
+    [(None, "vector"), ("relu", "vector"), ("relu", "()"), (None, "(1,)"), *((name, "vector") for name in OTHERS)],
 )
 def test_gradients_agree_with_autograd(
-    activation: str | None, scale: str, given_: tuple[str, ...], training: bool, special: str
+    activation: Any, scale: str, given_: tuple[str, ...], training: bool, special: str
 ) -> None:
     """Within 1e-11 of the largest element: both round the sums of a gradient a few hundred times."""
     case = replace(Case((37, 11, 13), "float64", training), given=given_, eps=1e-2, scale=scale, activation=activation)
@@ -59,8 +61,8 @@ def test_gradients_agree_with_autograd(
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_agree_with_differences(activation: str | None, training: bool) -> None:
+@pytest.mark.parametrize("activation", EVERY)
+def test_gradients_agree_with_differences(activation: Any, training: bool) -> None:
     """Central differences in longdouble: h² of truncation and 1e-19 / h of rounding, both below 1e-11 at h = 1e-6."""
     case = replace(Case((6, 4, 3), "float64", training), given=("bias", "gamma", "beta", "running"), eps=1e-2)
     case = replace(case, activation=activation)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from gsbn import reference
 from gsbn.bench import bounds
+from tests.support.strategies import OTHERS
+
+NAMED = [activation for activation in OTHERS if isinstance(activation, str)]
 
 
-@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", False)])
+@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", False), *((name, True) for name in NAMED)])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", bounds.FAMILIES)
-def test_the_truth_is_the_reference(family: str, training: bool, activation: str | None, scale: bool) -> None:
+def test_the_truth_is_the_reference(family: str, training: bool, activation: Any, scale: bool) -> None:
     o = bounds.make_operands(np, 33, 40, 21, "float32", family, with_scale=scale)
     assert (o.scale is not None) == scale
     got = bounds.expected(np, o, "highest", training, activation=activation)
@@ -45,10 +50,12 @@ def test_one_wrong_element_is_seen(spoil: float) -> None:
     assert not truth.judge(y, np).passed
 
 
-@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", True), ("relu", False)])
+@pytest.mark.parametrize(
+    ("activation", "scale"), [(None, True), ("relu", True), ("relu", False), *((name, True) for name in NAMED)]
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("family", bounds.FAMILIES)
-def test_the_true_gradients_are_the_reference(family: str, training: bool, activation: str | None, scale: bool) -> None:
+def test_the_true_gradients_are_the_reference(family: str, training: bool, activation: Any, scale: bool) -> None:
     """Both are float64: they agree to 1e-9 of the largest element, and within the bound for float64 operands."""
     o = bounds.make_operands(np, 33, 40, 21, "float64", family, with_scale=scale)
     dy = bounds.draw_dy(np, o)

@@ -44,6 +44,8 @@ def test_check_knows_an_activation_and_a_layer_without_scale() -> None:
     assert "dscale" not in result.stdout, "a column without a value"
     told = json.loads(run(*quick, "--family", "normal", "--json", "-").stdout)
     assert (told["activation"], told["scale"], told["passed"]) == ("relu", True, True)
+    for name in ("leaky_relu", "silu", "gelu", "gelu_tanh", "elu"):
+        assert "32 of 32 within the bound" in run(*quick[:-1], name, "--verbose").stdout
     assert {"scale", "x", "beta"} <= set(told["checks"][0]["judged"])
 
 

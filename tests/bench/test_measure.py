@@ -53,7 +53,10 @@ def test_a_run_on_the_cpu(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("direction", ["backward", "step"])
-@pytest.mark.parametrize(("activation", "scale"), [(None, True), ("relu", True), ("relu", False), (None, False)])
+@pytest.mark.parametrize(
+    ("activation", "scale"),
+    [(None, True), ("relu", True), ("relu", False), (None, False), ("gelu", True), ("elu", False)],
+)
 def test_a_run_of_gradients_on_the_cpu(direction: str, activation: Any, scale: bool) -> None:
     pytest.importorskip("torch")
     cases = bench.cases([(24, 20, 12)], ["float32", "bfloat16"], [True, False], [direction], activation, scale)

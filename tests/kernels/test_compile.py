@@ -24,8 +24,9 @@ from gsbn import _plan
 from gsbn._cuda import kernels as _kernels
 from gsbn._plan import declared as _declared
 from gsbn._plan.products import SM90_WORDS
-from gsbn._plan.sources import Constants, macros
+from gsbn._plan.sources import Constants, Kernel, macros
 from tests.support import ROOT
+from tests.support.strategies import OTHERS
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 
@@ -40,6 +41,25 @@ def test_compiles(arch: str) -> None:
     for kernel, cubin in cubins.items():
         assert cubin.startswith(b"\x7fELF"), kernel
         assert kernel.name.encode() + b"\0" in cubin, f"no symbol {kernel.name}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("activation", OTHERS, ids=str)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
+def test_compiles_with_an_activation(arch: str, activation: Any) -> None:
+    """One variant of each kernel and dtype; of forward_sm90 of each mode. A first call compiles what it needs."""
+    pytest.importorskip("cupy", reason="NVRTC comes with CuPy, which is not installed")
+    chosen: dict[Any, Kernel] = {}
+    for kernel in _kernels.all_kernels(arch, (activation,)):
+        macros_of = dict(kernel.defines)
+        kinds = [
+            macros_of.get(name) for name in ("T_TYPE", "D_TYPE", "Y_TYPE", "G_TYPE", "ELEMENT", "MODE", "TRAINING")
+        ]
+        if "ACTIVATION" in macros_of:
+            chosen.setdefault((kernel.name, *kinds), kernel)
+    assert {kernel.file for kernel in chosen.values()} >= {"normalize", "normalize_fused", "backward", "backward_fused"}
+    for kernel in chosen.values():
+        assert _kernels._compile(kernel, arch, *[] if arch == "sm_90a" else ["--Ofast-compile=max"])
 
 
 def test_every_file_has_a_kernel() -> None:
@@ -233,6 +253,12 @@ def test_warming_up_for_another_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch
     count = gsbn.warm_up(lambda done, total, name: steps.append(done), arch="sm_90")
     assert count == len(list(_kernels.all_kernels("sm_90a"))) and steps == list(range(count + 1))
     assert {code_in(file) for file in cache.iterdir()} == {b"sm_90", b"sm_90a"}
+    more = gsbn.warm_up(arch="sm_90", activations=["relu", "silu", ("elu", 2), ("elu", 2.0)])
+    assert more == len(list(_kernels.all_kernels("sm_90a", ("relu", "silu", ("elu", 2.0))))) > count
+    assert gsbn.warm_up(arch="sm_90", activations=()) < count
+    for activations, error in (("silu", TypeError), (3, TypeError), (["tanh"], ValueError), ([3], TypeError)):
+        with pytest.raises(error, match=r"^activations?: expected"):
+            gsbn.warm_up(arch="sm_90", activations=activations)
     assert gsbn.warm_up(arch="sm_86") == len(list(_kernels.all_kernels("sm_86"))) < count
     for wrong in ("sm_70", "90", "sm_", "hopper", "compute_90"):
         with pytest.raises(ValueError, match=r"^arch: expected a compute capability"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from gsbn._backward import How, backward_within, run
 from gsbn._cuda import device as _device
 from gsbn._cuda import driver as _driver
 from gsbn._plan import declared as _declared
+from gsbn._plan.activations import macros
 from gsbn._plan.products import SM90_WORDS
 from gsbn._plan.sm90_variants import MODES, forward_sm90
 from gsbn._plan.tensor_maps import L2_256B
@@ -362,3 +365,44 @@ def test_only_dw_after_dx_overlaps_with_it(dtype: str, needs: tuple[str, ...], s
     flags = [np.frombuffer(bytes.fromhex(of), record)[0]["flags"] for of in products]
     words = _declared.flags(vector_y=True)
     assert flags == [words] * (len(needs) - 1) + [words | _declared.flags(independent=overlaps)]
+
+
+@pytest.mark.parametrize("activation", ["silu", ("leaky_relu", -0.25)])
+def test_an_activation_changes_kernels_and_no_launch(activation: Any) -> None:
+    """A call launches what it launches with relu, each kernel that knew of relu compiled for this activation."""
+    for seed in range(60):
+        logs = []
+        for each in ("relu", activation):
+            fake_gpu.Array._free = itertools.count(1 << 32, 1 << 32)
+            call = fake_gpu.draw(seed)
+            with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
+                call._replace(options={**call.options, "activation": each}).make()
+            logs.append(log)
+        relu = dict(logs[0][-1].defines).get("ACTIVATION") if logs[0] else None
+        assert relu in (None, "Relu")
+        for theirs, ours in zip(*logs, strict=True):
+            expected = tuple(pair for pair in theirs.defines if pair != ("ACTIVATION", "Relu"))
+            expected += macros(activation) if expected != theirs.defines else ()
+            assert ours == theirs._replace(defines=expected)
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_linear_keeps_what_its_backward_reads(dtype: str, out: bool) -> None:
+    """y where that tells the gradient, else u, of which a launch more makes y."""
+    for activation in ("relu", "silu"):
+        with fake_gpu.gpu(fake_gpu.HOPPER) as (_, log):
+            x, weight = fake_gpu.Array((300, 520), dtype), fake_gpu.Array((264, 520), dtype)
+            bias = fake_gpu.Array((264,), dtype)
+            given = {"out": fake_gpu.Array((300, 264), dtype)} if out else {}
+            y, saved = gsbn.linear(x, weight, bias, activation, return_saved=True, **given)  # type: ignore[arg-type,call-overload]
+            forward = len(log)
+            gsbn.backward(fake_gpu.Array((300, 264), dtype), saved)
+        assert (y is given["out"]) if out else (y.shape == (300, 264))
+        assert (saved.deviations is y) == (activation == "relu") and saved.deviations.shape == (300, 264)
+        last = log[forward - 1]
+        if activation == "silu":
+            assert (last.name, last.words) == ("activate", (saved.deviations.pointer, y.pointer))
+        passes = [launch for launch in log[forward:] if launch.name.startswith("backward_")]
+        assert passes and all(("IDENTITY", "true") in launch.defines for launch in passes)
+        assert all(saved.deviations.pointer in launch.words for launch in passes)

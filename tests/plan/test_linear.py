@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from gsbn._cuda import kernels as _kernels
 from gsbn._plan import ITEMSIZE, Matmul, Matrix
 from gsbn._plan.backward_passes import dy_on_words
 from gsbn._plan.gemm import CUBLAS_SMS
+from gsbn._plan.program import Launch
+from gsbn._plan.variants import activate
 from tests.plan.fits import ARGUMENTS, contiguous, largest_grid, problems
-from tests.plan.seen import assert_steps_fit, backward_plan
+from tests.plan.seen import assert_steps_fit, backward_plan, plan
 
 
 @given(
@@ -52,6 +55,30 @@ def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, 
             )
     if products and not active and not dy_on_words(p.y, ITEMSIZE[p.dtype]):
         assert {"copy_rows", "copy_matrix"}.intersection(launched)
+
+
+@given(p=problems(), gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]), out=st.booleans())
+def test_a_forward_that_keeps_u_fits(p: Matmul, gemm: str, out: bool) -> None:
+    """The same launches make u as make y without an activation; one more makes y, wherever it lies."""
+    u_at = p._replace(y=Matrix((p.n, 1), True))
+    p = p if out else u_at
+    options: dict[str, Any] = {"training": False, "gemm": gemm, "eps": 0.0}
+    try:
+        plain = plan(u_at, **options).program
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            plan(p, activation="silu", keeps_u=True, out=out, **options)
+        return
+    program = plan(p, activation="silu", keeps_u=True, out=out, **options).program
+    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels("sm_90a", ("silu",))), largest_grid(p.device))
+    *before, last = program.steps
+    assert isinstance(last, Launch) and last.kernel.name == "activate"
+    assert [type(step) for step in before] == [type(step) for step in plain.steps]
+    assert all("ACTIVATION" not in dict(step.kernel.defines) for step in before if isinstance(step, Launch))
+    assert last.passed == {"u": "u", "y": "out" if out else "y"} and last.fields["m"] * last.fields["n"] == p.m * p.n
+    assert (last.fields["y_row"], last.fields["y_col"]) == p.y.strides
+    assert not last.fields["flags"] or (p.y.aligned and p.y.strides == (p.n, 1))
+    assert last.grid * activate(p.dtype)[1] >= p.m * p.n or p.device.limited
 
 
 @given(

@@ -180,7 +180,7 @@ import gsbn
 
 assert "torch" not in dir(gsbn) and "bench" in dir(gsbn)
 text = pydoc.plain(pydoc.render_doc(gsbn))
-assert "gsbn - Linear, per-feature scale, BatchNorm1d and ReLU in one call" in text
+assert "gsbn - Linear, per-feature scale, BatchNorm1d and activation in one call" in text
 print(text[text.index("    forward(") :].partition(")")[0])
 """
     signature = python(BLOCKER + script)

@@ -25,6 +25,11 @@ epilogue also rounds deviations from a tile's mean to that dtype, which adds ū 
 right: the gradients depend on the sign of u through this product alone, which rounds nothing, and if u is within its
 bound of zero only the returned y tells which sign holds. One bound grows: a deviation that is saved in 16 bits is on
 y's side of zero, and so may be the second nearest number. Its ū (|d| + D), and float16's smallest step, count twice.
+
+The gradient before another activation f is f′(u) dy, beside a jump on the side that the forward took: `above` says
+which, by the y of the same call without the activation. The û of the backward errs by
+Δu = |γ s| (ř δ + (ř − r̬) |d|) + 8 u (|γ s| ř (|d| + δ) + |β|), in inference by that of tolerance.py; so f′(û) dy errs
+by |dy| (C Δu + 32 u L) =: Δ, with C the largest |f″| and L the largest |f′|. Δ is added to the errors of S, D and dg.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
+from gsbn.bench.activations import of_before
 from tests.support.accuracy import SEEDS, family
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
 from tests.support.tolerance import FLUSHED, arithmetic, correction_bounds, norm_error, roundoff, scale_of, summed
@@ -144,12 +150,13 @@ def gradient_bounds(
     eps: float = 1e-5,
     operand: float = 0.0,
     deferred: bool = False,
-    activation: str | None = None,
+    activation: Any = None,
     renorm: Any = None,
+    after: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``deferred`` as in `bounds`.
 
-    With an ``activation``, dy and the truth are those before it.
+    With an ``activation``, dy and the truth are those before it, and ``after`` is the gradient of y.
     """
     nearest = 1 if activation is None else 2
     dtype = arrays["x"].dtype
@@ -163,7 +170,7 @@ def gradient_bounds(
     def vector(name: str, default: float) -> np.ndarray:
         return np.asarray(arrays.get(name, np.full(O, default)), np.float64)
 
-    b, gamma = vector("bias", 0), vector("gamma", 1)
+    b, gamma, beta = vector("bias", 0), vector("gamma", 1), vector("beta", 0)
     dy, abs_s, abs_gamma = np.asarray(dy, np.float64), np.abs(s), np.abs(gamma)
     g, xw = x @ w.T, np.abs(x) @ np.abs(w).T
     E = (K * u / (1 - K * u) + (1 + operand) ** 2 - 1) * xw + K * flushed
@@ -182,12 +189,24 @@ def gradient_bounds(
             delta = delta + short * (np.abs(d) + np.abs(d).max(0))
         if dtype == np.float16:
             delta = delta + nearest * 2.0**-25 * 2 * (sigma + rms_D)
+        size = abs_gamma * abs_s * r_max * (np.abs(d) + delta)
+        of_u = abs_gamma * abs_s * (r_max * delta + (r_max - r_low) * np.abs(d)) + 8 * u * (size + np.abs(beta))
+        if renorm is not None:
+            M = E.mean(0) + (summed(n) + 2) * u * xw.mean(0)
+            by = correction_bounds(arrays, renorm, g.mean(0), t, tau, M, eps=eps, u=u)
+            of_u = by.of_output(of_u, abs_gamma, size, u)
+        of_dy = of_before(np, np.zeros_like(g) if after is None else after, of_u, activation, u)
+        dS = dS + of_dy.sum(0)
         dots = (dy * d).sum(0)
-        dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
+        dD = (
+            (of_dy * (np.abs(d) + delta)).sum(0)
+            + (np.abs(dy) * delta).sum(0)
+            + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
+        )
         q = s * s * r * r * dots / n
         dq = s * s * (r_max**2 * dD + (r_max**2 - r_low**2) * np.abs(dots)) / n + 8 * u * np.abs(q)
         bracket = dy - sums / n - q * d
-        kappa = dS / n + dq * (np.abs(d) + delta) + np.abs(q) * delta
+        kappa = of_dy + dS / n + dq * (np.abs(d) + delta) + np.abs(q) * delta
         kappa += 8 * u * (np.abs(dy) + np.abs(sums) / n + np.abs(q * d))
         of_dg = abs_gamma * abs_s * (r_max * kappa + (r_max - r_low + 8 * u * r_max) * np.abs(bracket))
         dg = gamma * s * r * bracket
@@ -198,8 +217,6 @@ def gradient_bounds(
         }
         of_scale = abs_gamma * eps * r**3 * np.abs(dots)
         if renorm is not None:
-            M = E.mean(0) + (summed(n) + 2) * u * xw.mean(0)
-            by = correction_bounds(arrays, renorm, g.mean(0), t, tau, M, eps=eps, u=u)
             most = by.ratio + by.of_ratio
             of_dg, dg = most * of_dg + by.of_ratio * np.abs(dg), by.ratio * dg
             errors["scale"] = most * errors["scale"] + by.of_ratio * of_scale
@@ -212,10 +229,15 @@ def gradient_bounds(
         reach = 4 * np.abs(g[some] - g[0]).max(0) + 8 * E[some].max(0)
         d = np.abs(g - g[0]) + reach
         delta = 2 * E.max(0) + 2 * u * d
-        dD = (np.abs(dy) * delta).sum(0) + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
+        size = np.abs(gamma * r) * (abs_s * (xw + np.abs(b)) + np.abs(mean)) + np.abs(beta)
+        of_u = np.abs(gamma * s * r) * E + 8 * u * size
+        of_dy = of_before(np, np.zeros_like(g) if after is None else after, of_u, activation, u)
+        dS = dS + of_dy.sum(0)
+        dD = (of_dy * (np.abs(d) + delta)).sum(0) + (np.abs(dy) * delta).sum(0)
+        dD = dD + 18 * u * (np.abs(dy) * (np.abs(d) + delta)).sum(0)
         a, first = np.abs(gamma * s * r), np.abs(g[0] + b) + E[0] + reach
         merge = 8 * 2.0**-53 * np.abs(dy).sum(0)
-        dg, of_dg = gamma * s * r * dy, 4 * u * np.abs(gamma * s * r * dy)
+        dg, of_dg = gamma * s * r * dy, np.abs(gamma * s * r) * (of_dy + 4 * u * np.abs(dy))
         errors = {
             "bias": a * dS,
             "scale": abs_gamma * r * (dD + first * dS + first * merge),
@@ -282,6 +304,18 @@ def assert_made_of_limbs(cupy: Any, got: Any, left: Any, right: Any) -> None:
 # ---- PyTorch's gradients, and the contract's rule
 
 
+def activate(y: Any, activation: Any) -> Any:
+    """The activation of a tensor, by PyTorch's function."""
+    import torch
+
+    if activation is None:
+        return y
+    name, *number = (activation,) if isinstance(activation, str) else activation
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(y, approximate="tanh")
+    return getattr(torch.nn.functional, name)(y, *number)
+
+
 def torch_gradients(
     kind: Kind,
     arrays: Mapping[str, np.ndarray],
@@ -289,7 +323,7 @@ def torch_gradients(
     *,
     training: bool = True,
     eps: float = 1e-5,
-    activation: str | None = None,
+    activation: Any = None,
 ) -> dict[str, np.ndarray]:
     """Autograd through ``activation(batch_norm(linear(x) * scale))``, in the arrays' own dtypes."""
     import torch
@@ -299,7 +333,7 @@ def torch_gradients(
     z = torch.nn.functional.linear(t["x"], t["weight"], t.get("bias")) * t.get("scale", 1.0)
     statistics = t.get("running_mean"), t.get("running_var")
     y = torch.nn.functional.batch_norm(z, *statistics, t.get("gamma"), t.get("beta"), training, 0.1, eps)
-    y = y if activation is None else getattr(torch, activation)(y)
+    y = activate(y, activation)
     found = torch.autograd.grad(y, list(leaves.values()), kind.put(dy))
     return {name: kind.get(a) for name, a in zip(leaves, found, strict=True)}
 

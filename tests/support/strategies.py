@@ -18,6 +18,10 @@ SCALES = {"vector": None, "none": None, "()": (), "(1,)": (1,), "(1, 1)": (1, 1)
 ACTIVATIONS = (None, "relu")
 # wide and narrow limits, those of batch normalisation, and a warm-up that some counts of a Case have behind them
 RENORMS = (None, (3.0, 5.0), (1.1, 0.25), (1.0, 0.0), (2.0, 1.0, 50))
+OTHERS = (  # activations that round, and whose gradient y does not always tell
+    "leaky_relu", ("leaky_relu", -0.25), "silu", "gelu", "gelu_tanh", "elu", ("elu", 1.5),
+)  # fmt: skip
+EVERY = (*ACTIVATIONS, *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Case:
     narrow: tuple[str, ...] = ()  # vectors in x's dtype; the others are in float32
     layouts: tuple[tuple[str, str], ...] = ()
     scale: str = "vector"  # one of SCALES
-    activation: str | None = None
+    activation: Any = None
     family: str = "normal"  # of families.py, for x, the weight and the scale
     renorm: tuple[float, ...] | None = None  # as gsbn.forward takes it
 
@@ -101,7 +105,7 @@ def cases(
     max_bytes: int = 1 << 20,
     training: bool | None = None,
     scales: tuple[str, ...] = ("vector",),
-    activations: tuple[str | None, ...] = (None,),
+    activations: tuple[Any, ...] = (None,),
     renorms: tuple[tuple[float, ...] | None, ...] = (None,),
 ) -> Case:
     """Cases with sides up to ``limit``, whose largest matrix has at most ``max_bytes`` in float64."""

@@ -59,6 +59,10 @@ A path with a deferred epilogue stores deviations from a tile's mean in y's dtyp
 **The running statistics** follow from |m̂ − m| ≤ M = mean(E) + (C_n + 2) u mean(|x||w|ᵀ) and from
 |v̂ − v| ≤ V = rms(D) (2 σ + rms(D)) + (C_n + 2) u (σ + rms(D))². Finally, a result is rounded once to its own dtype: by
 half a unit in its last place, or half the smallest subnormal number.
+
+**Activations.** Relu does not increase the distance of two numbers, and rounds nothing. Another f takes an û within Δ
+of u to within L (Δ + 16 u |u|) of f(u), with L the largest |f′|: the exponentials, expm1 and erfc err by a few
+roundings, times a factor of u that f damps, and |f(u)| ≤ L |u|.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ import ml_dtypes
 import numpy as np
 
 from gsbn import reference
+from gsbn.bench.activations import of_y
 from tests.support.harness import Outcome
 
 TF32 = 2.0**-10
@@ -118,10 +123,10 @@ def bounds(
     operand: float = 0.0,
     deferred: bool = False,
     limbs: bool = False,
-    activation: str | None = None,
+    activation: Any = None,
     renorm: Any = None,
 ) -> Bounds:
-    """The bounds above, evaluated. An activation changes none, as it does not increase the distance of two numbers.
+    """The bounds above, evaluated.
 
     ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
     ``deferred`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
@@ -147,7 +152,8 @@ def bounds(
 
     if not training:
         gamma_r = gamma / np.sqrt(old_var + eps)
-        error = gamma_r * s * E + 8 * u * (gamma_r * (s * xw + s * b + old_mean) + beta)
+        size = gamma_r * (s * xw + s * b + old_mean) + beta
+        _, error = of_y(np, size, gamma_r * s * E + 8 * u * size, activation, u)
         return Bounds(_rounded(error, truth.y, arrays["x"].dtype), None, None)
 
     assert truth.mean is not None
@@ -164,11 +170,15 @@ def bounds(
     error = gamma * s * (r_max * D + tau * r * r_max * d) + 8 * u * (gamma * s * r_max * (d + D) + beta)
     if deferred:
         error = error + gamma * s * r_max * roundoff(arrays["x"].dtype) * (d + d.max(axis=0))
-    if renorm is not None:
+    size = gamma * s * r * d
+    if renorm is None:
+        size = size + beta
+    else:
         by = correction_bounds(arrays, renorm, truth.mean, t, tau, M, eps=eps, u=u)
-        error = (by.ratio + by.of_ratio) * error + gamma * s * r_max * (d + D) * by.of_ratio
-        error = error + gamma * (by.of_shift + 8 * u * (np.abs(by.shift) + by.of_shift))
-    y = _rounded(error + flushed, truth.y, arrays["x"].dtype)
+        error = by.of_output(error, gamma, gamma * s * r_max * (d + D), u)
+        size = by.ratio * size + gamma * np.abs(by.shift) + beta
+    _, error = of_y(np, size, error + flushed, activation, u)
+    y = _rounded(error, truth.y, arrays["x"].dtype)
     if truth.running_mean is None or truth.running_var is None:
         return Bounds(y, None, None)
 
@@ -189,6 +199,11 @@ class CorrectionBounds(NamedTuple):
     shift: np.ndarray
     of_ratio: np.ndarray
     of_shift: np.ndarray
+
+    def of_output(self, error: np.ndarray, gamma: np.ndarray, size: np.ndarray, u: float) -> np.ndarray:
+        """The error of y from the one that it has without them; `gamma`: |γ|, `size`: |γ s| ř (|d| + D)."""
+        error = (self.ratio + self.of_ratio) * error + size * self.of_ratio
+        return error + gamma * (self.of_shift + 8 * u * (np.abs(self.shift) + self.of_shift))
 
 
 def correction_bounds(

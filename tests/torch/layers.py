@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gsbn.torch import LinearBatchNorm1d
+from tests.support.gradients import activate
 
 I, O = 7, 5  # inputs and outputs
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ class Plain(nn.Module):
         z = self.linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if self.scale is None else z * self.scale
         y = self.norm(z.transpose(1, 2) if x.dim() == 3 else z)
-        return y if self.activation is None else y.relu()
+        return activate(y, self.activation)
 
 
 def pair(device: str = "cpu", dtype: Any = torch.float64, **options: Any) -> tuple[LinearBatchNorm1d, Plain]:

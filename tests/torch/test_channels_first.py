@@ -62,8 +62,9 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
     of_rows = x.view(len(o["x"]), -1)  # the same memory
     mean, var = (a.clone() for a in state)
     count = torch.zeros((), dtype=torch.int64, device="cuda") if training else None
-    arrays = of_rows, o["weight"], None, None, o["gamma"], o["beta"], mean, var, count, None
-    options = training, 1.0, EPS, "highest", "auto", training, None, "relu" if relu else None, None, 1.0, samples[1]
+    arrays = of_rows, o["weight"], None, None, o["gamma"], o["beta"], mean, var, count, None, None
+    activation = "relu" if relu else None
+    options = training, 1.0, EPS, "highest", "auto", training, None, activation, None, None, 1.0, samples[1]
     with torch.no_grad():
         made = call(FORWARD_CHANNELS_FIRST, arrays, options, limits=limits)
     if not training:
@@ -163,11 +164,11 @@ def test_integers_bit_by_bit(shape: Any, dtype: str) -> None:
         for s in (size, (features, inputs))
     )
     state = torch.zeros(features, device="cuda"), torch.ones(features, device="cuda")
-    arrays = x.view(-1, inputs), w, None, None, None, None, *state, None, None
+    arrays = x.view(-1, inputs), w, None, None, None, None, *state, None, None, None
     guard = torch.full((x.numel() + 64,), torch.nan, device="cuda", dtype=x.dtype)  # what lies behind x is not read
     guard[: x.numel()] = x.flatten()
     for of_x in (arrays[0], guard[: x.numel()].view(-1, inputs)):
-        options = False, 0.1, 0.0, "highest", "auto", False, None, None, None, 1.0, samples[1]
+        options = False, 0.1, 0.0, "highest", "auto", False, None, None, None, None, 1.0, samples[1]
         with torch.no_grad():
             y = call(FORWARD_CHANNELS_FIRST, (of_x, *arrays[1:]), options)
         assert torch.equal(y.view(samples[0], features, samples[1]).double(), torch.matmul(w.double(), x.double()))

@@ -149,7 +149,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], list[Any]]] = {
     "scales": (lambda m, x: m.bn(m.fc(x) * m.factor) + m.bn(m.factor * m.fc(x)) + m.bn(m.fc(x).mul(2)), [None] * 3),
     "a module called twice": (lambda m, x: m.bn(m.fc(x)).relu() + m.bn(m.fc(2 * x)), ["relu", None]),
     "two towers": (lambda m, x: sum(map(m.bn, (m.fc(x), m.other(x)))), [None] * 2),
-    "another activation": (lambda m, x: m.leaky(m.bn(m.fc(x))), [None]),
+    "another activation": (lambda m, x: m.leaky(m.bn(m.fc(x))), [("leaky_relu", 0.01)]),
     "another user of y": (lambda m, x: (lambda y: y.relu() + y)(m.bn(m.fc(x))), [None]),
     "a constant that is a matrix": (lambda m, x: m.bn(m.fc(x) * torch.ones_like(m.fc(x))), []),
     "another user of the intermediate result": (lambda m, x: (lambda z: m.bn(z) + z)(m.fc(x)), []),

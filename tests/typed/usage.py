@@ -77,6 +77,8 @@ def numpy_arrays() -> None:
     assert_type(truth.y, NDArray[Any])
     assert_type(reference.backward(y, x, weight, scale, training=True), gsbn.Gradients[NDArray[Any]])
     reference.forward(x, weight, training=True, activation="relu")
+    gsbn.linear(x, weight, None, ("leaky_relu", 0.2))
+    gsbn.forward(x, weight, training=True, activation=("elu", 2))
     reference.backward(y, x, weight, 0.5, beta=mean, training=True, activation="relu")
     cases = bench.cases([(8, 4, 3)], ["float32"], directions=["step"])
     assert_type(cases, list[bench.Case])

@@ -14,7 +14,8 @@ import gsbn
 def wrong(x: NDArray[np.float32], w: NDArray[np.float32], s: NDArray[np.float32], saved: gsbn.Saved) -> None:
     gsbn.forward(x, w, s, training=True, precision="medium")  # type: ignore[call-overload]  # pyright: ignore
     gsbn.forward(x, w, s, training=True, gemm="sm80")  # type: ignore[call-overload]  # pyright: ignore
-    gsbn.forward(x, w, s, training=True, activation="gelu")  # type: ignore[call-overload]  # pyright: ignore
+    gsbn.forward(x, w, s, training=True, activation="tanh")  # type: ignore[call-overload]  # pyright: ignore
+    gsbn.forward(x, w, s, training=True, activation=("gelu", 0.5))  # type: ignore[arg-type]  # pyright: ignore
     gsbn.forward(x, w, s, training=True, activation=True)  # type: ignore[call-overload]  # pyright: ignore
     gsbn.forward(x, w, "2", training=True)  # type: ignore[call-overload]  # pyright: ignore
     gsbn.fold(w, s, s, s, activation="relu")  # type: ignore[call-overload]  # pyright: ignore

@@ -17,9 +17,10 @@ import numpy as np
 
 import gsbn
 from gsbn import reference
+from gsbn.bench.activations import before
 from tests.groups.contract.rank import CASE, LARGE, SPLITS, Ranks, raises, together
 from tests.support.families import FAMILIES
-from tests.support.gradients import NAMES, before_relu, draw_dy, gradient_bounds, step, truth_of
+from tests.support.gradients import NAMES, draw_dy, gradient_bounds, step, truth_of
 from tests.support.harness import DTYPES, GPU_KINDS, STATISTICS, assert_same_bits, forward, without_out
 from tests.support.strategies import ACTIVATIONS, RENORMS, SCALES, Case
 from tests.support.tolerance import assert_within, bounds, roundoff
@@ -59,31 +60,38 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
         for other in () if found is None else at.gathered(found):
             assert_same_bits(found, other)
 
+    after = dy
     if case.activation is not None:  # where y of all ranks is above zero
         whole_y = np.zeros((B, O), y.dtype)
         whole_y[rows] = y
-        dy = before_relu(dy, np.concatenate([a[of] for a, of in zip(at.gathered(whole_y), parts, strict=True)]))
-    assert_gradients(at, case, whole, dy, gradients, rows)
+        whole_y = np.concatenate([a[of] for a, of in zip(at.gathered(whole_y), parts, strict=True)])
+        u = reference.forward(**whole, **{**case.options, "activation": None}, dtype=wide).y
+        dy = before(np, dy.astype(wide), u, ~(np.asarray(whole_y, float) <= 0), case.activation)
+    assert_gradients(at, case, whole, dy, gradients, rows, after)
 
 
 def assert_gradients(
-    at: Ranks, case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, got: dict[str, Any], rows: slice
-) -> None:
-    """Raise unless the gradients are within the bounds at the head of this module."""
-    of_rows = np.zeros_like(dy)
-    of_rows[rows] = dy[rows]
+    at: Ranks, case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, got: dict[str, Any], rows: slice,
+    after: np.ndarray,
+) -> None:  # fmt: skip
+    """Raise unless the gradients are within the bounds at the head of this module; `after`: the gradient of y."""
 
-    def truth_and_bounds(dy: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
+    def truth_and_bounds(dy: np.ndarray, after: np.ndarray) -> tuple[gsbn.Gradients, dict[str, np.ndarray]]:
         truth = truth_of(arrays, dy, training=True, eps=case.eps, renorm=case.renorm)
         form = {"activation": case.activation, "deferred": at.kind.name in GPU_KINDS}  # as forward_sm90 defers tiles
-        form |= {"eps": case.eps, "renorm": case.renorm}
+        form |= {"eps": case.eps, "renorm": case.renorm, "after": np.float64(after)}
         return truth, gradient_bounds(arrays, dy, truth, training=True, **form)
 
-    part, part_bounds = truth_and_bounds(of_rows)
+    def of_rows(dy: np.ndarray) -> np.ndarray:
+        made = np.zeros_like(dy)
+        made[rows] = dy[rows]
+        return made
+
+    part, part_bounds = truth_and_bounds(of_rows(dy), of_rows(after))
     for name in NAMES[2:]:
         if got[name] is not None:
             assert_within(got[name], np.asarray(getattr(part, name)), part_bounds[name], f"d{name}")
-    whole, whole_bounds = truth_and_bounds(dy)
+    whole, whole_bounds = truth_and_bounds(dy, after)
     if len(got["x"]):
         assert_within(got["x"], whole.x[rows], whole_bounds["x"][rows], "dx")
     x_of_rows = np.zeros_like(arrays["x"])
@@ -138,6 +146,14 @@ def batch_renormalisation(at: Ranks) -> None:
             assert_whole_batch(at, case, at.deal(shape[0], "uneven"))
     few = replace(CASE, shape=(2, 5, 4), renorm=(1.5, 0.5), layouts=())
     assert_whole_batch(at, few, at.deal(2, "none on the last"))
+
+
+@together
+def other_activations(at: Ranks) -> None:
+    for activation in ("leaky_relu", "silu", "gelu", "gelu_tanh", ("elu", 1.5)):
+        for dtype in ("float32", "bfloat16"):
+            case = replace(CASE, shape=(70, 37, 20), dtype=dtype, activation=activation)
+            assert_whole_batch(at, case, at.deal(70, "uneven"))
 
 
 @together

@@ -1,0 +1,82 @@
+"""The activations as PyTorch has them: its modules and its functions, and the calls of these in a graph of torch.fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.nn import functional
+
+from .._arrays.check import checked_activation
+from .._plan.activations import parts
+from .._typing import Activation
+
+# Of each: PyTorch's function of y and, if it takes one, the number; the module of the number; the functions and methods
+# in a graph
+_Known = tuple[Callable[..., Tensor], Callable[..., nn.Module], tuple[Any, ...]]
+_KNOWN: dict[str, _Known] = {
+    "relu": (
+        torch.relu,
+        nn.ReLU,
+        (functional.relu, functional.relu_, torch.relu, torch.relu_, "relu", "relu_"),
+    ),
+    "leaky_relu": (functional.leaky_relu, nn.LeakyReLU, (functional.leaky_relu, functional.leaky_relu_)),
+    "silu": (functional.silu, nn.SiLU, (functional.silu,)),
+    "gelu": (functional.gelu, nn.GELU, (functional.gelu,)),
+    "gelu_tanh": (partial(functional.gelu, approximate="tanh"), partial(nn.GELU, approximate="tanh"), ()),
+    "elu": (functional.elu, nn.ELU, (functional.elu, functional.elu_)),
+}
+_NAME_OF: dict[Any, Any] = {target: name for name, (_, _, targets) in _KNOWN.items() for target in targets}
+_NUMBER: dict[Any, str] = {"leaky_relu": "negative_slope", "elu": "alpha"}  # the name of the number in PyTorch
+_GELU: dict[str, Any] = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`
+MODULES: dict[type[nn.Module], Any] = {
+    nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.GELU: "gelu", nn.ELU: "elu",
+}  # fmt: skip
+
+
+def apply(y: Any, activation: Activation) -> Any:
+    """The activation of y, by PyTorch's function."""
+    name, number = parts(activation)
+    function = _KNOWN[name][0]
+    return function(y) if number is None else function(y, number)
+
+
+def module_of(activation: Activation) -> nn.Module:
+    """PyTorch's module of an activation; raise if it is none."""
+    name, number = parts(checked_activation(activation))
+    make = _KNOWN[name][1]
+    return make() if number is None else make(number)
+
+
+def of_module(module: Any) -> Activation | None:
+    """The activation of a module; None if gsbn has none that does the same."""
+    name = MODULES.get(module.__class__)
+    if name == "gelu":
+        return _GELU.get(module.approximate)
+    return _numbered(name, getattr(module, _NUMBER[name])) if name in _NUMBER else name
+
+
+def of_call(node: Node) -> Activation | None:
+    """The activation that a node of a graph calls as a function or a method, or None."""
+    name = _NAME_OF.get(node.target) if node.op in ("call_function", "call_method") else None
+    places = ("approximate",) if name == "gelu" else (*((_NUMBER[name],) if name in _NUMBER else ()), "inplace")
+    given = {**dict(zip(places, node.args[1:], strict=False)), **node.kwargs}
+    if name is None or not set(given) <= {*places}:
+        return None
+    if name == "gelu":
+        return _GELU.get(given.get("approximate", "none"))
+    number = given.get(_NUMBER.get(name))
+    return name if number is None else _numbered(name, number)
+
+
+def _numbered(name: Any, number: Any) -> Activation | None:
+    """The activation with this number; None if gsbn does not take it."""
+    fits = isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) <= _MOST
+    return (name, number) if fits else None
+
+
+_MOST = torch.finfo(torch.float32).max
