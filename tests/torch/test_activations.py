@@ -215,7 +215,7 @@ def test_the_operators_keep_torchs_rules(device: str) -> None:
     tests = ("test_schema", "test_faketensor")
     x, weight = (torch.randn(n, 6, device=device) for n in (40, 5))
     mean, var = torch.zeros(5, device=device), torch.ones(5, device=device)
-    rest = 1.0, 0.1, 1e-5, "highest", "auto", "leaky_relu", None, 0.2
+    rest = 1.0, 0.1, 1e-5, "highest", "auto", "leaky_relu", None, None, None, 0.2
     arguments = x, weight, None, None, None, None, mean, var, None, *rest
     torch.library.opcheck(_operators.INFER, arguments, test_utils=tests)
     y = _operators.INFER(*arguments)
