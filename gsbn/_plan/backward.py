@@ -135,14 +135,8 @@ class _Backward:
     def choose(self) -> None:
         """Decide which stages run, and how."""
         p, asked, n, k, dtype, dy = self.p, self.asked, self.p.n, self.p.k, self.p.dtype, self.p.y
-        training, needs, precision, gemm, size = (
-            asked.training,
-            asked.needs,
-            asked.precision,
-            asked.gemm,
-            ITEMSIZE[dtype],
-        )
-        norm, linear, ranks = asked.norm, asked.linear, asked.ranks
+        training, needs, precision, gemm = asked.training, asked.needs, asked.precision, asked.gemm
+        norm, linear, ranks, size = asked.norm, asked.linear, asked.ranks, ITEMSIZE[dtype]
         where = None if ranks is None else "inside" if ranks.waits and self.m else "between"
         products = "x" in needs or "weight" in needs
         dg = products and norm and (asked.activation is not None or not asked.identity)

@@ -18,7 +18,6 @@ from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, devia
 from ..reference import Gradients
 from ._groups import group_named
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "

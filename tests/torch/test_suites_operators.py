@@ -19,6 +19,7 @@ from torch.testing._internal.common_utils import gradcheck, gradgradcheck
 
 from gsbn._plan.problem import VECTOR_PARAMETERS
 from gsbn.torch import _operators as operators
+from tests.support.harness import STATISTICS
 
 FOUND = {op.name: op for op in op_db if not op.variant_test_name}  # variants without cuDNN have the same samples
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -188,7 +189,7 @@ def operands(device: str, dtype: Any, vectors: bool) -> dict[str, Any]:
 
 def arguments(given: dict[str, Any], activation: str | None, momentum: float | None = 0.1) -> tuple[Any, ...]:
     """The arguments in the order of the schema: bias, scale, gamma, beta."""
-    tensors = (given[n] for n in ("x", "weight", "bias", "scale", "gamma", "beta", *operators.STATISTICS))
+    tensors = (given[n] for n in ("x", "weight", "bias", "scale", "gamma", "beta", *STATISTICS))
     return *tensors, 1.0, momentum, 1e-5, "highest", "auto", activation
 
 
