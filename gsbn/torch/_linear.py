@@ -130,7 +130,7 @@ class _Linear(Function):
 def _before(activation: Any, dy: Any, y: Any) -> Any:
     """The gradient before an activation that follows from y."""
     name, slope = parts(activation)
-    return dy.masked_fill(y <= 0, 0) if name == "relu" else dy * torch.where(y > 0, 1.0, slope).to(dy.dtype)
+    return dy.masked_fill(y <= 0, 0) if name == "relu" else torch.where(y > 0, dy, dy * slope)
 
 
 def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -> list[Any]:

@@ -198,10 +198,11 @@ def test_the_same_bits_in_every_run_and_in_a_graph(dtype: str) -> None:
 
     def a_step() -> list[Any]:
         y = layer(x)
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], y.detach().cos())]
+        assert "ChannelsFirst" in y.grad_fn.name()
+        # detached: a graph of autograd's that lived on would tie a capture to this stream
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], y.detach().cos())]
 
     wanted = a_step()
-    assert "ChannelsFirst" in wanted[0].grad_fn.name()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
