@@ -189,8 +189,8 @@ def test_linear(device: str, needs: int, activation: Any) -> None:
 def test_is_as_accurate_as_pytorch(dtype: str, activation: Any) -> None:
     """y, dx and dweight of the layer and of `linear`: at most 1.1 times PyTorch's norm-wise error, and half a unit.
 
-    A derivative may jump at u = 0, where either rounding may fall on the other side. float32 errs by less than 1e-5 here,
-    |u| being below 6: dy is zero where the true u is closer to 0.
+    A derivative may jump at u = 0, where either rounding may fall on the other side. float32 errs by less than 1e-5
+    here, |u| being below 6: dy is zero where the true u is closer to 0.
     """
     kind = getattr(torch, dtype)
     torch.manual_seed(1)
