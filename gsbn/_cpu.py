@@ -22,7 +22,7 @@ import numpy as np
 
 from ._activations import activation_of, largest_zero
 from ._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
-from ._renorm import OFF, Renorm, correction
+from ._renorm import OFF, Renorm, ratio_and_shift
 from .reference import next_count, round_to
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
@@ -54,10 +54,9 @@ def forward(
 
     `arrays` has x (B, I), weight (O, I) and the vectors (O,) of `gsbn.forward`, None for an absent one; all are
     checked. `number` is the scale if it is not an array. With `renorm`, arrays["renorm"] is None or the limits in place
-    of its own. `gather` exchanges statistics with all ranks of a group; a
-    rank may have no rows. The deviations (B, O) are float64 for float64 and for few rows, else float32; in inference
-    they are g minus the mean of the first block or, with an activation, g itself. The vectors are float64, in the rows
-    SAVED_ of kernels/common/common.cuh.
+    of its own. `gather` exchanges statistics with all ranks of a group; a rank may have no rows. The deviations (B, O)
+    are float64 for float64 and for few rows, else float32; in inference they are g minus the mean of the first block
+    or, with an activation, g itself. The vectors are float64, in the rows SAVED_ of kernels/common/common.cuh.
     """
     s, b, gamma, beta, old_mean, old_var = (
         neutral if arrays[name] is None else arrays[name].astype(np.float64) for name, neutral in NEUTRAL.items()
@@ -90,7 +89,7 @@ def forward(
     ratio, shift = 1.0, 0.0
     if renorm is not None:
         limits = OFF if warms else renorm[:2] if arrays["renorm"] is None else arrays["renorm"].astype(np.float64)
-        ratio, shift = correction(limits, s * (mean + b), 1 / r, old_mean, np.sqrt(old_var + eps))
+        ratio, shift = ratio_and_shift(limits, s * (mean + b), 1 / r, old_mean, np.sqrt(old_var + eps))
         a, beta = a * ratio, gamma * shift + beta
     parts.finish(a, beta, None if walk.few and gather is None else mean)
 

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._renorm import OFF, renorm_of
-from ._renorm import correction as ratio_and_shift
+from ._renorm import OFF, ratio_and_shift, renorm_of
 
 Array = NDArray[Any]
 
@@ -39,7 +38,7 @@ def correction_of(
     old_var: Array | None,
     eps: float,
 ) -> tuple[Any, Any]:
-    """ρ and δ; `batches`: the count before this batch."""
+    """ρ and δ of `gsbn.reference`, which are r and d of `Renorm`; `batches`: the count before this batch."""
     if renorm is None:
         return 1, 0
     if old_mean is None or old_var is None:
@@ -83,6 +82,7 @@ def statistics_of(
 
 
 def count_of(number: ArrayLike) -> int:
+    """num_batches_tracked as an int."""
     array = np.asarray(number)
     if array.size != 1:
         raise ValueError(f"num_batches_tracked: expected one element, got shape {array.shape}")

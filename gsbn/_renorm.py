@@ -72,8 +72,8 @@ def renorm_of(value: Any) -> Renorm:
     return Renorm(r_max, d_max, int(warmup))
 
 
-def correction(limits: Any, mean: Any, sigma: Any, running_mean: Any, running_sigma: Any) -> tuple[Any, Any]:
-    """r and d of `Renorm`, from (r_max, d_max) and the statistics of z."""
+def ratio_and_shift(limits: Any, mean: Any, sigma: Any, running_mean: Any, running_sigma: Any) -> tuple[Any, Any]:
+    """r and d of `Renorm`, (O,) each, from (r_max, d_max) and the statistics of z, (O,) each."""
     r_max, d_max = limits
     r = np.clip(sigma / running_sigma, 1 / r_max, r_max)
     return r, np.clip((mean - running_mean) / running_sigma, -d_max, d_max)

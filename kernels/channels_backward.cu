@@ -3,10 +3,10 @@
 // multiple of VEC. The formulas and the corrections for the rounding of d are backward.cu's (Projection).
 //
 // An item of work is a feature and a split of its words of 16 bytes, sums_rows of them; ldd is the length. A thread takes
-// a word at a time, all of one feature. channel_sums adds a thread's elements in float32, 2 VEC of them, then in float64, in an order that
-// depends on the shape alone. channel_dg merges the splits of its feature by itself, in a fixed order; the items of the
-// first split write the gradients of size O. It takes the items from the last one on: channel_sums took them from the
-// first one on, so L2 still holds the end. dg may overwrite d.
+// AT_ONCE words at once, THREADS apart, all of one feature. channel_sums adds a thread's elements in float32, 2 VEC of
+// them, then in float64, in an order that depends on the shape alone. channel_dg merges the splits of its feature by
+// itself, in a fixed order; the items of the first split write the gradients of size O. It takes the items from the last
+// one on: channel_sums took them from the first one on, so L2 still holds the end. dg may overwrite d.
 //
 // Bytes moved: channel_sums dy and d once, channel_dg dy and d once and dg once; at (32, 128, 4096) in bfloat16 67 and
 // 101 MB.

@@ -132,8 +132,7 @@ def plan_forward(
     names = of_x, of_w, y, *saved, count
     call = _Call(
         p, taken, m, chosen, training, precision, saved_dtype, None if keeps_u else activation, cumulative,
-        reads_count, prepared, renorm,
-        ranks, names, fields,
+        reads_count, prepared, renorm, ranks, names, fields,
     )  # fmt: skip
     if one_launch_:
         _in_one_launch(build, call)

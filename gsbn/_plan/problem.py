@@ -18,7 +18,7 @@ SPLITS = 64  # the most CTAs (without clusters) per column block of scale_stats 
 FEW_ROWS = 16
 SAVED_ROWS = 9  # O-vectors that a forward saves for its backward
 RENORM_ROWS = 11  # and with batch renormalisation
-SAVED_SHIFT = 10  # of these: kernels/common/common.cuh
+SAVED_RATIO, SAVED_SHIFT = 9, 10  # of these: kernels/common/common.cuh
 
 
 class Device(NamedTuple):

@@ -9,13 +9,12 @@ from torch.nn import functional
 
 from .._arrays.kinds import NUMBERS
 from .._backward import How
-from .._saved import RENORM_ROWS
+from .._plan.problem import RENORM_ROWS, SAVED_RATIO, SAVED_SHIFT
 from ..reference import Gradients
 from ._activations import apply
 
-# Rows of the saved vectors, as kernels/common/common.cuh numbers them: in inference, and with batch renormalisation
+# Rows of the saved vectors in inference, as kernels/common/common.cuh numbers them
 _R, _BIASED, _Z, _S = 2, 4, 5, 6
-_RATIO, _SHIFT = 9, 10
 
 
 class Given(NamedTuple):
@@ -50,7 +49,7 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
                 z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias: a gradient of 0 that has derivatives
             y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
             if len(vectors) == RENORM_ROWS:
-                y = y * vectors[_RATIO].to(z.dtype) + vectors[_SHIFT].to(z.dtype)
+                y = y * vectors[SAVED_RATIO].to(z.dtype) + vectors[SAVED_SHIFT].to(z.dtype)
         else:
             if bias is not None:
                 z = z + (bias if scale is None else bias * scale)

@@ -1,4 +1,4 @@
-"""What gsbn's autograd nodes share: casts, and what a backward may do."""
+"""What gsbn's autograd nodes share: casts, who else looks at a call, and what a backward may do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .._backward import How
 transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 # Whether the graph is kept for another backward; True if torch cannot tell.
 keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# TorchDispatch modes (fake tensors, make_fx, operation counters) must see one operator; torch has no public API to ask.
+is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
 

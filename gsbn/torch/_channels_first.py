@@ -19,14 +19,12 @@ from .._host.run import call, run
 from .._plan import channels_first_obstacle
 from ..reference import Gradients
 from ._again import Given, gradients_again
-from ._autograd import cast, goes_again, in_place, kind_of_tensor
-
-_is_watched = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+from ._autograd import cast, goes_again, in_place, is_watched, kind_of_tensor
 
 
 def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
     """Whether these kernels serve a contiguous x. With frozen statistics they keep nothing for a backward."""
-    if not x.is_cuda or is_compiling() or _is_watched() or not x.is_contiguous() or x.numel() == 0:
+    if not x.is_cuda or is_compiling() or is_watched() or not x.is_contiguous() or x.numel() == 0:
         return False
     dtype = x.dtype
     if is_autocast_enabled("cuda") and dtype is not torch.float64:

@@ -23,7 +23,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
-from ._autograd import cast, goes_again, in_place, keeps_graph, kind_of_tensor, transforms
+from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
 from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
@@ -33,8 +33,6 @@ _WANTED = {
     needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
     for needed in product((False, True), repeat=len(Gradients._fields))
 }
-# TorchDispatch modes (fake tensors, make_fx, operation counters) must see one operator; torch has no public API to ask.
-is_watched = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.

@@ -20,8 +20,8 @@ from .._plan.activations import follows_from_y, parts
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
-from ._autograd import cast, goes_again, kind_of_tensor
-from ._function import is_transformed, is_watched, require_tensors
+from ._autograd import cast, goes_again, is_watched, kind_of_tensor
+from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
 # for gsbn's autograd node than for PyTorch's.

@@ -1,6 +1,6 @@
 """Activations that round, and whose gradient y does not always tell: each call beside the reference, by bounds.
 
-test_activation.py does this for relu, which rounds nothing.
+test_relu.py does this for relu, which rounds nothing.
 """
 
 from __future__ import annotations
