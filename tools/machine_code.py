@@ -97,7 +97,8 @@ def main():
         return set(args.words) <= set(name.split())
 
     names = {k: " ".join((k.name, *(f"{macro}={value}" for macro, value in k.defines))) for k in _kernels.all_kernels()}
-    cubins = _kernels.compile_all(args.arch, lambda kernel: chosen(names[kernel]))
+    kernels = [kernel for kernel in _kernels.all_kernels(args.arch) if chosen(names[kernel])]
+    cubins = _kernels.compile_all(args.arch, kernels)
     now = {names[kernel]: list(map(str, measure(cubin, kernel.name))) for kernel, cubin in cubins.items()}
     if args.against is None:
         for name, columns in now.items():

@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -265,11 +265,10 @@ def launcher(
     return found
 
 
-def compile_all(arch: str, chosen: Callable[[Kernel], bool] = lambda kernel: True, *more: str) -> dict[Kernel, bytes]:
-    """The cubins of the chosen variants for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
+def compile_all(arch: str, kernels: Collection[Kernel], *more: str) -> dict[Kernel, bytes]:
+    """The cubins of these variants for an architecture such as "sm_90a"; needs no GPU. `more`: NVRTC's options."""
     from concurrent.futures import ThreadPoolExecutor
 
-    kernels = list(filter(chosen, all_kernels(arch)))
     variants = {(kernel.file, kernel.defines): kernel for kernel in kernels}  # a cubin may hold several kernels
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = pool.map(lambda kernel: _compile(kernel, arch, *more), variants.values())
