@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -15,11 +17,19 @@ from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_gri
 from gsbn._plan.problem import VECTORS
 from gsbn._plan.program import Launch, offset_of
 from gsbn._plan.sm90_variants import MODES
+from gsbn._plan.sources import Kernel
 from gsbn._plan.split_k import SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
 from tests.plan.seen import Backward, Forward, Made, assert_steps_fit
 from tests.support.harness import DTYPES
 from tests.support.strategies import sides
+
+
+@cache
+def known(arch: str | None = None, activations: tuple[str, ...] = ("relu",)) -> frozenset[Kernel]:
+    """All variants that a plan may launch, made once: it takes 0.1 seconds."""
+    return frozenset(_kernels.all_kernels(arch, activations))
+
 
 H200 = Device((9, 0), 132)
 SHARES = [H200.at_most(120), H200.at_most(1), Device((9, 0), 15, pairs=0), Device((8, 0), 108).at_most(20)]
@@ -59,7 +69,7 @@ ARGUMENTS = {"x", "weight", *VECTORS, "num_batches_tracked", "out", *PREPARED, "
 
 
 def assert_fits(p: Matmul, decided: Forward, *, training: bool) -> None:
-    assert_steps_fit(decided.program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+    assert_steps_fit(decided.program, ARGUMENTS, known(), largest_grid(p.device))
 
     # an operand is the argument, or a copy whose rows start on 16 bytes
     taken, size, one = decided.taken, ITEMSIZE[p.dtype], decided.one
@@ -145,7 +155,7 @@ def is_cluster_batch(one: OneLaunch) -> bool:
 
 
 def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
-    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel in known("sm_90a")
     assert one.kernel.shared <= 227 << 10  # the limit of a CTA on Hopper
     of_features = 1 if one.shares_weight else one.cluster  # tiles of a cluster in either direction
     of_rows = one.split * one.cluster // of_features
@@ -171,7 +181,7 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         end = one.epoch + 8 * (1 + one.ctas)
     if one.limbs is not None:
         limbs, size = one.limbs, 4 * one.limbs.pitch  # of a row, both limbs
-        assert limbs.kernel in set(_kernels.all_kernels("sm_90a"))
+        assert limbs.kernel in known("sm_90a")
         assert limbs.pitch >= p.k
         assert 1 <= limbs.grid <= largest_grid(p.device)
         assert limbs.pitch % 64 == limbs.x % 256 == limbs.w % 256 == 0
@@ -259,7 +269,7 @@ def assert_dg_is_read_before_limbs_lie_there(decided: Backward) -> None:
 def assert_limb_gemm_fits(p: Matmul, one: OneLaunch, limbs: Splits, a: str, b: str) -> None:
     assert (one.limbs, one.workspace) == (None, 0)
     assert (p.dtype, p.device.capability) == ("float32", (9, 0))
-    assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= set(_kernels.all_kernels("sm_90a"))
+    assert {one.kernel, split_limbs(p.k), *tile_kernels()} <= known("sm_90a")
     assert one.ctas <= p.device.sms
     of_both = one.element == "limbs"
     if not of_both:  # what TMA can load
@@ -283,7 +293,7 @@ def assert_reduction_fits(parts: SplitKReduction, n: int, k: int, gpu: Device) -
 def assert_tall_product_fits(p: Matmul, tall: Tall) -> None:
     """c (m, n) of operands (k, m) and (k, n)."""
     assert (p.dtype, p.device.capability) == ("float32", (9, 0)) and p.limits.tall is not False
-    assert {tall.kernel, tall.parts.kernel} <= set(_kernels.all_kernels()) and tall.kernel.shared <= 227 << 10
+    assert {tall.kernel, tall.parts.kernel} <= known() and tall.kernel.shared <= 227 << 10
     blocks = -(-p.m // 128) * -(-p.n // 128)
     assert tall.ctas == blocks * tall.parts.number <= p.device.sms
     assert tall.rows % 32 == 0 and (tall.parts.number - 1) * tall.rows < p.k <= tall.parts.number * tall.rows
@@ -325,7 +335,7 @@ def assert_skinny_product_fits(p: Matmul, product: Made) -> None:
 
 def assert_sm90_product_fits(p: Matmul, one: OneLaunch) -> None:
     assert p.dtype in ("float16", "bfloat16") and p.device.capability == (9, 0)
-    assert one.kernel in set(_kernels.all_kernels("sm_90a"))
+    assert one.kernel in known("sm_90a")
     assert one.kernel.shared <= 227 << 10
     assert (one.workspace, one.limbs) == (0, None)
     tiles = -(-p.m // one.block_m) * -(-p.n // (SM90_BLOCK_N * one.cluster))

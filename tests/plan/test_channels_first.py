@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gsbn._backward import How
 from gsbn._channels_first import BACKWARD_CHANNELS_FIRST, FORWARD_CHANNELS_FIRST
-from gsbn._cuda import kernels as _kernels
 from gsbn._host.run import call, run
 from gsbn._plan import (
     Device,
@@ -25,6 +24,7 @@ from gsbn._plan import (
 from gsbn._plan.problem import ITEMSIZE, VECTORS, ceil_div
 from gsbn._plan.program import Launch, Program
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES, SM90_BLOCK_N
+from tests.plan.fits import known
 from tests.plan.seen import assert_steps_fit
 from tests.support.fake_gpu import HOPPER, Array, gpu
 
@@ -98,7 +98,7 @@ def test_every_plan_fits(
 
 
 def assert_program_fits(program: Program, device: Device) -> None:
-    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels()), device.sms if device.limited else 2**31 - 1)
+    assert_steps_fit(program, ARGUMENTS, known(), device.sms if device.limited else 2**31 - 1)
     for launch in program.launches():
         for _, (rows, cols, pitch, dtype, box_rows, box_cols, _, *deep) in launch.maps:
             size = ITEMSIZE[dtype]

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gsbn._cuda import kernels as _kernels
 from gsbn._plan import ITEMSIZE, Matmul, Matrix
 from gsbn._plan.backward_passes import dy_on_words
 from gsbn._plan.gemm import CUBLAS_SMS
 from gsbn._plan.program import Launch
 from gsbn._plan.variants import activate
-from tests.plan.fits import ARGUMENTS, contiguous, largest_grid, problems
+from tests.plan.fits import ARGUMENTS, contiguous, known, largest_grid, problems
 from tests.plan.seen import assert_steps_fit, backward_plan, plan
 
 
@@ -40,7 +39,7 @@ def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, 
             backward_plan(p, **options)
         return
     program = backward_plan(p, **options).program
-    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+    assert_steps_fit(program, ARGUMENTS, known(), largest_grid(p.device))
     launched = [launch.kernel.name for launch in program.launches()]
     passes = [name for name in launched if name.startswith("backward_")]
     products = bool(needs & {"x", "weight"})
@@ -70,7 +69,7 @@ def test_a_forward_that_keeps_u_fits(p: Matmul, gemm: str, out: bool) -> None:
             plan(p, activation="silu", keeps_u=True, out=out, **options)
         return
     program = plan(p, activation="silu", keeps_u=True, out=out, **options).program
-    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels("sm_90a", ("silu",))), largest_grid(p.device))
+    assert_steps_fit(program, ARGUMENTS, known("sm_90a", ("silu",)), largest_grid(p.device))
     *before, last = program.steps
     assert isinstance(last, Launch) and last.kernel.name == "activate"
     assert [type(step) for step in before] == [type(step) for step in plain.steps]
@@ -91,7 +90,7 @@ def test_the_products_of_a_given_dg(p: Matmul, needs: set[str], precision: str, 
     """The second half of a backward: any dg serves, and one whose rows do not start on 16 bytes is copied."""
     options = {"training": training, "norm": False, "needs": tuple(sorted(needs)), "precision": precision}
     program = backward_plan(p, **options).program
-    assert_steps_fit(program, ARGUMENTS, set(_kernels.all_kernels()), largest_grid(p.device))
+    assert_steps_fit(program, ARGUMENTS, known(), largest_grid(p.device))
     assert not [launch for launch in program.launches() if launch.kernel.name.startswith("backward_")]
     copied = any(array.name == "copy of dy" for array in program.arrays)
     assert copied != dy_on_words(p.y, ITEMSIZE[p.dtype])
