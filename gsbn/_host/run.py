@@ -62,24 +62,28 @@ class Checked:
 
     def __init__(self, operation: Operation, views: Views, options: Any) -> None:
         self.written = [operation.arguments.index(name) for name in operation.written(views, options)]
-        self._spans: list[tuple[int, int, int]] = []
+        self._spans: list[tuple[int, int, int, bool]] = []
         if self.written:
-            given = [(i, views[name]) for i, name in enumerate(operation.arguments) if views[name] is not None]
-            self._spans = [(i, *check.span(view)) for i, view in given if 0 not in view.shape]  # type: ignore[union-attr,arg-type]
-        self._apart: set[tuple[int, ...]] = set()  # addresses at which no two arrays overlap
+            for i, name in enumerate(operation.arguments):
+                view = views[name]
+                if view is not None and 0 not in view.shape:
+                    self._spans.append((i, *check.span(view), i in self.written))
+        self._apart: set[tuple[int, ...]] = set()  # addresses at which no written array overlaps another
         self.call: Call | None = None  # on a GPU
         self.returns: Any = None  # the result of `Operation.returns`
 
     def may_overlap(self, pointers: list[int]) -> bool:
-        """Whether the spans of any two arrays overlap. The full check then decides whether that is an error."""
+        """Whether the span of a written array overlaps another's. The full check then decides if that is an error."""
         where = tuple(pointers)
         if not self.written or not where or where in self._apart:
             return False
-        end = 0
-        for start, stop in sorted([(where[i] + low, where[i] + high) for i, low, high in self._spans]):
-            if start < end:
+        end = end_of_written = 0  # of the spans so far
+        for start, stop, writes in sorted([(where[i] + low, where[i] + high, w) for i, low, high, w in self._spans]):
+            if start < (end if writes else end_of_written):
                 return True
-            end = stop
+            end = max(end, stop)
+            if writes:
+                end_of_written = end
         if len(self._apart) >= _MAX_APART:
             self._apart.clear()
         self._apart.add(where)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gsbn
+from gsbn._host.run import Checked
 from tests.support.harness import DTYPES, STATISTICS, Kind, Producer, kind_of
 from tests.support.refusals import SHAPES, VECTORS, B, I, O, about, arguments, fold_arguments, refuses, stretch
 
@@ -55,6 +56,20 @@ def test_in_inference_only_out_is_written(kind: Kind, name: str) -> None:
     shared = kind.put(np.ones(O, np.float32))
     y = gsbn.forward(**arguments(kind, training=False, running_mean=shared, running_var=shared, gamma=shared))
     assert np.isfinite(kind.get(y)).all()
+
+
+def test_arrays_that_are_only_read_may_be_one(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls do not check them again; but a written array that comes to overlap another is found."""
+    found: list[bool] = []
+    may_overlap = Checked.may_overlap
+    monkeypatch.setattr(Checked, "may_overlap", lambda *given: found.append(may_overlap(*given)) or found[-1])
+    ones = kind.put(np.ones(O, np.float32))
+    for _ in range(3):
+        gsbn.forward(**arguments(kind, gamma=ones, beta=ones, bias=ones))
+    assert len(found) >= 2 and not any(found)
+    call = arguments(kind, gamma=ones, beta=ones, bias=ones, running_mean=ones)
+    refuses(kind, call, ValueError, about("running_mean"))
+    assert found[-1]
 
 
 @pytest.mark.parametrize("name", [*STATISTICS, "out"])
