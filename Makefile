@@ -69,6 +69,7 @@ brief = --turns 2 --seconds 1.2 --settle 0.5
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
 forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
+inference = 256,104,200 16,8192,8192 256,8192,8192 1024,8192,8192 512,16384,1024 10000,336,776 65536,256,512 1048576,64,64
 others = triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
 table_kernelbench = --preset kernelbench $(brief) $(forward),$(others)
 table_autotune = --shape 1024,8192,8192 --shape 16384,4096,4096 $(two) $(brief) --only gsbn,pytorch,compile,autotune
@@ -77,10 +78,12 @@ table_many = --preset many $(two) $(brief) $(forward)
 table_few = --preset few $(two) $(brief) $(forward)
 table_many_step = --preset many $(two) $(brief) $(step)
 table_few_step = --preset few $(two) $(brief) $(step)
+table_inference = $(inference:%=--shape %) --mode inference $(two) $(brief) --only gsbn,pytorch,compile,addmm
 table_models = --preset models $(brief)
+table_convolutions = --preset convolutions --dtype bfloat16 $(brief)
 table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
-tables = kernelbench autotune step many few many_step few_step models
+tables = kernelbench autotune step many few many_step few_step inference models convolutions
 
 bench: $(tables:%=table-%) table-compare
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \

@@ -122,12 +122,15 @@ class Case:
 @dataclass(frozen=True)
 class ModelCase:
     """A training step of a stack of layers without bias: their widths, the number of rows, and the dtype (bfloat16 is
-    autocast over float32). `head` names a class of `_heads` that is made of the widths instead."""
+    autocast over float32). `head` names a class of `_heads` that is made of the widths instead. With `places`, (L,) or
+    (H, W), the layers are 1×1 convolutions, and each place of a sample is a row; `last`: channels are adjacent."""
 
     widths: tuple[int, ...]
     rows: int
     kind: str
     head: str = ""
+    places: tuple[int, ...] = ()
+    last: bool = False
 
     @property
     def layers(self) -> str:
@@ -135,6 +138,9 @@ class ModelCase:
         if self.head:
             return f"{self.head} {', '.join(map(str, self.widths))}"
         first, *rest = self.widths
+        if self.places:
+            sizes = " × ".join(map(str, self.places))
+            return f"{'→'.join(map(str, self.widths))} at {sizes}{', channels last' * self.last}"
         if len(rest) > 3 and len(set(self.widths)) == 1:
             return f"{len(rest)} × {first}"
         return "→".join(map(str, self.widths))

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ from . import (
 )
 from .bounds import FAMILIES
 from .candidate import NAMES, names
-from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, cases
+from .case import DTYPES, GEMMS_BY_DIRECTION, PRESETS, Case, ModelCase, cases
 from .picture import draw
 from .report import NOTHING, Settings
 
@@ -59,6 +59,7 @@ err: Console = Console(color_system=None if PLAIN else "auto", stderr=True)
 STDOUT = Path("-")
 LARGEST_SIZE, LARGEST_SEED = 2**31 - 1, 2**32 - 1  # an int32's, and NumPy's RandomState's
 MODES = {"training": [True], "inference": [False], "both": [True, False]}
+OF_MODELS = {"models": models.cases, "convolutions": models.convolutions}  # presets
 ACTIVATIONS: tuple[Any, ...] = get_args(ActivationName)
 Shape = tuple[int, int, int]
 
@@ -201,7 +202,7 @@ def bench_command(
     preset: Annotated[str, typer.Option(metavar="NAME", help=(
         f"{_list(PRESETS)}: named shapes, before those of --shape. "
         "With neither: kernelbench, or small without a GPU. "
-        "models: training steps of whole PyTorch models, as they are and converted by gsbn.torch."))] = "",
+        "models, convolutions: training steps of PyTorch models, as they are and converted by gsbn.torch."))] = "",
     of_ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=2, max=64, help=(
         "So many processes, with a GPU each, share a batch of B rows a rank: beside "
         "SyncBatchNorm and beside no sharing."))] = None,
@@ -246,7 +247,7 @@ def bench_command(
         except ValueError as error:
             _fail(str(error))
     kinds, directions = _names("--dtype", dtype, DTYPES), _names("--direction", direction, GEMMS_BY_DIRECTION)
-    _names("--preset", [preset], [*PRESETS, "models"])
+    _names("--preset", [preset], [*PRESETS, *OF_MODELS])
     _names("--mode", [mode], MODES)
     put_through = _activation(activation)
     alone = {"--activation": activation, "--mode": mode != "training", "--no-scale": not scale}
@@ -260,9 +261,9 @@ def bench_command(
     if of_ranks:
         _refuse(alone | {"--preset": preset, "--gpus": gpus != 1}, "ranks take no such option")
         bench = _of_ranks(of_ranks, shape or [], kinds, directions)
-    elif preset == "models":
+    elif preset in OF_MODELS:
         _refuse({"--shape": shape, "--direction": direction} | alone, "the models take no such option")
-        bench = _of_models(kinds)
+        bench = _of_models(OF_MODELS[preset], kinds)
     else:
         bench = _of_layers(preset, shape or [], kinds, MODES[mode], directions, put_through, scale)
     wanted, left_out = (
@@ -330,12 +331,12 @@ def _of_layers(
     return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, layers.run, todo)
 
 
-def _of_models(kinds: list[str]) -> _Bench:
+def _of_models(cases: Callable[..., list[ModelCase]], kinds: list[str]) -> _Bench:
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
         said = f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}"
         raise typer.BadParameter(said, param_hint="'--dtype'")
     gpu = libraries.has_gpus()
-    todo, usual = models.cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
+    todo, usual = cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: smaller models, on the CPU."
     return _Bench(models.VIEW, models.NAMES, usual, notice, models.run, todo)
 

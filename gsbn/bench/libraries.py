@@ -37,8 +37,9 @@ def float32_precision(precision: str) -> Iterator[None]:
     """PyTorch's and CuPy's global float32 matmul precision, restored on the way out."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy") if has_gpu() else None
     if torch is not None:
-        torch_before = torch.get_float32_matmul_precision()
+        torch_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision == "high"  # of convolutions
     if cupy is not None:
         from cupy._core import _routines_linalg as core
 
@@ -48,7 +49,8 @@ def float32_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         if torch is not None:
-            torch.set_float32_matmul_precision(torch_before)
+            torch.set_float32_matmul_precision(torch_before[0])
+            torch.backends.cudnn.allow_tf32 = torch_before[1]
         if cupy is not None:
             core.set_compute_type("f", cupy_before)
 

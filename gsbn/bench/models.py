@@ -1,5 +1,6 @@
-"""Whole models in PyTorch: stacks of Linear, BatchNorm1d and ReLU, as they are and converted by ``gsbn.torch.convert``;
-and published ones with a ``forward`` of their own (`_heads`), by ``trace=True`` and by options for ``torch.compile``.
+"""Whole models in PyTorch: stacks of Linear or 1×1 convolution, BatchNorm and ReLU, as they are and converted by
+``gsbn.torch.convert``; and published ones with a ``forward`` of their own (`_heads`), by ``trace=True`` and by options
+for ``torch.compile``.
 
 What is timed is a training step: forward, backward from a given gradient of y, and SGD with momentum. *As called* is
 the wall clock over many steps, host included, from an idle device to an idle device. *In a graph* is the time of a
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +57,15 @@ HEADS: list[tuple[str, Widths, int]] = [
     ("SimSiam", (2048, 2048, 2048, 512), 512),
     ("BarlowTwins", (2048, 8192, 8192), 2048),
 ]
+# 1×1 convolutions, as in PointNet, PointNet++, DGCNN and MobileNet: widths, samples, and (L,) or (H, W)
+CONVOLUTIONS: list[tuple[Widths, int, Widths]] = [
+    ((64, 64, 128, 1024), 32, (4096,)),
+    ((512, 512, 512), 16, (512,)),
+    ((64, 64, 128), 8, (1024, 32)),
+    ((128, 128, 256), 16, (1024, 20)),
+    ((64, 256, 64), 32, (56, 56)),
+    ((256, 512, 256), 64, (14, 14)),
+]
 REDUCED: list[tuple[Widths, int]] = [((128, 256, 256, 256), 128), ((64, 64, 128, 256), 1024), ((64,) * 9, 512)]
 
 
@@ -63,6 +74,17 @@ def cases(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
     stacks = [ModelCase(widths, rows, kind) for widths, rows in (MODELS if gpu else REDUCED) for kind in kinds]
     small = [] if gpu else [(head, tuple(min(width, 64) for width in widths), 96) for head, widths, _ in HEADS]
     return stacks + [ModelCase(widths, rows, kind, head) for head, widths, rows in small or HEADS for kind in kinds]
+
+
+def convolutions(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
+    """Stacks of 1×1 convolutions, contiguous and with channels last; without a GPU, smaller ones."""
+    found = []
+    for widths, samples, places in CONVOLUTIONS:
+        if not gpu:
+            widths, samples, places = tuple(width // 8 for width in widths), 2, tuple(min(n, 16) for n in places)
+        rows = samples * math.prod(places)
+        found += [ModelCase(widths, rows, kind, "", places, last) for kind in kinds for last in (False, True)]
+    return found
 
 
 def run(
@@ -85,7 +107,7 @@ class _ModelRun(CaseRun):
     @functools.cached_property
     def plain(self) -> tuple[Any, Any, Any, list[Any]]:
         """The model as it is, its inputs, the gradients of its outputs, and what the first step gives in float64."""
-        torch, widths, rows = libraries.load(["pytorch"])["torch"], self.case.widths, self.case.rows
+        torch = libraries.load(["pytorch"])["torch"]
         if torch is None:
             raise Unavailable("torch is not installed")
         if self.device == "cuda":
@@ -94,18 +116,30 @@ class _ModelRun(CaseRun):
         if self.case.head:
             from . import _heads
 
-            plain = getattr(_heads, self.case.head)(*widths).without_dropout()
-            inputs = plain.batch(rows, self.settings.seed)
+            plain = getattr(_heads, self.case.head)(*self.case.widths).without_dropout()
+            inputs = plain.batch(self.case.rows, self.settings.seed)
         else:
-            layers: list[Any] = []
-            for a, b in itertools.pairwise(widths):
-                layers += [torch.nn.Linear(a, b, bias=False), torch.nn.BatchNorm1d(b), torch.nn.ReLU()]
-            plain, inputs = torch.nn.Sequential(*layers), (torch.randn(rows, widths[0]),)
+            plain, inputs = self._stack(torch)
         plain, inputs = plain.to(self.device), tuple(each.to(self.device) for each in inputs)
         # A bfloat16's numbers, so that all candidates get the same; as small as the gradient of a mean over the rows.
         shapes = [y.shape for y in outputs_of(copy.deepcopy(plain)(*inputs))]
-        dys = [(torch.randn(shape) / rows).bfloat16().float().to(self.device) for shape in shapes]
+        dys = [(torch.randn(shape) / self.case.rows).bfloat16().float().to(self.device) for shape in shapes]
         return plain, inputs, dys, truth_of(plain, inputs, dys)
+
+    def _stack(self, torch: Any) -> tuple[Any, Any]:
+        """A stack of layers, and its inputs."""
+        nn, widths, places = torch.nn, self.case.widths, self.case.places
+        linear, norm = nn.Linear, nn.BatchNorm1d
+        if places:
+            norm = nn.BatchNorm1d if len(places) == 1 else nn.BatchNorm2d
+            linear = functools.partial(nn.Conv1d if len(places) == 1 else nn.Conv2d, kernel_size=1)
+        layers: list[Any] = []
+        for a, b in itertools.pairwise(widths):
+            layers += [linear(a, b, bias=False), norm(b), nn.ReLU()]
+        x = torch.randn(self.case.rows // math.prod(places), widths[0], *places)
+        if self.case.last:
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        return nn.Sequential(*layers), (x,)
 
     def check(self, entry: Entry) -> None:
         plain, inputs, dys, truth = self.plain

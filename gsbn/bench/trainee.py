@@ -27,7 +27,8 @@ class Trainee:
         self.dys: list[Any] = dys
         self.y: list[Any] = []  # the outputs
         self.model: Any = copy.deepcopy(plain)
-        self.layers: int = sum(isinstance(module, torch.nn.Linear) for module in plain.modules())
+        layers = torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d
+        self.layers: int = sum(isinstance(module, layers) for module in plain.modules())
         stack, options = isinstance(plain, torch.nn.Sequential), {}
         if name.startswith("gsbn"):
             from .. import torch as of_torch
@@ -73,7 +74,9 @@ class Trainee:
         if not max(errors) < 1:
             raise RuntimeError(f"wrong result: an error of {max(errors):.2g} of the truth")
         next(steps)
-        self.dys, self.y = [dy.to(y.dtype) for dy, y in zip(self.dys, self.y, strict=True)], []
+        # As a model's next layer would give them: in y's dtype and layout.
+        self.dys = [self.torch.empty_like(y).copy_(dy) for dy, y in zip(self.dys, self.y, strict=True)]
+        self.y = []
         return errors
 
     def outcome(self) -> list[Any]:

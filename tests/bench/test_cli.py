@@ -259,6 +259,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "--activation", "tanh"], "tanh"),
         (["check", "--activation", "tanh"], "tanh"),
         (["bench", "--preset", "models", "--shape", "8,8,8"], "--shape"),
+        (["bench", "--preset", "convolutions", "--mode", "inference"], "--mode"),
         (["bench", "--preset", "models", "--no-scale"], "--no-scale"),
         (["bench", "--preset", "models", "--dtype", "float16"], "bfloat16 or float32"),
         (["bench", "--preset", "models", "--only", "jax"], "--only"),

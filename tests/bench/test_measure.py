@@ -116,11 +116,14 @@ def test_ctrl_c_keeps_what_is_done() -> None:
 
 def test_global_precision_is_restored() -> None:
     torch = pytest.importorskip("torch")
-    before = torch.get_float32_matmul_precision()
+    before, of_convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     with contextlib.suppress(ZeroDivisionError), libraries.float32_precision("high"):
-        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+        with libraries.float32_precision("highest"):
+            assert not torch.backends.cudnn.allow_tf32
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == before
+    assert torch.backends.cudnn.allow_tf32 == of_convolutions
 
 
 # ---- other ways to float32 -----------------------------------------------------------------------------------------

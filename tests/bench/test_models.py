@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,28 @@ def test_the_models_of_the_table() -> None:
     assert all(case.rows * max(case.widths) <= 1 << 20 for case in models.cases(gpu=False)), (
         "a CPU has to wait for them"
     )
+
+
+def test_the_convolutions_of_the_table() -> None:
+    chosen = models.convolutions(("bfloat16",))
+    assert [(case.layers, case.rows) for case in chosen[:4:2]] == [
+        ("64→64→128→1024 at 4096", 131072),
+        ("512→512→512 at 512", 8192),
+    ]
+    assert chosen[-1].layers == "256→512→256 at 14 × 14, channels last" and not chosen[-2].last
+
+
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("places", [(16,), (4, 5)])
+def test_convolutions_on_the_cpu(places: tuple[int, ...], last: bool) -> None:
+    case = ModelCase((12, 16, 8), 2 * math.prod(places), "float32", "", places, last)
+    run = models._ModelRun(case, models.ON_A_CPU, "cpu", QUICK)
+    plain, (x,), *_ = run.plain
+    assert x.shape == (2, 12, *places) and (x.stride(1) == 1) == last
+    assert isinstance(plain[0], torch.nn.Conv1d if len(places) == 1 else torch.nn.Conv2d) and len(plain) == 6
+    for result in models.run([case], models.ON_A_CPU, QUICK).by_case()[case].values():
+        assert result.times and result.facts["error"] < 1e-5
 
 
 @pytest.mark.usefixtures("cpu")
