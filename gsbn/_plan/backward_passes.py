@@ -35,18 +35,19 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 
 def cut_passes(
-    p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposed: bool, precision: str,
+    p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposes: bool, transposed: bool,
     activation: Any, where: str | None, identity: bool, renorm: bool,
 ) -> Passes:  # fmt: skip
-    """Divide dy, p's y, among CTAs; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
+    """Divide dy, p's y, among CTAs. `transposes`: such a call may need dg's transpose, `transposed`: this one does;
+    `where`: the sums of other ranks arrive "inside" a launch or "between" two.
 
     `identity`: the layer has no norm, and y takes the place of the deviations. `renorm`: batch renormalisation.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
-    # on `needs`, so that the other gradients have the same bits.
+    # on which gradients are wanted, so that all have the same bits.
     blocks, row_threads = row_threads_for(n, 16 // size)
-    if dtype == "float32" and precision == "high" and not skinny:
+    if transposes and not skinny:
         blocks, row_threads = ceil_div(n, 128), 32
     step = ROW_STAGES * (THREADS // row_threads)
     # threads that merge a column (merge_splits)
@@ -58,9 +59,8 @@ def cut_passes(
     splits, sums_rows = split_rows(m, blocks, alone if sharing == 1 else sharing * clusters * blocks, step)
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
-    # Fused: one CTA or cluster has all rows of its columns, and needs no other sums. This, too, does not depend on
-    # `needs`.
-    fused = sums and where != "between" and (dtype != "float32" or precision == "highest")
+    # Fused: one CTA or cluster has all rows of its columns, and needs no other sums.
+    fused = sums and where != "between" and not transposes
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     saved_dtype = dtype if identity else deviations_dtype(dtype, m, training=training)
     # 64 bytes of a row; more, if all CTAs are resident at once only then

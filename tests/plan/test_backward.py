@@ -363,6 +363,28 @@ def test_dx_of_few_rows_makes_limbs_of_the_weight_in_registers(
         assert alone.limbs.maxima_bytes == 0 and alone.workspace < 16 * B * O + 2**20
 
 
+@pytest.mark.parametrize("needs", [("x", "weight", "gamma"), ("gamma",)])
+@pytest.mark.parametrize(
+    ("shape", "transposes"),
+    [
+        ((128, 512, 1024), False),
+        ((512, 1024, 1024), False),
+        ((128, 4096, 4096), False),
+        ((256, 4096, 4096), True),
+        ((1024, 1024, 1024), True),
+        ((4096, 96, 96), True),
+    ],
+)
+def test_tf32_transposes_dg_where_the_product_is_large(
+    shape: tuple[int, int, int], transposes: bool, needs: tuple[str, ...]
+) -> None:
+    """So measured on an H200. Where it does not, one launch makes dg and all sums; whichever gradients are wanted."""
+    found = backward_plan(contiguous(*shape, "float32"), training=True, needs=needs, precision="high")
+    assert (found.ld_transposed > 0) == (transposes and "weight" in needs)
+    launches = [launch.kernel.name for launch in found.program.launches()]
+    assert ("backward_fused" in launches) == (not transposes)
+
+
 def test_limbs_rs_of_dx_can_be_forced_or_forbidden() -> None:
     p = contiguous(100, 4104, 520, "float32")
 
