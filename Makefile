@@ -91,18 +91,21 @@ bench: $(tables:%=table-%) table-compare
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 table-%: $(ready_test)
-	$(run) -m gsbn bench $(table_$*) --gpus 0 --publish . --publish-as $* $(ARGS)
+	$(run) -m gsbn bench $(table_$*) --gpus 0 --json docs/results/$*.json $(ARGS)
+	$(run) tools/publish.py $*
 
 table-compare: $(ready_test)
 	mkdir -p build
 	$(run) examples/compare_models.py > build/compare.txt
-	$(run) -m gsbn.bench.publish compare < build/compare.txt
+	$(run) tools/publish.py --text compare < build/compare.txt
 
 ranks: $(ready_test)
-	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --publish . $(ARGS)
+	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --json docs/results/ranks.json $(ARGS)
+	$(run) tools/publish.py ranks
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 4 ]; then \
 		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
-			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --publish . --publish-as ranks4 $(ARGS); fi
+			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --json docs/results/ranks4.json $(ARGS) && \
+		$(run) tools/publish.py ranks4; fi
 
 h100: table-h100 table-models_h100
 

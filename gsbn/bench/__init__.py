@@ -17,7 +17,6 @@ says how a candidate is checked and timed, and in a ``View`` which columns its t
 - ``spread``: the cases over several GPUs
 - ``report``: settings, results and their JSON
 - ``page``, ``layers_page``, ``picture``, ``terminal``: tables and pictures
-- ``publish``, ``front_page``: what goes into a checkout; the README's table is of several reports
 - ``machine``, ``libraries``, ``rates``: what is installed, how it is called, and how fast the machine is at most
 
 ``selfcheck`` (with ``tables``) is ``gsbn check``, ``cli`` the command line.

@@ -32,7 +32,6 @@ from . import (
     machine,
     models,
     page,
-    publish,
     ranks,
     selfcheck,
     spread,
@@ -233,19 +232,10 @@ def bench_command(
     as_json: AsJson = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
         "Save bars and a roofline: PNG, SVG or PDF."))] = None,
-    checkout: Annotated[Path | None, typer.Option("--publish", hidden=True, help=(
-        "Checkout whose tables to rewrite."))] = None,
-    publish_as: Annotated[str, typer.Option(help="The table's name.", hidden=True)] = "",
 ) -> None:  # fmt: skip
     """Time gsbn beside every installed peer. Ctrl-C keeps what is done."""
-    name = publish_as or ("ranks" if of_ranks else "kernelbench")
-    if (plot or checkout) and importlib.util.find_spec("matplotlib") is None:
+    if plot and importlib.util.find_spec("matplotlib") is None:
         _fail(f"plots need matplotlib: {machine.pip_install('cli')}")
-    if checkout:
-        try:
-            publish.page_of(checkout, name)
-        except ValueError as error:
-            _fail(str(error))
     kinds, directions = _names("--dtype", dtype, DTYPES), _names("--direction", direction, GEMMS_BY_DIRECTION)
     _names("--preset", [preset], [*PRESETS, *OF_MODELS])
     _names("--mode", [mode], MODES)
@@ -253,8 +243,7 @@ def bench_command(
     alone = {"--activation": activation, "--mode": mode != "training", "--no-scale": not scale}
     if model:
         _refuse(alone | {"--shape": shape, "--preset": preset, "--ranks": of_ranks, "--dtype": kinds, "--only": only,
-                         "--direction": directions, "--calls": calls, "--plot": plot, "--publish": checkout,
-                         "--gpus": gpus != 1},
+                         "--direction": directions, "--calls": calls, "--plot": plot, "--gpus": gpus != 1},
                 "--model takes no such option")  # fmt: skip
         compiled = not _names("--skip", skip.split(","), ["compile"])
         return _bench_model(model, as_json, compile=compiled, seconds=seconds)
@@ -291,11 +280,7 @@ def bench_command(
     if report.failure:
         _fail(report.failure)
     if report.interrupted:
-        raise typer.Exit(130)  # and publish nothing
-    if checkout and not (report.on_gpu and report.measured):
-        _fail("--publish: expected a GPU, as the pages have a GPU's figures")
-    if checkout:
-        show.print("Wrote " + ", ".join(map(str, publish.publish(report, bench.view, checkout, name))))
+        raise typer.Exit(130)
 
 
 class _Bench(NamedTuple):

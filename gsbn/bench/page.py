@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .case import DTYPES
@@ -160,12 +159,3 @@ def sources_of(report: Report) -> str:
     """The digests of the sources that were measured."""
     digest = report.environment["digest"]
     return f"Sources: gsbn/ `{digest['gsbn']}`, kernels/ `{digest['kernels']}`."
-
-
-def split(file: Path, name: str) -> tuple[str, str]:
-    """A page up to the first marker of a table, and from the second on; ValueError if one is missing."""
-    begin, end = f"<!-- results:{name} -->", f"<!-- /results:{name} -->"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if not (0 <= text.find(begin) < text.find(end)):
-        raise ValueError(f"{file}: expected a file with the lines {begin} and {end}")
-    return text[: text.find(begin) + len(begin)], text[text.find(end) :]

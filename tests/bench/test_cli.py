@@ -122,11 +122,6 @@ def test_the_models_are_smaller_without_a_gpu(monkeypatch: pytest.MonkeyPatch, t
     for absent in ("device", "graph", "MiB", "torch.compile"):
         assert absent not in result.stdout
     assert {row["candidate"] for row in json.loads(saved.read_text())["results"]} == {"pytorch", "gsbn"}
-    (tmp_path / "docs").mkdir()
-    for page in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
-        page.write_text("<!-- results:models --><!-- /results:models -->")
-    result = run(*quick, "--only", "pytorch", "--publish", str(tmp_path), "--publish-as", "models", status=1)
-    assert "--publish: expected a GPU" in result.stderr
 
 
 @pytest.mark.parametrize("command", [["info"], ["check", "--dtype", "float32", "--shape", "8,8,8"],
@@ -218,14 +213,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         yield lambda done, total, doing: os.kill(os.getpid(), signal.SIGINT) if done > 1.5 else None
 
     monkeypatch.setattr(cli, "_bar", bar)
-    saved, readme = tmp_path / "r.json", tmp_path / "README.md"
-    (tmp_path / "docs").mkdir()
-    marked = "<!-- results:kernelbench --><!-- /results:kernelbench -->"
-    for page in (readme, tmp_path / "docs" / "results.md"):
-        page.write_text(marked)
-    options = ["--json", str(saved), "--publish", str(tmp_path)]
-    result = run(*QUICK, "--mode", "both", "--only", "gsbn", *options, status=130)
-    assert readme.read_text() == marked, "half a table is not published"
+    saved = tmp_path / "r.json"
+    result = run(*QUICK, "--mode", "both", "--only", "gsbn", "--json", str(saved), status=130)
     assert "Interrupted" in result.stderr
     content = json.loads(saved.read_text())
     assert content["interrupted"]
@@ -291,9 +280,8 @@ def test_what_cannot_be_written_is_said_before_anything_runs(command: list[str],
     assert "expected a file" in folder
 
 
-def test_what_cannot_be_drawn_or_published_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert "--plot" in run(*QUICK, "--plot", str(tmp_path / "p.txt"), status=2).stderr
-    assert "results:kernelbench" in run(*QUICK, "--only", "gsbn", "--publish", str(tmp_path), status=1).stderr
 
 
 def test_warmup_for_no_gpu() -> None:

@@ -15,8 +15,8 @@ import pytest
 from gsbn._timing import median_interval
 from gsbn.bench import machine, models, page, trainee
 from gsbn.bench.case import ModelCase
-from gsbn.bench.publish import publish
 from gsbn.bench.report import Report, Result, Settings
+from tests.support.reports import publish
 
 torch = pytest.importorskip("torch")
 gsbn_torch = pytest.importorskip("gsbn.torch")
@@ -163,7 +163,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     results = tmp_path / "docs" / "results.md"
     results.write_text("before\n<!-- results:models -->\nold\n<!-- /results:models -->\nafter\n")
-    publish(report_of_a_gpu(), models.VIEW, tmp_path, "models")
+    publish(report_of_a_gpu(), tmp_path, "models")
     text = results.read_text()
     assert text.startswith("before\n<!-- results:models -->\n| model, widths") and text.endswith("after\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]

@@ -17,12 +17,13 @@ import pytest
 import gsbn
 from gsbn import bench
 from gsbn._timing import median_interval
-from gsbn.bench import front_page, machine
+from gsbn.bench import machine
 from gsbn.bench.candidate import COMPILED, NAMES
 from gsbn.bench.layers_page import EMULATED, SERIES, VIEW
 from gsbn.bench.picture import KIND_COLOURS, draw
-from gsbn.bench.publish import page_of, publish, publish_text
 from tests.support import ROOT
+from tests.support.reports import publish
+from tools import publish as tool
 
 
 def changed_since(results: Path) -> list[str]:
@@ -66,7 +67,7 @@ def test_publish_rewrites_only_what_is_between_the_markers(tmp_path: Path) -> No
     page = tmp_path / "docs" / "results.md"
     page.write_text("<!-- results:others -->\nkept\n<!-- /results:others -->\n" + MARKED)
     for _ in range(2):  # and again, to the same text
-        publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
+        publish(report_of_a_gpu(), tmp_path, "rows")
     text = page.read_text()
     assert text.startswith(
         "<!-- results:others -->\nkept\n<!-- /results:others -->\nbefore\n<!-- results:rows -->\n| B, I"
@@ -101,12 +102,21 @@ def test_publish_without_markers_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(MARKED)
     for name in ("kernelbench", "rows"):
         with pytest.raises(ValueError, match=rf"results.md: expected a file with the lines <!-- results:{name} -->"):
-            publish(report_of_a_gpu(), VIEW, tmp_path, name)
-    assert [p.name for p in tmp_path.iterdir()] == ["README.md"] and (tmp_path / "README.md").read_text() == MARKED
-    (tmp_path / "docs").mkdir()
+            publish(report_of_a_gpu(), tmp_path, name)
+    assert (tmp_path / "README.md").read_text() == MARKED and not list(tmp_path.rglob("*.png"))
     (tmp_path / "docs" / "results.md").write_text(MARKED.replace("<!-- /results:rows -->", ""))
     with pytest.raises(ValueError, match=r"results.md: expected a file with the lines"):
-        publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
+        publish(report_of_a_gpu(), tmp_path, "rows")
+
+
+def test_half_a_report_and_a_cpus_are_not_published(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "results.md"
+    page.write_text(MARKED)
+    for wrong in ({"interrupted": True}, {"device": "cpu"}, {"results": ()}):
+        with pytest.raises(ValueError, match=r"rows.json: expected all of a GPU's figures"):
+            publish(dataclasses.replace(report_of_a_gpu(), **wrong), tmp_path, "rows")
+        assert page.read_text() == MARKED
 
 
 def test_what_a_program_printed_is_published_with_its_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,15 +124,15 @@ def test_what_a_program_printed_is_published_with_its_stamp(tmp_path: Path, monk
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "results.md"
     page.write_text(MARKED + MARKED.replace("rows", "compare") + MARKED.replace("rows", "later"))
-    publish(report_of_a_gpu(), VIEW, tmp_path, "rows")
-    publish_text("\n  ms  speed\n", tmp_path, "compare")
+    publish(report_of_a_gpu(), tmp_path, "rows")
+    tool.publish_text("\n  ms  speed\n", tmp_path, "compare")
     assert "<!-- results:compare -->\n```\n  ms  speed\n```\n\nMeasured 2" in (text := page.read_text())
     today = report_of_a_gpu().date[:10]
     digest = machine.source_digests()
     key = f"gsbn {gsbn.__version__}, Sources: gsbn/ `{digest['gsbn']}`, kernels/ `{digest['kernels']}`"
     assert stamps(text) == {key: [f"rows {today}", f"compare {today}"], "not measured": ["later"]}
     monkeypatch.setattr(machine, "source_digests", lambda: digest | {"gsbn": "0123"})
-    publish_text("new", tmp_path, "compare")
+    tool.publish_text("new", tmp_path, "compare")
     assert len(stamps(page.read_text())) == 3, "other sources than the first table's"
 
 
@@ -149,9 +159,9 @@ def test_the_table_of_the_readme_is_of_several_reports(tmp_path: Path) -> None:
     page.write_text(MARKED.replace("rows", "kernelbench") + MARKED.replace("rows", "many"))
     marked = MARKED.replace("rows", "brief")
     readme.write_text(marked)
-    publish(report_of_a_gpu(), VIEW, tmp_path, "kernelbench")
+    publish(report_of_a_gpu(), tmp_path, "kernelbench")
     assert readme.read_text() == marked, "one of its reports is not there yet"
-    assert readme in publish(report_of_a_gpu("many"), VIEW, tmp_path, "many")
+    assert readme in publish(report_of_a_gpu("many"), tmp_path, "many")
     text = readme.read_text()
     assert text.startswith("before\n<!-- results:brief -->\n| layer | B, I, O |") and text.endswith("-->\nafter\n")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")][2:]
@@ -161,10 +171,10 @@ def test_the_table_of_the_readme_is_of_several_reports(tmp_path: Path) -> None:
     assert text.count("NVIDIA H200") == 1 and "Measured 2" in text, "the same day and machine"
     old = json.loads((saved := tmp_path / "docs" / "results" / "many.json").read_text()) | {"date": "2020-01-02T03"}
     saved.write_text(json.dumps(old))
-    assert front_page.publish(tmp_path) == [readme]
+    assert tool.publish_brief(tmp_path) == [readme]
     assert "tall: 2020-01-02, NVIDIA H200" in readme.read_text()
     readme.write_text("nothing\n")
-    assert front_page.publish(tmp_path) == [] and readme.read_text() == "nothing\n"
+    assert tool.publish_brief(tmp_path) == [] and readme.read_text() == "nothing\n"
 
 
 def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -226,9 +236,9 @@ OF_LAYERS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "h10
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
 def test_the_tables_are_those_of_the_published_reports() -> None:
     pages = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
-    reports = front_page.reports_of(ROOT, OF_LAYERS)
+    reports = tool.reports_of(ROOT, OF_LAYERS)
     assert set(reports) == set(OF_LAYERS)
-    assert f"<!-- results:brief -->\n{front_page.markdown(reports)}\n<!-- /results:brief -->" in pages[0]
+    assert f"<!-- results:brief -->\n{tool.brief(reports)}\n<!-- /results:brief -->" in pages[0]
     for name, report in reports.items():
         assert f"<!-- results:{name} -->\n{VIEW.markdown(report)}\n" in pages[1], name
     assert "results:" not in pages[0].replace("results:brief", ""), "the README has one table"
@@ -241,8 +251,8 @@ def test_make_bench_asks_for_what_there_is() -> None:
     tables = [line for line in told.stdout.replace("\\\n", "").splitlines() if "--gpus 0" in line]
     assert len(tables) == 12
     for line in tables:
-        (name,) = re.findall(r"--publish-as (\w+)", line)
-        assert page_of(ROOT, name)
+        (name,) = re.findall(r"--json docs/results/(\w+).json", line)
+        assert tool.split(ROOT / "docs" / "results.md", name)
         wanted = {each for text in re.findall(r"--only (\S+)", line) for each in text.split(",")}
         assert wanted <= set(NAMES)
         if name == "kernelbench":

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from gsbn._cuda import device as _device
 from gsbn._timing import median_interval
 from gsbn.bench import cli, libraries, machine, page, ranks
-from gsbn.bench.publish import publish
 from gsbn.bench.report import Report, Result, Settings
 from tests.bench import bad_ranks
+from tests.support.reports import publish
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
@@ -58,13 +58,9 @@ def test_the_cases_of_the_table() -> None:
 
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     saved, picture = tmp_path / "r.json", tmp_path / "r.svg"
-    (tmp_path / "docs").mkdir()
-    for file in (tmp_path / "README.md", tmp_path / "docs" / "results.md"):
-        file.write_text("<!-- results:ranks --><!-- /results:ranks -->")
     quick = ["--rounds", "7", "--turns", "1", "--seconds", "0.1", "--settle", "0", "--calls", "1", "--shape", "16,12,8"]
-    files = ["--json", str(saved), "--plot", str(picture), "--publish", str(tmp_path)]
-    result = command("--ranks", "2", *quick, "--dtype", "bfloat16", *files, status=1)
-    assert "--publish: expected a GPU" in result.stderr and "over gloo, on the CPU" in result.stderr
+    result = command("--ranks", "2", *quick, "--dtype", "bfloat16", "--json", str(saved), "--plot", str(picture))
+    assert "over gloo, on the CPU" in result.stderr
     assert "2 ranks, B rows each" in " ".join(result.stdout.split())
     assert "gsbn, group over gloo" in result.stdout and "in a graph" not in result.stdout
     assert picture.stat().st_size > 1000
@@ -131,7 +127,6 @@ def test_an_interruption_keeps_what_is_done() -> None:
         (["--ranks", "2", "--direction", "backward"], 2, "expected forward or step"),
         (["--ranks", "2", "--only", "gsbn-peer"], 2, "expected names among gemm"),
         (["--ranks", "2", "--skip", ",".join(ranks.ON_A_CPU)], 2, "leaves no candidate"),
-        (["--ranks", "2", "--publish", "nowhere"], 1, "<!-- results:ranks -->"),
     ],
 )
 def test_a_mistake_gets_a_sentence(arguments: list[str], status: int, said: str) -> None:
@@ -168,7 +163,7 @@ def test_what_is_published(tmp_path: Path) -> None:
     results = tmp_path / "docs" / "results.md"
     results.write_text("before\n<!-- results:ranks -->\nold\n<!-- /results:ranks -->\nafter\n")
     report = report_of_two_gpus()
-    publish(report, ranks.VIEW, tmp_path, "ranks")
+    publish(report, tmp_path, "ranks")
     text = results.read_text()
     assert text.startswith("before\n<!-- results:ranks -->\nForward in training, µs:\n\n| B, I, O | dtype |")
     assert "Training step (forward and backward), µs:" in text and text.endswith("after\n")
