@@ -39,7 +39,7 @@ constexpr bool MERGED_BY_MANY = sizeof(G) == 4;                   // several thr
 // If there are sums (splits > 0), every item merges those of its columns, and the items of the last rows write the
 // gradients of size O. Then, unless dg is null, it writes dg (m, n) of T, row pitch lddg, rows on 16 bytes; in
 // inference dg needs no sum. With TRANSPOSED it also writes the transpose (n, m), row pitch ld_transposed, through a
-// tile in shared memory, for cuBLAS's TF32, and rounded to it.
+// tile in shared memory, for cuBLAS's TF32.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     backward_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                 const char* workspace, T* dg, T* transposed, void* to_bias, void* to_scale, void* to_gamma,
@@ -99,8 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                     const Vector<T, VEC> out = write(i, row);
 #pragma unroll
                     for (int j = 0; j < VEC; ++j)
-                        from_float(rounded_to_tf32(static_cast<float>(out.at[j])),
-                                   turned(at_once.column + j, TILE - 1 - (i % STAGES * WARPS + warp)));
+                        turned(at_once.column + j, TILE - 1 - (i % STAGES * WARPS + warp)) = out.at[j];
                 });
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)

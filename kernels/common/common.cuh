@@ -40,16 +40,6 @@ __device__ __forceinline__ float multiply_no_ftz(float a, float b) {
 __device__ __forceinline__ void widen(float v, float& out) { out = v; }
 __device__ __forceinline__ void widen(float v, double& out) { asm("cvt.f64.f32 %0, %1;" : "=d"(out) : "f"(v)); }
 
-// The bits of a float rounded to TF32, which exists from compute capability 8.0 on. A tensor core cuts the last 13 bits
-// off: the products of numbers of one sign would then all be too small.
-__device__ inline unsigned rounded_to_tf32(unsigned v) {
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(v) : "f"(__uint_as_float(v)));
-#endif
-    return v;
-}
-__device__ inline float rounded_to_tf32(float v) { return __uint_as_float(rounded_to_tf32(__float_as_uint(v))); }
-
 // N adjacent elements that move as one access of up to 16 bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vector {

@@ -64,3 +64,9 @@ __device__ inline int weight_words(const P& p) {
 
 // Feature j of a lane's LANE_FEATURES; `quarter` is the lane's number among the four that share a row.
 __device__ constexpr int feature_of(int quarter, int j) { return CHUNK * (j / WORD) + WORD * quarter + j % WORD; }
+
+__device__ inline unsigned rounded_to_tf32(unsigned v) {
+    unsigned out;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(__uint_as_float(v)));
+    return out;
+}
