@@ -65,7 +65,7 @@ kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
 # The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
-brief = --turns 2 --seconds 1.2 --settle 0.5
+brief = --turns 2 --seconds 0.8 --settle 0.3
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
 forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
@@ -79,8 +79,8 @@ table_few = --preset few $(two) $(brief) $(forward)
 table_many_step = --preset many $(two) $(brief) $(step)
 table_few_step = --preset few $(two) $(brief) $(step)
 table_inference = $(inference:%=--shape %) --mode inference $(two) $(brief) --only gsbn,pytorch,compile,addmm
-table_models = --preset models $(brief)
-table_convolutions = --preset convolutions --dtype bfloat16 $(brief)
+table_models = --preset models $(brief) --turns 1
+table_convolutions = --preset convolutions --dtype bfloat16 $(brief) --turns 1
 table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
 tables = kernelbench autotune step many few many_step few_step inference models convolutions
@@ -100,7 +100,7 @@ table-compare: $(ready_test)
 	$(run) tools/publish.py --text compare < build/compare.txt
 
 ranks: $(ready_test)
-	$(run) -m gsbn bench --ranks 2 --seconds 3 --settle 1 --json docs/results/ranks.json $(ARGS)
+	$(run) -m gsbn bench --ranks 2 --seconds 1.5 --settle 0.5 --json docs/results/ranks.json $(ARGS)
 	$(run) tools/publish.py ranks
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 4 ]; then \
 		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
