@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,25 +34,21 @@ def load(names: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def float32_precision(precision: str) -> Iterator[None]:
-    """PyTorch's and CuPy's global float32 matmul precision, restored on the way out."""
+    """PyTorch's and CuPy's global precision of float32 products and convolutions, restored on the way out."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy") if has_gpu() else None
-    if torch is not None:
-        torch_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision == "high"  # of convolutions
-    if cupy is not None:
-        from cupy._core import _routines_linalg as core
-
-        cupy_before = core.get_compute_type("f")
-        core.set_compute_type("f", core.COMPUTE_TYPE_TF32 if precision == "high" else core.COMPUTE_TYPE_FP32)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         if torch is not None:
-            torch.set_float32_matmul_precision(torch_before[0])
-            torch.backends.cudnn.allow_tf32 = torch_before[1]
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision(precision)
+            cudnn = torch.backends.cudnn  # whose flags() sets all flags
+            same = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")}
+            stack.enter_context(cudnn.flags(**same, allow_tf32=precision == "high"))
         if cupy is not None:
-            core.set_compute_type("f", cupy_before)
+            from cupy._core import _routines_linalg as core
+
+            stack.callback(core.set_compute_type, "f", core.get_compute_type("f"))
+            core.set_compute_type("f", core.COMPUTE_TYPE_TF32 if precision == "high" else core.COMPUTE_TYPE_FP32)
+        yield
 
 
 def forget_compiled() -> None:

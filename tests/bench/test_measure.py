@@ -114,8 +114,13 @@ def test_ctrl_c_keeps_what_is_done() -> None:
     assert samples[2:] == [(32, 3), (32, 3)]
 
 
-def test_global_precision_is_restored() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_global_precision_is_restored(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ``torch.backends.disable_global_flags`` was called, as by PyTorch's own test suites."""
     torch = pytest.importorskip("torch")
+    backends = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(backends, "__allow_nonbracketed_mutation_flag", not frozen)
+    assert torch.backends.flags_frozen() == frozen
     before, of_convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     with contextlib.suppress(ZeroDivisionError), libraries.float32_precision("high"):
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
