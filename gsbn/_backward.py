@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
@@ -349,4 +350,38 @@ BACKWARD = Operation(
     on_cpu=_on_cpu,
     within=_within,
     before=_check_versions,
+)
+
+
+# ---- channels first: see _forward/channels_first.py ------------------------------------------------------------------
+
+
+def _channels_first_program(views: Views, options: Any, gpu: Any, limits: Any, *_: Any) -> Any:
+    how, length = options
+    dy, x, weight = views["dy"], views["x"], views["weight"]
+    assert dy is not None
+    (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
+    given = dict(zip(VECTOR_PARAMETERS, how.dtypes, strict=True))
+    at = _plan.Matrix((k, 1), True)
+    w_at = at if weight is None else matrix_of(weight)
+    p = _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), at, w_at, at, limits)
+    return _plan.plan_backward_channels_first(
+        p,
+        length,
+        needs=how.needs,
+        dtypes={name: dtype for name, dtype in given.items() if dtype is not None},
+        activation=how.activation,
+        wide=how.wide,
+        in_place=how.in_place,
+    )
+
+
+BACKWARD_CHANNELS_FIRST = replace(
+    BACKWARD,
+    name="backward_channels_first",
+    check=lambda kind, arrays, options, *more: BACKWARD.check(kind, arrays, options[0], *more),
+    program=_channels_first_program,
+    returns=lambda program, views, options: BACKWARD.returns(program, views, options[0]),
+    within=lambda options, held: (BACKWARD.within(options[0], held), options[1]),
+    before=None,
 )

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ._renorm import OFF, ratio_and_shift, renorm_of
-
 Array = NDArray[Any]
 
 
@@ -27,29 +25,6 @@ def vector_of(name: str, a: ArrayLike, dtype: DTypeLike, features: int) -> Array
     if vector.shape != (features,):
         raise ValueError(f"{name}: expected shape ({features},), got {vector.shape}")
     return vector
-
-
-def correction_of(
-    renorm: Any,
-    batches: int | None,
-    mean: Array,
-    sigma: Array,
-    old_mean: Array | None,
-    old_var: Array | None,
-    eps: float,
-) -> tuple[Any, Any]:
-    """ρ and δ of `gsbn.reference`, which are r and d of `Renorm`; `batches`: the count before this batch."""
-    if renorm is None:
-        return 1, 0
-    if old_mean is None or old_var is None:
-        raise ValueError("running_mean: expected the running statistics with renorm, got None")
-    given = renorm if isinstance(renorm, tuple) else (*np.asarray(renorm, np.float64), 0)
-    *limits, warmup = renorm_of(given)
-    if warmup and batches is None:
-        raise ValueError("num_batches_tracked: expected a count with renorm's warmup, got None")
-    if batches is not None and warmup > max(batches, 0):
-        limits = list(OFF)
-    return ratio_and_shift(limits, mean, sigma, old_mean, np.sqrt(old_var + eps))
 
 
 def scale_of(scale: ArrayLike | None, dtype: DTypeLike, features: int) -> Array:

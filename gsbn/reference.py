@@ -45,8 +45,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from ._activations import activation_of
 from ._arrays.check import checked_activation
 from ._arrays.check import needs as checked_needs
-from ._operands import affine_of, correction_of, count_of, matrix_of, statistics_of, vector_of
-from ._renorm import Renorm
+from ._operands import affine_of, count_of, matrix_of, statistics_of, vector_of
+from ._renorm import OFF, Renorm, ratio_and_shift, renorm_of
 from ._typing import A_co, Activation, NamedTuple
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
@@ -166,7 +166,7 @@ def forward(
     mean += rest
     var = np.einsum("ij,ij->j", d, d) / rows
     sigma = np.sqrt(s * s * var + eps)
-    ratio, shift = correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
+    ratio, shift = _correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
     d *= gamma * s / sigma * ratio
     d += beta if renorm is None else gamma * shift + beta
     if f is not None:
@@ -295,7 +295,7 @@ def backward(
         count = max(rows, 1)
         sigma = np.sqrt(s * s * np.einsum("ij,ij->j", d, d) / count + eps)
         batches = None if num_batches_tracked is None else count_of(num_batches_tracked)
-        ratio, shift = correction_of(renorm, batches, s * (mean + rest + b), sigma, old_mean, old_var, eps)
+        ratio, shift = _correction_of(renorm, batches, s * (mean + rest + b), sigma, old_mean, old_var, eps)
         r = 1 / sigma
         dy_d = ratio * np.einsum("ij,ij->j", dy, d)
         dg = gamma * s * r * (ratio * (dy - dy_sum / count) - d * (s * s * r * r * dy_d / count))
@@ -401,3 +401,26 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     bits = odd.view(np.uint32)
     bits |= inexact
     return odd.astype(dtype)
+
+
+def _correction_of(
+    renorm: Any,
+    batches: int | None,
+    mean: Array,
+    sigma: Array,
+    old_mean: Array | None,
+    old_var: Array | None,
+    eps: float,
+) -> tuple[Any, Any]:
+    """ρ and δ, which are r and d of `Renorm`; `batches`: the count before this batch."""
+    if renorm is None:
+        return 1, 0
+    if old_mean is None or old_var is None:
+        raise ValueError("running_mean: expected the running statistics with renorm, got None")
+    given = renorm if isinstance(renorm, tuple) else (*np.asarray(renorm, np.float64), 0)
+    *limits, warmup = renorm_of(given)
+    if warmup and batches is None:
+        raise ValueError("num_batches_tracked: expected a count with renorm's warmup, got None")
+    if batches is not None and warmup > max(batches, 0):
+        limits = list(OFF)
+    return ratio_and_shift(limits, mean, sigma, old_mean, np.sqrt(old_var + eps))

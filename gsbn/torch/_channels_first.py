@@ -12,9 +12,9 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from .._arrays.check import checked_activation
-from .._backward import How
-from .._channels_first import BACKWARD_CHANNELS_FIRST, FORWARD_CHANNELS_FIRST
+from .._backward import BACKWARD_CHANNELS_FIRST, How
 from .._cuda import kernels
+from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._host.run import call, run
 from .._plan import channels_first_obstacle
 from ..reference import Gradients
@@ -63,7 +63,7 @@ def channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], state: Any, op
 
 
 def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activation: Any, *, saves: bool) -> Any:
-    """y, or (y, saved), as the matrices of _channels_first.py in gsbn."""
+    """y, or (y, saved), as the matrices of gsbn/_forward/channels_first.py."""
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
     arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None

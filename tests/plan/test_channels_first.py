@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gsbn._backward import How
-from gsbn._channels_first import BACKWARD_CHANNELS_FIRST, FORWARD_CHANNELS_FIRST
+from gsbn._backward import BACKWARD_CHANNELS_FIRST, How
+from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST
 from gsbn._host.run import call, run
 from gsbn._plan import (
     Device,

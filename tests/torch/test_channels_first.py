@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from gsbn._backward import How  # noqa: E402
-from gsbn._channels_first import BACKWARD_CHANNELS_FIRST, FORWARD_CHANNELS_FIRST  # noqa: E402
+from gsbn._backward import BACKWARD_CHANNELS_FIRST, How  # noqa: E402
+from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST  # noqa: E402
 from gsbn._host.run import ANY, call, run  # noqa: E402
 from gsbn._plan import Limits  # noqa: E402
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES  # noqa: E402
