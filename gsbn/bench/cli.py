@@ -316,12 +316,12 @@ def _of_layers(
     return _Bench(layers_page.VIEW, NAMES, names(gpu), notice, layers.run, todo)
 
 
-def _of_models(cases: Callable[..., list[ModelCase]], kinds: list[str]) -> _Bench:
+def _of_models(every: Callable[..., list[ModelCase]], kinds: list[str]) -> _Bench:
     if unknown := [kind for kind in kinds if kind not in models.KINDS]:
         said = f"expected {' or '.join(models.KINDS)} for models, got {unknown[0]}"
         raise typer.BadParameter(said, param_hint="'--dtype'")
     gpu = libraries.has_gpus()
-    todo, usual = cases(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
+    todo, usual = every(kinds or models.KINDS, gpu), models.NAMES if gpu else models.ON_A_CPU
     notice = "" if gpu else "No GPU that PyTorch and CuPy see: smaller models, on the CPU."
     return _Bench(models.VIEW, models.NAMES, usual, notice, models.run, todo)
 
