@@ -67,6 +67,7 @@ class Good:
     stream: str
     thread: bool  # run in a new thread, whose first CUDA call is gsbn's
     capture: bool
+    linear: bool = False  # a call of gsbn.linear; the recipe is one of inference
 
 
 def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
@@ -120,7 +121,15 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     if rng.random() < 0.5:  # else with a mean and a spread
         usual = replace(recipe, offset=0.0, spread=1.0, family=rng.choice(list(FAMILIES)))
         good = replace(good, recipe=usual)
-    return good
+    return without_norm(good) if rng.random() < 0.12 else good
+
+
+def without_norm(good: Good) -> Good:
+    """The same of `gsbn.linear`: the layer has no vectors but the bias."""
+    given = tuple(name for name in good.recipe.given if name in ("bias", "out"))
+    recipe = replace(good.recipe, training=False, eps=0.0, momentum=0.1, scale="none", renorm=None, given=given)
+    needs = good.needs and tuple(name for name in good.needs if name in ("x", "weight", "bias"))
+    return replace(good, recipe=recipe, needs=needs, number=None, prepared=False, integers=False, linear=True)
 
 
 def draw_shape(rng: random.Random, dtype: str, training: bool, multiple: int) -> tuple[int, int, int]:
@@ -181,11 +190,13 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
 
     def call() -> dict[str, Any]:
         operands = {name: view for name, view in views.items() if name != "dy"}
-        options = {**case.recipe.options, "precision": case.precision, "gemm": case.gemm, "sms": case.sms}
+        options: dict[str, Any] = {"activation": case.recipe.activation} if case.linear else case.recipe.options
+        options |= {"precision": case.precision, "gemm": case.gemm, "sms": case.sms}
         options |= {} if case.number is None else {"scale": case.number}
+        layer = gsbn.linear if case.linear else gsbn.forward
         if case.needs is None:
-            return {"y": gsbn.forward(**operands, **options)}
-        y, saved = gsbn.forward(**operands, **options, return_saved=True)
+            return {"y": layer(**operands, **options)}
+        y, saved = layer(**operands, **options, return_saved=True)
         saved = saved._replace(gemm=case.products or saved.gemm)
         gradients = gsbn.backward(views["dy"], saved, needs=case.needs, sms=case.sms)
         return {"y": y, **{f"d{name}": gradient for name, gradient in gradients._asdict().items()}}
@@ -247,6 +258,9 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     """Raise unless every result is within its bound."""
     recipe, operands = case.recipe, without_out({name: a for name, a in arrays.items() if name != "dy"})
     operands |= {} if case.number is None else {"scale": np.array(case.number, np.float64)}
+    if case.linear:  # an inference that normalises nothing
+        zeros = np.zeros(recipe.shape[2], "f8" if recipe.dtype == "float64" else "f4")
+        operands |= {"running_mean": zeros, "running_var": zeros + 1}
     if recipe.shape[0] == 0:
         assert not any(got[name].any() for name in got if name not in STATISTICS), "gradients of no rows are zero"
         assert COUNT not in got or got[COUNT] == arrays[COUNT] + recipe.training

@@ -80,6 +80,23 @@ def test_what_is_wrong_is_found(part: str, message: str | None, monkeypatch: pyt
         judge_good(case)
 
 
+def test_layers_without_a_norm_are_drawn_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in (draw_good(seed, ("numpy",)) for seed in range(100)) if case.linear]
+    assert len(cases) > 5 and {case.needs is None for case in cases} == {False, True}
+    case = next(case for case in cases if min(case.recipe.shape) > 1)
+    assert judge_good(case)
+    honest = gsbn.linear
+
+    def wrong(**call: Any) -> Any:
+        found = honest(**call)
+        (found[0] if isinstance(found, tuple) else found)[-1, -1] += 1
+        return found
+
+    monkeypatch.setattr(gsbn, "linear", wrong)
+    with pytest.raises(AssertionError, match=r"^y\["):
+        judge_good(case)
+
+
 def test_a_gradient_of_other_signs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one element of dy passes where y is zero, dbeta is wrong: for integers it must be exact."""
     recipe = Case((9, 5, 4), "bfloat16", training=True, activation="relu")
