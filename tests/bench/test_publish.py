@@ -230,7 +230,7 @@ def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: 
 
 
 PUBLISHED = ROOT / "docs" / "results"
-OF_LAYERS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "h100")
+OF_LAYERS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "inference", "h100")
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
