@@ -65,6 +65,7 @@ kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
 # The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
+once = --turns 1 --seconds 0.8 --settle 0.3
 brief = --turns 2 --seconds 0.8 --settle 0.3
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
@@ -79,8 +80,8 @@ table_few = --preset few $(two) $(brief) $(forward)
 table_many_step = --preset many $(two) $(brief) $(step)
 table_few_step = --preset few $(two) $(brief) $(step)
 table_inference = $(inference:%=--shape %) --mode inference $(two) $(brief) --only gsbn,pytorch,compile,addmm
-table_models = --preset models $(brief) --turns 1
-table_convolutions = --preset convolutions --dtype bfloat16 $(brief) --turns 1
+table_models = --preset models $(once)
+table_convolutions = --preset convolutions --dtype bfloat16 $(once)
 table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
 tables = kernelbench autotune step many few many_step few_step inference models convolutions

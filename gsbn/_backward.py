@@ -276,8 +276,7 @@ def _program(
     assert dy is not None
     (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
     x_at, w_at = (_plan.Matrix((k, 1), True) if view is None else matrix_of(view) for view in (x, weight))
-    given = dict(zip(VECTOR_PARAMETERS, how.dtypes, strict=True))
-    dtypes = {name: dtype for name, dtype in given.items() if dtype is not None}
+    dtypes = _given_dtypes(how)
     if ranks is not None:
         ranks = ranks._replace(signature=signature(f"backward of {n} features, {dy.dtype}"))
     p = _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), x_at, w_at, matrix_of(dy), limits)
@@ -299,6 +298,12 @@ def _program(
         y=matrix_of(deviations) if how.identity and deviations is not None else None,
     )
     return _plan.plan_backward(p, asked)
+
+
+def _given_dtypes(how: How) -> dict[str, str]:
+    """The dtypes of the forward's vectors, of those that it had."""
+    given = zip(VECTOR_PARAMETERS, how.dtypes, strict=True)
+    return {name: dtype for name, dtype in given if dtype is not None}
 
 
 def _within(how: How, held: int) -> How:
@@ -356,12 +361,13 @@ BACKWARD = Operation(
 # ---- channels first: see _forward/channels_first.py ------------------------------------------------------------------
 
 
-def _channels_first_program(views: Views, options: Any, gpu: Any, limits: Any, *_: Any) -> Any:
+def _channels_first_program(
+    views: Views, options: tuple[How, int], gpu: _plan.Device, limits: _plan.Limits, *_: Any
+) -> Program:
     how, length = options
     dy, x, weight = views["dy"], views["x"], views["weight"]
     assert dy is not None
     (m, n), k = dy.shape, next((view.shape[1] for view in (x, weight) if view is not None), 1)
-    given = dict(zip(VECTOR_PARAMETERS, how.dtypes, strict=True))
     at = _plan.Matrix((k, 1), True)
     w_at = at if weight is None else matrix_of(weight)
     p = _plan.Matmul(m, n, k, dy.dtype, gpu.at_most(how.sms), at, w_at, at, limits)
@@ -369,7 +375,7 @@ def _channels_first_program(views: Views, options: Any, gpu: Any, limits: Any, *
         p,
         length,
         needs=how.needs,
-        dtypes={name: dtype for name, dtype in given.items() if dtype is not None},
+        dtypes=_given_dtypes(how),
         activation=how.activation,
         wide=how.wide,
         in_place=how.in_place,

@@ -153,17 +153,17 @@ class _Backward:
         dx = choose_product("dx", of_dx, precision, gemm) if linear and "x" in needs else None
         dw = choose_product("dw", of_dw, precision, gemm, asked.wide) if linear and "weight" in needs else None
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major. A transpose takes less, except of
-        # small products: on an H200 it lost 2 to 28 % up to this limit, and won up to 32 % from four times as much on.
+        # small products: on an H200 it lost 2 to 28 % up to this limit, and beyond it between -8 and +32 % were won.
         small = p.m <= 2048 and p.m * p.m * n * k <= 2**38
-        transposes = dtype == "float32" and precision == "high" and not small
-        ld_transposed = round_up(p.m, 16 // size) if transposes and dw is not None and dw.gemm == "cublas" else 0
+        may_transpose = dtype == "float32" and precision == "high" and not small
+        ld_transposed = round_up(p.m, 16 // size) if may_transpose and dw is not None and dw.gemm == "cublas" else 0
 
         skinny = dual = None
         if gemm in ("auto", "tiled") and norm and linear and training:
             skinny = skinny_backward(p._replace(y=dy), asked.activation, asked.renorm)
         passes = cut_passes(
             p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
-            transposes=transposes, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
+            may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
             identity=asked.identity, renorm=asked.renorm,
         )  # fmt: skip
         if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:

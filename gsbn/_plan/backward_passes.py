@@ -35,11 +35,11 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 
 def cut_passes(
-    p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, transposes: bool, transposed: bool,
+    p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, may_transpose: bool, transposed: bool,
     activation: Any, where: str | None, identity: bool, renorm: bool,
 ) -> Passes:  # fmt: skip
-    """Divide dy, p's y, among CTAs. `transposes`: such a call may need dg's transpose, `transposed`: this one does;
-    `where`: the sums of other ranks arrive "inside" a launch or "between" two.
+    """Divide dy, p's y, among CTAs. `may_transpose`: with other `needs` the call would write dg's transpose,
+    `transposed`: it does; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
 
     `identity`: the layer has no norm, and y takes the place of the deviations. `renorm`: batch renormalisation.
     """
@@ -47,7 +47,7 @@ def cut_passes(
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
     # on which gradients are wanted, so that all have the same bits.
     blocks, row_threads = row_threads_for(n, 16 // size)
-    if transposes and not skinny:
+    if may_transpose and not skinny:
         blocks, row_threads = ceil_div(n, 128), 32
     step = ROW_STAGES * (THREADS // row_threads)
     # threads that merge a column (merge_splits)
@@ -60,7 +60,7 @@ def cut_passes(
     splits = ceil_div(splits, sharing)
     row_blocks, dg_rows = split_rows(m, blocks, device.ctas(DG_CTAS), step)
     # Fused: one CTA or cluster has all rows of its columns, and needs no other sums.
-    fused = sums and where != "between" and not transposes
+    fused = sums and where != "between" and not may_transpose
     resident = (device.with_room() if where else device).ctas(FUSED_CTAS)
     saved_dtype = dtype if identity else deviations_dtype(dtype, m, training=training)
     # 64 bytes of a row; more, if all CTAs are resident at once only then

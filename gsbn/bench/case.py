@@ -122,25 +122,25 @@ class Case:
 @dataclass(frozen=True)
 class ModelCase:
     """A training step of a stack of layers without bias: their widths, the number of rows, and the dtype (bfloat16 is
-    autocast over float32). `head` names a class of `_heads` that is made of the widths instead. With `places`, (L,) or
-    (H, W), the layers are 1×1 convolutions, and each place of a sample is a row; `last`: channels are adjacent."""
+    autocast over float32). `head` names a class of `_heads` that is made of the widths instead. With `spatial`, (L,)
+    or (H, W), the layers are 1×1 convolutions, and each pixel of a sample is a row; `channels_last` is how x lies."""
 
     widths: tuple[int, ...]
     rows: int
     kind: str
     head: str = ""
-    places: tuple[int, ...] = ()
-    last: bool = False
+    spatial: tuple[int, ...] = ()
+    channels_last: bool = False
 
     @property
     def layers(self) -> str:
         """The model in few characters: equal layers are counted."""
         if self.head:
             return f"{self.head} {', '.join(map(str, self.widths))}"
+        if self.spatial:
+            sizes = " × ".join(map(str, self.spatial))
+            return f"{'→'.join(map(str, self.widths))} at {sizes}{', channels last' * self.channels_last}"
         first, *rest = self.widths
-        if self.places:
-            sizes = " × ".join(map(str, self.places))
-            return f"{'→'.join(map(str, self.widths))} at {sizes}{', channels last' * self.last}"
         if len(rest) > 3 and len(set(self.widths)) == 1:
             return f"{len(rest)} × {first}"
         return "→".join(map(str, self.widths))

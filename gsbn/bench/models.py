@@ -79,11 +79,11 @@ def cases(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
 def convolutions(kinds: Sequence[str] = KINDS, gpu: bool = True) -> list[ModelCase]:
     """Stacks of 1×1 convolutions, contiguous and with channels last; without a GPU, smaller ones."""
     found = []
-    for widths, samples, places in CONVOLUTIONS:
+    for widths, samples, spatial in CONVOLUTIONS:
         if not gpu:
-            widths, samples, places = tuple(width // 8 for width in widths), 2, tuple(min(n, 16) for n in places)
-        rows = samples * math.prod(places)
-        found += [ModelCase(widths, rows, kind, "", places, last) for kind in kinds for last in (False, True)]
+            widths, samples, spatial = tuple(width // 8 for width in widths), 2, tuple(min(n, 16) for n in spatial)
+        rows = samples * math.prod(spatial)
+        found += [ModelCase(widths, rows, kind, "", spatial, last) for kind in kinds for last in (False, True)]
     return found
 
 
@@ -128,16 +128,16 @@ class _ModelRun(CaseRun):
 
     def _stack(self, torch: Any) -> tuple[Any, Any]:
         """A stack of layers, and its inputs."""
-        nn, widths, places = torch.nn, self.case.widths, self.case.places
+        nn, widths, spatial = torch.nn, self.case.widths, self.case.spatial
         linear, norm = nn.Linear, nn.BatchNorm1d
-        if places:
-            norm = nn.BatchNorm1d if len(places) == 1 else nn.BatchNorm2d
-            linear = functools.partial(nn.Conv1d if len(places) == 1 else nn.Conv2d, kernel_size=1)
+        if spatial:
+            norm = nn.BatchNorm1d if len(spatial) == 1 else nn.BatchNorm2d
+            linear = functools.partial(nn.Conv1d if len(spatial) == 1 else nn.Conv2d, kernel_size=1)
         layers: list[Any] = []
         for a, b in itertools.pairwise(widths):
             layers += [linear(a, b, bias=False), norm(b), nn.ReLU()]
-        x = torch.randn(self.case.rows // math.prod(places), widths[0], *places)
-        if self.case.last:
+        x = torch.randn(self.case.rows // math.prod(spatial), widths[0], *spatial)
+        if self.case.channels_last:
             x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         return nn.Sequential(*layers), (x,)
 

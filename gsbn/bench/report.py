@@ -122,10 +122,10 @@ class Result:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Result:
-        """The result that ``row()`` is of, but for how many samples its medians are of."""
+        """The result that ``row()`` is of, but for how many samples its medians are of; an old row may lack fields."""
         row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         kind = ModelCase if "widths" in row else Case
-        case = kind(**{each.name: row.pop(each.name) for each in fields(kind)})
+        case = kind(**{each.name: row.pop(each.name) for each in fields(kind) if each.name in row})
         times = {}
         for way in [key[: -len("_low_us")] for key in row if key.endswith("_low_us")]:
             found = {name: row.pop(f"{way}{end}") for name, end in ENDS.items()}

@@ -147,7 +147,7 @@ def test_a_step(
     shape: tuple[int, int, int], activation: Any, dtype: str, precision: str, training: bool, name: str, gemm: str
 ) -> None:
     if dtype == "float64" and shape == SHAPES["several tiles"]:
-        shape = (300, 72, 136)  # of 64 x 64; the truth is in long double, for which there is no BLAS
+        shape = (300, 72, 136)  # several tiles of 64 x 64; the truth is in long double, without a BLAS
     arrays, options = drawn(shape, dtype, training, activation)
     assert_step_within(kind_of(name), arrays, draw_dy(arrays), options, gemm, precision)
 

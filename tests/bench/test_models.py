@@ -52,18 +52,18 @@ def test_the_convolutions_of_the_table() -> None:
         ("64→64→128→1024 at 4096", 131072),
         ("512→512→512 at 512", 8192),
     ]
-    assert chosen[-1].layers == "256→512→256 at 14 × 14, channels last" and not chosen[-2].last
+    assert chosen[-1].layers == "256→512→256 at 14 × 14, channels last" and not chosen[-2].channels_last
 
 
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("places", [(16,), (4, 5)])
-def test_convolutions_on_the_cpu(places: tuple[int, ...], last: bool) -> None:
-    case = ModelCase((12, 16, 8), 2 * math.prod(places), "float32", "", places, last)
+@pytest.mark.parametrize("spatial", [(16,), (4, 5)])
+def test_convolutions_on_the_cpu(spatial: tuple[int, ...], last: bool) -> None:
+    case = ModelCase((12, 16, 8), 2 * math.prod(spatial), "float32", "", spatial, last)
     run = models._ModelRun(case, models.ON_A_CPU, "cpu", QUICK)
     plain, (x,), *_ = run.plain
-    assert x.shape == (2, 12, *places) and (x.stride(1) == 1) == last
-    assert isinstance(plain[0], torch.nn.Conv1d if len(places) == 1 else torch.nn.Conv2d) and len(plain) == 6
+    assert x.shape == (2, 12, *spatial) and (x.stride(1) == 1) == last
+    assert isinstance(plain[0], torch.nn.Conv1d if len(spatial) == 1 else torch.nn.Conv2d) and len(plain) == 6
     for result in models.run([case], models.ON_A_CPU, QUICK).by_case()[case].values():
         assert result.times and result.facts["error"] < 1e-5
 
@@ -103,6 +103,8 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
     report.save_json(tmp_path / "r.json")
     again = Report.load(tmp_path / "r.json")
     assert models.VIEW.markdown(again) == models.VIEW.markdown(report)
+    older = {name: value for name, value in report.results[0].row().items() if name not in ("spatial", "channels_last")}
+    assert Result.of_row(older).case == report.results[0].case
 
 
 @pytest.mark.usefixtures("cpu")

@@ -230,17 +230,17 @@ def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: 
 
 
 PUBLISHED = ROOT / "docs" / "results"
-OF_LAYERS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "inference", "h100")
+REPORTS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "inference", "h100", "models")
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
 def test_the_tables_are_those_of_the_published_reports() -> None:
     pages = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results.md").read_text()
-    reports = tool.reports_of(ROOT, OF_LAYERS)
-    assert set(reports) == set(OF_LAYERS)
+    reports = tool.reports_of(ROOT, REPORTS)
+    assert set(reports) == set(REPORTS)
     assert f"<!-- results:brief -->\n{tool.brief(reports)}\n<!-- /results:brief -->" in pages[0]
     for name, report in reports.items():
-        assert f"<!-- results:{name} -->\n{VIEW.markdown(report)}\n" in pages[1], name
+        assert f"<!-- results:{name} -->\n{tool.VIEWS[report.bench].markdown(report)}\n" in pages[1], name
     assert "results:" not in pages[0].replace("results:brief", ""), "the README has one table"
 
 
