@@ -151,7 +151,9 @@ class _Backward:
         of_dx = Matmul(p.m, k, n, dtype, p.device, rows, p.w.T, Matrix((k, 1), True), p.limits)
         of_dw = Matmul(n, k, p.m, dtype, p.device, rows.T, p.x.T, Matrix((k, 1), True), p.limits)
         dx = choose_product("dx", of_dx, precision, gemm) if linear and "x" in needs else None
-        dw = choose_product("dw", of_dw, precision, gemm, asked.wide) if linear and "weight" in needs else None
+        dw = None
+        if linear and "weight" in needs:
+            dw = choose_product("dw", of_dw, precision, gemm, asked.wide, whole_rows=dg)
         # cuBLAS' TF32 takes 1.5 to 1.8 times as long if both operands are MN-major. A transpose takes less, except of
         # small products: on an H200 it lost 2 to 28 % up to this limit, and beyond it between -8 and +32 % were won.
         small = p.m <= 2048 and p.m * p.m * n * k <= 2**38
@@ -175,7 +177,7 @@ class _Backward:
         if skinny is not None:
             ld_transposed = 0
         if ld_transposed and dw is not None:
-            dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)))
+            dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)), padded=None)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
         self.chosen = Chosen(dg, sums, passes, dy, y, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
 

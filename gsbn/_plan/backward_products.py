@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .copies import in_rows, on_words
-from .cost import copies_us, ieee_us, product_us
+from .cost import copies_us, ieee_us, product_us, word_of
 from .declared import flags
 from .gemm import (
     LEAST_TERMS,
@@ -22,9 +22,9 @@ from .gemm import (
 )
 from .h200_products import PRODUCTS
 from .limbs import SCRATCH, Operand, Splits, lay_out, limb_pitch, split_of
-from .problem import INT32_MAX, ITEMSIZE, Matmul, ceil_div
+from .problem import INT32_MAX, ITEMSIZE, Matmul, Matrix, ceil_div, round_up
 from .products import Limbs, reduce_split_k, sm90_gemm
-from .program import ABSENT, Builder, Program
+from .program import ABSENT, Builder, Copy, Program
 from .skinny import for_skinny, skinny_product_for
 from .sm90_variants import BLOCKS_M, CLUSTERS, SM90_BLOCK_N, by_limbs, element_for
 from .sources import Kernel
@@ -47,6 +47,7 @@ class Product(NamedTuple):
     wide: bool = False  # c is float32, of 16-bit operands
     rows: int = 0  # of each CTA of skinny_product but the last; 0 for other kernels
     tall: Tall | None = None  # the launches of tall_product, for dw
+    padded: Matmul | None = None  # p as cuBLAS takes it, if that is with longer rows
 
     @property
     def of_limbs(self) -> bool:
@@ -91,7 +92,7 @@ def plan_product(p: Matmul, precision: str, gemm: str) -> Program:
     doubtful = product.of_limbs and ieee_us(p, PRODUCTS) < LEAST_GAIN * _limbs_us(product.p)
     if doubtful and gemm == "auto" and cublas_obstacle(p) is None:
         product = choose_product("dx", q, precision, "cublas")
-    if product.gemm == "cublas":  # which takes more layouts
+    if product.gemm == "cublas" and product.padded is None:  # which takes more layouts
         product = product._replace(p=for_cublas(p, element_for(p.dtype, precision)))
     limbs, _ = split_limbs_of(product, None, 0, own=False)
     c = build.make("c", (p.m, p.n), p.dtype)
@@ -123,7 +124,13 @@ def _multiply(
         build.launch(tall.kernel, tall.ctas, fields, passed, TALL_THREADS, made_of=product)
         reduce_split_k(build, tall.parts, parts, c, (p.m, p.n), p.dtype)
     elif product.kernel is None:
-        build.gemm(p, precision, *operands, wide=product.wide)
+        a, b, c = operands
+        q = product.padded or p
+        dtype = "float32" if product.wide else p.dtype
+        to = build.make(f"padded {c}", (q.m, q.n), dtype, scratch=True) if q.y.own else c
+        build.gemm(q, precision, a, b, to, wide=product.wide)
+        if to != c:
+            build.copy(Copy(to, c, (p.m, p.n), ITEMSIZE[dtype], q.y, p.y))
     else:
         axis = 0 if product.rows else 1  # skinny_product takes b K-major, gemm_tiled MN-major
         size, ldw = ITEMSIZE[p.dtype], p.w.strides[axis]
@@ -134,8 +141,11 @@ def _multiply(
         build.launch(product.kernel, product.grid, fields, passed, product.block, made_of=product)
 
 
-def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool = False) -> Product:
-    """Which GEMM computes dx or dw; `wide`: in float32, of 16-bit operands."""
+def choose_product(
+    name: str, p: Matmul, precision: str, gemm: str, wide: bool = False, *, whole_rows: bool = False
+) -> Product:
+    """Which GEMM computes dx or dw; `wide`: in float32, of 16-bit operands; `whole_rows`: dg's memory has all elements
+    of its rows up to their pitch."""
     obstacle, element = cublas_obstacle(p), element_for(p.dtype, precision)
     if gemm == "cublas" and obstacle is not None:
         raise ValueError(f"gemm: expected a choice that can serve this call, got 'cublas' in the forward: {obstacle}")
@@ -164,13 +174,11 @@ def choose_product(name: str, p: Matmul, precision: str, gemm: str, wide: bool =
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
     ours = p if is_mn_major(p) else p._replace(w=copied)
-    theirs = for_cublas(p, element)
-    if ours.w.own and p.dtype != "float64":
-        theirs = min(theirs, ours, key=lambda q: _cublas_us(q, element))
-    if _wants_sm90(ours, gemm, obstacle, theirs):
+    theirs, padded = _for_cublas(p, ours, element, whole_rows=whole_rows)
+    if _wants_sm90(ours, gemm, obstacle, theirs, padded):
         return product("sm90", ours)
     if gemm != "tiled" and obstacle is None:
-        return product("cublas", theirs)
+        return product("cublas", theirs)._replace(padded=padded)
     return product("tiled", p if p.w.strides[0] == 1 else p._replace(w=copied), tiled(p, name, wide=wide))
 
 
@@ -232,9 +240,32 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
     return p.k >= LEAST_TERMS and min(p.m, p.n) > 1 and _limbs_us(taken) < ieee_us(p, PRODUCTS)
 
 
-def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> bool:
+def _for_cublas(p: Matmul, ours: Matmul, element: str, *, whole_rows: bool) -> tuple[Matmul, Matmul | None]:
+    """The product with the copies that cuBLAS wants, perhaps those of forward_sm90; and `_padded`, if it takes that."""
+    theirs, padded = for_cublas(p, element), _padded(ours, whole_rows=whole_rows)
+    if p.dtype == "float64":
+        return theirs, None
+    ways = [(theirs, None), (ours, None), (ours, padded)]
+    return min(ways[: 2 + (padded is not None)], key=lambda way: _cublas_us(way[1] or way[0], element))
+
+
+def _padded(p: Matmul, *, whole_rows: bool) -> Matmul | None:
+    """The product with m and n rounded up to 16 bytes, where memory is contiguous along them; None if it is p.
+
+    cuBLAS has its fast kernels only for such sizes, whatever the pitch. What lies between the end of a row of a or b
+    and the next row then takes part, and makes rows and columns of c that are not copied from c's own memory.
+    """
+    word = 16 // ITEMSIZE[p.dtype]
+    m, n = p.m if p.x.strides[1] == 1 else round_up(p.m, word), round_up(p.n, word)
+    allocated = (n == p.n or p.w.own) and (m == p.m or whole_rows)
+    if (m, n) == (p.m, p.n) or not allocated or p.w.strides[0] != 1:
+        return None
+    return p._replace(m=m, n=n, y=Matrix((n, 1), aligned=True, own=True))
+
+
+def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul, padded: Matmul | None) -> bool:
     """Whether forward_sm90 computes a 16-bit product: asked for, faster than cuBLAS or than the host calls cuBLAS, or
-    cuBLAS cannot serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies."""
+    cuBLAS cannot serve. `theirs` is the product as cuBLAS would take it, perhaps with other copies or `padded`."""
     if not p.device.hopper or p.dtype not in ("float16", "bfloat16"):
         return False
     if max(p.m, p.n, p.k) > INT32_MAX // 2 or p.k > MAX_TERMS[p.dtype]:
@@ -242,10 +273,14 @@ def _wants_sm90(p: Matmul, gemm: str, obstacle: str | None, theirs: Matmul) -> b
     if gemm != "auto" or obstacle is not None:
         return gemm in ("auto", "sm90")
     ours = cheapest_tile(p, "gemm", p.dtype).us
-    if p != theirs:
-        return ours + copies_us(p, rates=PRODUCTS) < _cublas_us(theirs, p.dtype)
     of_few_rows = p.x.strides[1] != 1 and mostly_writes(p)  # dw
-    return of_few_rows or _fills_waves(p) or ours <= PRODUCTS.cublas_host_us
+    if of_few_rows or _fills_waves(p):
+        return True
+    if padded is not None or p != theirs or word_of(p, to_y=True) < 16:
+        by_cublas = _cublas_us(padded or theirs, p.dtype) + PRODUCTS.call_us["gemm"]
+        by_cublas += PRODUCTS.cublas_off_words_us if padded is not None else 0.0
+        return ours + copies_us(p, rates=PRODUCTS) < by_cublas
+    return ours <= PRODUCTS.cublas_host_us
 
 
 def _fills_waves(p: Matmul) -> bool:

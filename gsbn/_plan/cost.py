@@ -63,8 +63,8 @@ def one_launch_us(
     # With room for as many clusters again, the next launch begins while this one runs.
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     stages_ = stages(element, mode, block_m, cluster, split)
-    if two and overlaps and mode == "inference" and not (p.x.own or p.w.own):
-        stages_ *= 2  # an SM has a CTA of each launch, and their pipelines fill together; not so in training
+    if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
+        stages_ *= 2  # an SM has a CTA of each launch; both pipelines fill together, but not in training, nor from memory
     pace.append(latency / stages_)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
@@ -142,7 +142,7 @@ def skinny_us(
     taken = round_up(ceil_div(k * size, 64), chunks)
     product = rows * features * (taken * rates.skinny_chunk_us[element] + rates.skinny_row_us)
     product *= 132 / p.device.sms
-    one_by_one = n > 64 and not on_words(p.y, n, size)  # for short rows such stores are as slow on other paths
+    one_by_one = not on_words(p.y, n, size)
     stores = m * n * 1e-6 * rates.skinny_off_line_us * 132 / p.device.sms if one_by_one else 0.0
     weight = k * min(features, 64) * rates.skinny_weight_us[element]
     us = rates.skinny_call_us[training] + weight + max(x + y, product + stores)
@@ -188,10 +188,17 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
     us = math.hypot(us, p.k * size / 128 * rates.cublas_step_us[ieee])  # the second term: few tiles, long k
     if ieee:  # alignment makes no difference
         return us
-    matrices = ((p.x, p.m, p.k), (p.w, p.n, p.k), (p.y, p.m, p.n))
-    ends = (size * (cols if at.strides[1] == 1 else rows) for at, rows, cols in matrices[: 2 + to_y])
-    least = min(*(end & -end for end in ends), *(word(at, size) for at, *_ in matrices[: 2 + to_y]))
-    return us * rates.cublas_off_words.get(least, 1.0)
+    least = word_of(p, to_y=to_y)
+    if least == 16:
+        return us
+    return us * rates.cublas_off_words[least] + rates.cublas_off_words_us * min(1.0, p.k * size / 512)
+
+
+def word_of(p: Matmul, *, to_y: bool = False) -> int:
+    """The bytes, up to 16, on which all rows of operands and result start and end; the result's start counts `to_y`."""
+    size = ITEMSIZE[p.dtype]
+    ends = [size * (p.k if p.x.strides[1] == 1 else p.m), size * (p.k if p.w.strides[1] == 1 else p.n), size * p.n]
+    return min(16, *(end & -end for end in ends), *(word(at, size) for at in (p.x, p.w, p.y)[: 2 + to_y]))
 
 
 def copies_us(p: Matmul, *, rates: Rates = H200) -> float:

@@ -130,7 +130,7 @@ class Backward(Seen):
             return None
         to = gradient_of(name)
         for step in self.program.steps:
-            if not _writes(step, to):
+            if not (_writes(step, to) or _writes(step, f"padded {to}")):
                 continue
             if isinstance(step, Gemm):
                 return Made(gemm, step.p, None, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -154,10 +155,17 @@ def test_a_backward_fits(
         if product is None:
             continue
         q = product.p
+        if q.y.own:  # sizes in whole words of 16 bytes: what lies beyond a matrix must be allocated
+            word = 16 // size
+            assert (q.m - shape[0], q.n - shape[1]) in itertools.product(range(word), repeat=2) and q.k == shape[2]
+            assert q.m == shape[0] or (decided.dg and q.m <= max(q.x.strides) == decided.pitch)
+            assert q.n == shape[1] or (q.w.own and q.n <= max(q.w.strides))
+            assert q.n * size % 16 == 0 and q.y.strides == (q.n, 1)
+            shape = (q.m, q.n, q.k)
         assert (q.m, q.n, q.k) == shape
         b = p.w if product is decided.x else p.x
         assert_copied_or_given(b.T, q.w, q.n, q.k, size)
-        assert q.y == Matrix((q.n, 1), True)  # its rows may start anywhere
+        assert q.y == Matrix((q.n, 1), True, q.y.own)  # its rows may start anywhere
         if product.of_limbs:
             assert product.gemm == "sm90"
             assert_limb_gemm_fits(q, product.one, decided.limbs, "dg", "weight" if product is decided.x else "x")
