@@ -177,7 +177,10 @@ class _Backward:
         if skinny is not None:
             ld_transposed = 0
         if ld_transposed and dw is not None:
-            dw = dw._replace(p=dw.p._replace(x=Matrix((ld_transposed, 1), True)), padded=None)
+            at, padded = Matrix((ld_transposed, 1), True), dw.padded
+            if padded is not None:
+                padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
+            dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)
         self.chosen = Chosen(dg, sums, passes, dy, y, pitch, ld_transposed, skinny, dual, of_dx, of_dw, dx, dw)
 

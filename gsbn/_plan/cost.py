@@ -64,7 +64,7 @@ def one_launch_us(
     overlaps = 2 * clusters <= (p.device.ctas(2) if two else p.device.clusters(cluster * split))
     stages_ = stages(element, mode, block_m, cluster, split)
     if two and overlaps and mode == "inference" and cold < 0.5 and not (p.x.own or p.w.own):
-        stages_ *= 2  # an SM has a CTA of each launch; both pipelines fill together, but not in training, nor from memory
+        stages_ *= 2  # an SM has a CTA of each launch; both pipelines fill at once, but not in training or from memory
     pace.append(latency / stages_)
     on_sectors = limbs == 2 or all(max(at.strides) * size % 32 == 0 for at in (p.x, p.w))
     pace.append(limbs * (product_m / of_x + width / of_w) * 128e-6 / rates.engine_rate[on_sectors])
@@ -191,7 +191,9 @@ def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H2
     least = word_of(p, to_y=to_y)
     if least == 16:
         return us
-    return us * rates.cublas_off_words[least] + rates.cublas_off_words_us * min(1.0, p.k * size / 512)
+    # With few tiles it splits k, and short k soon ends.
+    part = min(1.0, p.k * size / 512, ceil_div(p.m, 128) * ceil_div(p.n, 128) / 8)
+    return us * rates.cublas_off_words[least] + rates.cublas_off_words_us * part
 
 
 def word_of(p: Matmul, *, to_y: bool = False) -> int:

@@ -74,7 +74,7 @@ def _fastest(
             return "cublas", why, by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
-        if element == "limbs" and p.n == 1:
+        if element == "limbs" and min(p.m, p.n) == 1:
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken = for_sm90(p, element)
         ours = cheapest_tile(taken, mode_of(training), element, call).us + copies_us(taken)

@@ -54,7 +54,7 @@ class Rates(NamedTuple):
     cublas_step_us: tuple[float, float]  # per 128 bytes of k
     cublas_host_us: float  # the host's time for a call of cuBLAS; a launch of ours takes it 3.5 us
     cublas_off_words: dict[int, float]  # by the bytes on which rows start and end: factor on tensor cores; 1 for 16
-    cublas_off_words_us: float  # added per such product of 512 bytes of k or more
+    cublas_off_words_us: float  # added per such product at most
     operand_rate: tuple[float, float]  # operands read
     # ---- the skinny kernels
     skinny_call_us: dict[bool, float]  # per forward; True: in training, with three launches
