@@ -29,8 +29,8 @@ CLUSTERS = (2, 1)  # CTAs that share an x tile
 # (BLOCK_M, CLUSTER) of mode "cluster_batch", where CTAs share a weight tile. Other tiles were faster by at most 12 %
 # anywhere, and (64, 1) nowhere.
 CLUSTER_BATCH_TILES = (
-    (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 8), (128, 16), (256, 1), (256, 8),
-    (256, 16),
+    (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8), (128, 16), (256, 1),
+    (256, 2), (256, 4), (256, 8), (256, 16),
 )  # fmt: skip
 RANKS_CLUSTERS = (2,)  # CLUSTERS if ranks share the batch: half the variants to compile
 # (BLOCK_M, SPLIT_K). A cluster multiplies at most 128 rows of x: with 256 its CTAs would load as much, and exchange

@@ -102,7 +102,7 @@ def test_a_choice_can_be_limited() -> None:
     """Tests, sweeps and benches can force another choice than the cheapest; a limit that leaves none is ignored."""
     p = contiguous(1000, 1032, 136)
     tiles = [(tile.block_m, tile.cluster) for tile in candidates(p, "training", "float16")]
-    assert len(tiles) == 8 + 2  # two of cluster_batch: 256 by 8, 128 by 8
+    assert len(tiles) == 8 + 3  # of cluster_batch: 128 by 8, 256 by 4, 256 by 8
     for tile in tiles[:8]:
         one = plan(p._replace(limits=Limits(sm90=tile, recompute=True)), training=True, gemm="sm90").one
         assert one is not None and (one.block_m, one.cluster) == tile and not is_recompute(one)  # no CTA has two tiles
