@@ -123,8 +123,8 @@ def cheapest_tile(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> T
     ):
         found = list(filter(fits, found)) or found
     # Of two clusters that have all rows, the one of twice as many CTAs with half the rows each was faster.
-    whole = {(tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
-    return min(tile for tile in found if (tile.element, tile.block_m // 2, 2 * tile.cluster) not in whole)
+    whole = {(tile.mode, tile.element, *tile.shape) for tile in found if tile.mode == "cluster_batch"}
+    return min(tile for tile in found if (tile.mode, tile.element, tile.block_m // 2, 2 * tile.cluster) not in whole)
 
 
 def candidates(p: Matmul, mode: str, element: str, call: OfCall = PLAIN) -> list[Tile]:

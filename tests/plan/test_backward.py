@@ -393,6 +393,25 @@ def test_tf32_transposes_dg_where_the_product_is_large(
     assert ("backward_fused" in launches) == (not transposes)
 
 
+@pytest.mark.parametrize(
+    ("shape", "dx", "dw"),
+    [
+        ((1024, 1100, 1100), "sm90", "sm90"),
+        ((20000, 300, 600), "sm90", "padded"),
+        ((20000, 301, 603), "sm90", "padded"),
+        ((8192, 100, 100), "cublas", "cublas"),  # few tiles: cuBLAS splits k, and is no slower
+        ((64, 4100, 4100), "cublas", "sm90"),
+        ((4096, 1024, 1024), "cublas", "cublas"),
+    ],
+)
+def test_products_of_rows_that_end_off_16_bytes(shape: tuple[int, int, int], dx: str, dw: str) -> None:
+    """As measured on an H200 (docs/history/backward.md)."""
+    B, I, O = shape
+    decided = backward_plan(contiguous(B, O, I, "bfloat16"), training=True, needs=("x", "weight"))
+    assert decided.x is not None and decided.weight is not None
+    assert ["padded" if product.p.y.own else product.gemm for product in (decided.x, decided.weight)] == [dx, dw]
+
+
 def test_limbs_rs_of_dx_can_be_forced_or_forbidden() -> None:
     p = contiguous(100, 4104, 520, "float32")
 

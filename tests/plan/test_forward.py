@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gsbn._plan import INT32_MAX, ITEMSIZE, Limits, Matmul, Matrix, precision_for
+from gsbn._plan import INT32_MAX, ITEMSIZE, Device, Limits, Matmul, Matrix, precision_for
 from gsbn._plan.gemm import MAX_TERMS, candidates
 from gsbn._plan.problem import row_threads_for
 from gsbn._plan.program import offset_of
@@ -96,6 +96,21 @@ def test_one_feature_is_a_matrix_vector_product_of_cublas(shape: tuple[int, int,
     assert backward.x.gemm == "cublas"
     assert backward.weight is not None
     assert backward.weight.one is None
+
+
+def test_one_row_is_a_matrix_vector_product_of_cublas() -> None:
+    assert plan(contiguous(1, 512, 2048, "float32"), training=False, precision="highest").gemm == "cublas"
+    assert plan(contiguous(16, 512, 2048, "float32"), training=False, precision="highest").gemm == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((495, 320, 1072), (64, 8)), ((512, 2048, 2048), (128, 4)), ((512, 2048, 8192), (256, 2))]
+)
+def test_a_cluster_has_as_many_ctas_as_fit(shape: tuple[int, int, int], tile: tuple[int, int]) -> None:
+    m, k, n = shape
+    device = Device((9, 0), 132, pairs=66, fours=30, eights=15, sixteens=7)
+    one = plan(contiguous(m, n, k, "bfloat16", device), training=True).one
+    assert one is not None and one.shares_weight and (one.block_m, one.cluster) == tile
 
 
 def test_a_choice_can_be_limited() -> None:
