@@ -178,7 +178,7 @@ class _Backward:
             ld_transposed = 0
         if ld_transposed and dw is not None:
             at, padded = Matrix((ld_transposed, 1), True), dw.padded
-            if padded is not None:
+            if padded is not None:  # the transpose has no memory beyond its m rows; columns of x stay padded
                 padded = padded._replace(m=dw.p.m, x=at) if padded.n > dw.p.n else None
             dw = dw._replace(p=dw.p._replace(x=at), padded=padded)
         y = asked.y if asked.y is None or on_words(asked.y, n, size) else in_rows(n, size)

@@ -47,7 +47,7 @@ class Product(NamedTuple):
     wide: bool = False  # c is float32, of 16-bit operands
     rows: int = 0  # of each CTA of skinny_product but the last; 0 for other kernels
     tall: Tall | None = None  # the launches of tall_product, for dw
-    padded: Matmul | None = None  # p as cuBLAS takes it, if that is with longer rows
+    padded: Matmul | None = None  # p with m and n in whole words of 16 bytes, if cuBLAS takes it so
 
     @property
     def of_limbs(self) -> bool:
@@ -174,7 +174,7 @@ def choose_product(
     if _wants_limbs(p, of_limbs, precision, gemm, obstacle):
         return product("sm90", of_limbs)
     ours = p if is_mn_major(p) else p._replace(w=copied)
-    theirs, padded = _for_cublas(p, ours, element, whole_rows=whole_rows)
+    theirs, padded = _cheapest_for_cublas(p, ours, element, whole_rows=whole_rows)
     if _wants_sm90(ours, gemm, obstacle, theirs, padded):
         return product("sm90", ours)
     if gemm != "tiled" and obstacle is None:
@@ -240,7 +240,7 @@ def _wants_limbs(p: Matmul, taken: Matmul, precision: str, gemm: str, obstacle: 
     return p.k >= LEAST_TERMS and min(p.m, p.n) > 1 and _limbs_us(taken) < ieee_us(p, PRODUCTS)
 
 
-def _for_cublas(p: Matmul, ours: Matmul, element: str, *, whole_rows: bool) -> tuple[Matmul, Matmul | None]:
+def _cheapest_for_cublas(p: Matmul, ours: Matmul, element: str, *, whole_rows: bool) -> tuple[Matmul, Matmul | None]:
     """The product with the copies that cuBLAS wants, perhaps those of forward_sm90; and `_padded`, if it takes that."""
     theirs, padded = for_cublas(p, element), _padded(ours, whole_rows=whole_rows)
     if p.dtype == "float64":
