@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
-from . import _cpu, _plan
+from . import _cpu, _ghosts, _plan
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
@@ -157,6 +157,7 @@ class How(NamedTuple):
     wide: bool = False  # dweight is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
     identity: bool = False  # of `gsbn.linear`: y takes the place of the deviations
+    groups: int = 1  # of rows with statistics of their own
 
     @classmethod
     def of(
@@ -169,14 +170,15 @@ class How(NamedTuple):
         wide: bool = False,
     ) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
-        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group = saved
-        made = cls(training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits, wide=wide)
+        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups = saved
+        of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits
+        made = cls(*of_call, wide=wide, groups=groups)
         return made if vectors is not None else made._replace(identity=True)
 
     def saved(self, x: Any, weight: Any, deviations: Any, vectors: Any) -> Saved:
         """The Saved of these arrays, without torch's counts of their changes."""
         training, precision, gemm, dtypes, activation, scale_shape, group, *_ = self
-        of_call: Any = training, precision, gemm, dtypes, (None, None), activation, scale_shape, group
+        of_call: Any = training, precision, gemm, dtypes, (None, None), activation, scale_shape, group, self.groups
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
@@ -231,11 +233,19 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
     if rows == 0:
         return views
     inputs = next((view.shape[1] for view in (x, weight) if view is not None), 0)
-    kept = of_dy.dtype if how.identity else _plan.deviations_dtype(of_dy.dtype, rows, training=how.training)
-    expected = {"x": ((rows, inputs), of_dy.dtype), "weight": ((features, inputs), of_dy.dtype)}
+    kept = of_dy.dtype
+    if not how.identity:
+        kept = _plan.deviations_dtype(of_dy.dtype, rows // how.groups, training=how.training)
+    expected: dict[str, tuple[tuple[int, ...], str]] = {
+        "x": ((rows, inputs), of_dy.dtype),
+        "weight": ((features, inputs), of_dy.dtype),
+    }
     vectors = views["vectors"]
     constants = _plan.RENORM_ROWS if vectors is not None and _renorms(vectors) else _plan.SAVED_ROWS
-    expected |= {"deviations": ((rows, features), kept), "vectors": ((constants, features), "float64")}
+    of_vectors: tuple[int, ...] = (constants, features)
+    if how.groups > 1:
+        of_vectors = (how.groups, constants, _plan.ghost_pitch(features, of_dy.dtype))
+    expected |= {"deviations": ((rows, features), kept), "vectors": (of_vectors, "float64")}
     for name, (shape, dtype) in expected.items():
         view = views[name]
         if view is None:
@@ -251,7 +261,7 @@ def _check_kept(kind: Kind, arrays: Arrays, how: How) -> Views:
 
 def _renorms(vectors: check.View) -> bool:
     """Whether the forward saved what only batch renormalisation saves."""
-    return vectors.shape[:1] == (_plan.RENORM_ROWS,)
+    return vectors.shape[-2:-1] == (_plan.RENORM_ROWS,)
 
 
 def _check_versions(kind: Kind, saved: Saved | None) -> None:
@@ -294,6 +304,7 @@ def _program(
         ranks=ranks,
         identity=how.identity,
         renorm=vectors is not None and _renorms(vectors),
+        groups=how.groups if how.norm else 1,
         ld_saved=0 if deviations is None else deviations.shape[1],
         y=matrix_of(deviations) if how.identity and deviations is not None else None,
     )
@@ -331,12 +342,13 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
     else:
         given += tuple(map(kind.numpy, saved[2:4]))
     call = f"backward of {len(saved.weight)} features, {kind.dtype(dy)}"
-    found = _cpu.backward(
+    found = _ghosts.backward(
         *given,
         training=saved.training,
         needs=wanted,
         activation=saved.activation,
         scale_shape=saved.scale_shape,
+        groups=saved.groups,
         gather=None if saved.group is None else partial(saved.group.gather, call),
     )
     return Gradients(*(kind.from_numpy(found[name]) if name in found else None for name in Gradients._fields))

@@ -294,7 +294,7 @@ def backward(
             walk.product(dg, weight, found["x"][block])
         if "weight" in needs:
             walk.product(dg.T, x[block], found["weight"], add=block.start > 0)
-    return {name: _rounded(found[name], dtype) for name, dtype in dtypes.items()}
+    return {name: rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
 @np.errstate(all="ignore")
@@ -421,7 +421,7 @@ def _as(a: Array, dtype: Any) -> Array:
     return np.ascontiguousarray(a, dtype)
 
 
-def _rounded(a: Array, dtype: Any) -> Array:
+def rounded(a: Array, dtype: Any) -> Array:
     return a if a.dtype == dtype else round_to(a, dtype) if a.dtype == np.float64 else a.astype(dtype)
 
 

@@ -10,6 +10,7 @@ from ._plan.problem import RENORM_ROWS as RENORM_ROWS
 from ._plan.problem import SAVED_ROWS as SAVED_ROWS
 from ._plan.problem import VECTOR_PARAMETERS as VECTOR_PARAMETERS
 from ._plan.problem import deviations_dtype as deviations_dtype
+from ._plan.problem import ghost_pitch as ghost_pitch
 from ._ranks.group import Group
 from ._typing import Activation, Gemm, Precision
 
@@ -37,7 +38,7 @@ class Saved(NamedTuple):
         or, with an activation, g itself. Empty if an earlier version pickled it on a CPU: the backward then computes
         the deviations again.
     vectors : (9, O) array
-        Per-feature constants in float64; (11, O) with renorm.
+        Per-feature constants in float64; (11, O) with renorm, (groups, 9, P) with groups.
     training : bool
     precision, gemm : str
         As given to the forward; they also apply to the products of the backward.
@@ -53,6 +54,8 @@ class Saved(NamedTuple):
         The shape of a scale of one element that serves all features, and of its gradient.
     group : Group or None
         As given to the forward: all its ranks must call the backward, too.
+    groups : int
+        As given to the forward; 1 in inference.
     """
 
     x: Any
@@ -67,6 +70,7 @@ class Saved(NamedTuple):
     activation: Activation | None = None
     scale_shape: tuple[int, ...] | None = None
     group: Group | None = None
+    groups: int = 1
 
     def __reduce__(self) -> Any:
         return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has counts of its own
@@ -76,12 +80,12 @@ def saved_of(
     kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
 ) -> Saved:
     """What a forward with these arrays and options saves; both are in the order of `forward`."""
-    training, _, _, precision, gemm, _, _, activation, group, _, _ = options
+    training, _, _, precision, gemm, _, _, activation, group, _, groups, _ = options
     x, weight, scale, *_ = arrays
     versions = kind.version(x), kind.version(weight)
     one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
     scale_shape = tuple(scale.shape) if one else None
-    of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group
+    of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group, int(groups)
     return Saved(x, weight, deviations, vectors, *of_call)
 
 

@@ -44,6 +44,14 @@ def sm_count(value: Any) -> None:
         raise ValueError(f"sms: expected at least 1, got {shown(value)}")
 
 
+def group_count(value: Any) -> None:
+    """Raise if it is not a number of groups of rows."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"groups: expected a whole number, got {shown(value)}")
+    if value < 1:
+        raise ValueError(f"groups: expected at least 1, got {shown(value)}")
+
+
 def sms_within(value: Any, held: int) -> int:
     """The number of SMs of a call that asks for `value` where it has `held`; raises as `sm_count`."""
     sm_count(value)

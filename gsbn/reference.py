@@ -31,6 +31,7 @@ normalisation, ``f`` the activation, the identity by default::
     renorm:     u = ρ a (g − m) + γ δ + β,  with σ = sqrt(s² v + eps), σ′ = sqrt(running_var + eps) and the constants
                 ρ = clip(σ/σ′, 1/r_max, r_max),  δ = clip((s (m + b) − running_mean)/σ′, −d_max, d_max)
                 dg, dγ and ds are ρ times those of training, and dγ has δ S in addition
+    groups:     each run of B/groups rows is a batch of training; dw and the gradients of vectors are sums over them
     both:       dx = dg w,  dw = dgᵀ x;  if one number is the scale of all features, its gradient is Σ_O ds
 """
 
@@ -48,6 +49,7 @@ from ._arrays.check import needs as checked_needs
 from ._operands import affine_of, count_of, matrix_of, statistics_of, vector_of
 from ._renorm import OFF, Renorm, ratio_and_shift, renorm_of
 from ._typing import A_co, Activation, NamedTuple
+from ._values import group_count
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
 
@@ -63,7 +65,7 @@ class Forward(NamedTuple):
         The output, not rounded to the dtype of the inputs.
     mean, var : (O,) arrays or None
         ``m`` and ``v``: mean and biased variance of ``g = x wᵀ`` over the batch, before bias and scale.
-        None in inference and for ``B = 0``.
+        None in inference and for ``B = 0``; ``(groups, O)`` with `groups` of more than one.
     running_mean, running_var : (O,) arrays or None
         The running statistics after this call; in inference copies of the arguments. None if not given.
     num_batches_tracked : int or None
@@ -95,6 +97,7 @@ def forward(
     eps: float = 1e-5,
     activation: Activation | None = None,
     renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
+    groups: int = 1,
     dtype: DTypeLike = np.float64,
 ) -> Forward:
     """``activation(BatchNorm1d(Linear(x) * scale))``, by the formulas at the head of this module.
@@ -106,7 +109,7 @@ def forward(
     weight : (O, I) array_like
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : array_like, optional
         As in `gsbn.forward`. The statistics and the count are not written: the result has the updated ones.
-    training, momentum, eps, activation, renorm
+    training, momentum, eps, activation, renorm, groups
         As in `gsbn.forward`.
     dtype : dtype
         The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
@@ -157,6 +160,28 @@ def forward(
         raise ValueError("momentum: expected a number in training without num_batches_tracked, got None")
     if rows == 0:
         return Forward(np.empty((0, features), dtype), None, None, old_mean, old_var, count)
+    if groups != 1:
+        runs = []
+        for run in _runs(x, groups):
+            vectors: dict[str, Any] = {
+                "scale": s,
+                "bias": b,
+                "gamma": gamma,
+                "beta": beta,
+                "num_batches_tracked": count,
+            }
+            vectors |= {"running_mean": old_mean, "running_var": old_var}
+            form: dict[str, Any] = {
+                "training": True,
+                "momentum": momentum,
+                "eps": eps,
+                "activation": activation,
+                "dtype": dtype,
+            }
+            runs.append(forward(run, weight, **vectors, **form))
+            *_, old_mean, old_var, count = runs[-1]
+        y, mean, var, *_ = (np.stack(parts) for parts in list(zip(*runs, strict=True))[:3])
+        return Forward(y.reshape(rows, features), mean, var, old_mean, old_var, count)
 
     d = x @ weight.T
     mean = d.mean(axis=0)
@@ -229,6 +254,7 @@ def backward(
     eps: float = 1e-5,
     activation: Activation | None = None,
     renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
+    groups: int = 1,
     needs: Collection[str] = Gradients._fields,
     dtype: DTypeLike = np.float64,
 ) -> Gradients[Array]:
@@ -241,7 +267,7 @@ def backward(
     x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, training, eps, activation
         As in :func:`forward`, with the statistics and the count before it. Training uses these only with `renorm`, and
         only an activation makes ``beta`` matter.
-    renorm, dtype
+    renorm, groups, dtype
         As in :func:`forward`.
     needs : collection of str
         The fields of the result to compute; the others are None.
@@ -279,6 +305,14 @@ def backward(
     if training and rows == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
+    if groups != 1 and training and rows:
+        vectors: dict[str, Any] = {"scale": scale, "bias": b, "gamma": gamma, "beta": beta}
+        form: dict[str, Any] = {"training": True, "eps": eps, "activation": activation, "dtype": dtype}
+        runs = zip(_runs(dy, groups), _runs(x, groups), strict=True)
+        found = [backward(of_dy, of_x, weight, **vectors, **form) for of_dy, of_x in runs]
+        of_x, *others = zip(*found, strict=True)
+        made = Gradients(np.concatenate(of_x), *(np.sum(of_run, axis=0) for of_run in others))
+        return Gradients(*(part if name in needs else None for name, part in made._asdict().items()))
     if f is not None:
         u = forward(
             x, weight, s, bias=b, gamma=gamma, beta=beta, running_mean=old_mean, running_var=old_var,
@@ -401,6 +435,14 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     bits = odd.view(np.uint32)
     bits |= inexact
     return odd.astype(dtype)
+
+
+def _runs(a: Array, groups: int) -> list[Array]:
+    """The rows of each ghost batch."""
+    group_count(groups)
+    if len(a) % groups or len(a) == groups:
+        raise ValueError(f"groups: expected a divisor of x's {len(a)} rows, with 2 rows in a group, got {groups}")
+    return np.split(a, groups)
 
 
 def _correction_of(

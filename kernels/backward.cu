@@ -59,22 +59,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long col0 = static_cast<long long>(item % blocks) * at_once.columns, col = col0 + at_once.column;
         const long long end = p.m - item / blocks * p.dg_rows;
         const int height = static_cast<int>(min(p.dg_rows, end));
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
 
         const int count = inside > 0 && dg != nullptr ? count_every(height, at_once.row, at_once.rows) : 0;
         const Walk<STAGES, BackwardRows> rows(
-            count, BackwardRows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows, col,
+            count, BackwardRows(p, dy, TRAINING || ACTIVE ? d : nullptr, end - 1 - at_once.row, -at_once.rows, place,
                                 inside, pipeline));
         const long long own = col0 + threadIdx.x;  // the column whose sums this thread will get
         if (p.splits > 0) {
-            if (threadIdx.x < at_once.columns && own < p.n) Factors{saved, p.n, own}.prefetch();
+            if (threadIdx.x < at_once.columns && own < p.n)
+                Factors{saved_of(p, saved, own), saved_pitch(p), own}.prefetch();
             // Only now: the kernel ahead belongs to the same call, and has itself waited for whatever wrote what is
             // read until here.
             await_kernel_ahead();
             merge_splits(p, workspace, at_once.columns, col0, MERGED_BY_MANY ? scratch : nullptr,
                          [&](long long c, int column, const ColumnSums& sums) {
-                             store_feature(p, Factors{saved, p.n, c}, sums, item < blocks, to_bias, to_scale, to_gamma,
-                                           to_beta, &stored[0][0], COLUMNS, column);
+                             store_feature(p, Factors{saved_of(p, saved, c), saved_pitch(p), c}, sums, item < blocks,
+                                           to_bias, to_scale, to_gamma, to_beta, &stored[0][0], COLUMNS, column);
                          });
         }
         if (dg == nullptr) return;
@@ -82,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
         const BeforeY before(p, saved, col, inside);
         const Coefficients of(before, &stored[0][0], COLUMNS, at_once.column, p, saved, col, inside);
-        T* const first_dg = dg + (end - 1 - at_once.row) * p.lddg + col;
+        T* const first_dg = dg + (end - 1 - at_once.row) * p.lddg + place.at(p.lddg);
         const auto write = [&](int i, const Row& row) {
             const Vector<T, VEC> out = of.dg(row);
             store_dg(first_dg - i * at_once.rows * p.lddg, out, inside);
@@ -102,10 +104,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                         turned(at_once.column + j, TILE - 1 - (i % STAGES * WARPS + warp)) = out.at[j];
                 });
                 __syncthreads();
-                for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS)
-                    for (int r = lane; r < TILE; r += LANES)
-                        if (row0 + r >= end - height)
-                            transposed[(col0 + i) * p.ld_transposed + row0 + r] = turned(i, r);
+                for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS) {
+                    const Column of(p, col0 + i);
+                    T* const to = transposed + of.at(1, p.ld_transposed) + row0;
+                    for (int r = lane; r < TILE && of.left > 0; r += LANES)
+                        if (row0 + r >= end - height) to[r] = turned(i, r);
+                }
                 __syncthreads();
             }
         } else {

@@ -44,13 +44,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
     memory.of_cluster.begin(rank, at_once.columns);
     const auto work = [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), first_row, step) : 0;
         const Walk<STAGES, BackwardRows> rows(count,
-                                              BackwardRows(p, dy, d, first_row, step, col, inside, memory.pipeline));
+                                              BackwardRows(p, dy, d, first_row, step, place, inside, memory.pipeline));
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
-        const Factors of{saved, p.n, col0 + column};
+        const long long c = col0 + column;
+        const Factors of{saved_of(p, saved, c), saved_pitch(p), c};
         if (of.c < p.n) of.prefetch(part, parts);
         const BeforeY before(p, saved, col, inside);
         G centre[VEC] = {};
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TRAINING ? 2 : 1) IN_CLUST
         __syncthreads();
 
         const Coefficients make(before, &memory.coefficients[0][0], WIDEST, at_once.column, p, saved, col, inside);
-        T* const first_dg = dg + first_row * p.lddg + col;
+        T* const first_dg = dg + first_row * p.lddg + place.at(p.lddg);
         rows.up([&](int i, const Row& row) { store_dg(first_dg + i * step * p.lddg, make.dg(row), inside); });
     };
     if constexpr (CLUSTER == 1)

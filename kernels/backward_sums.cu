@@ -37,11 +37,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) IN_CLUSTERS
         const long long begin = item % ctas * p.sums_rows;
         // a cluster's last CTAs may have no rows
         const int height = static_cast<int>(max(min(p.sums_rows, p.m - begin), 0LL));
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
 
         const int count = inside > 0 ? count_every(height, at_once.row, at_once.rows) : 0;
         const Walk<STAGES, BackwardRows> rows(
-            count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, col, inside, memory.pipeline));
+            count, BackwardRows(p, dy, d, begin + at_once.row, at_once.rows, place, inside, memory.pipeline));
         G centre[VEC] = {};
         load_centre(p, saved, col, inside, centre);
         double sums[SUMS][VEC] = {};

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
               long long* num_batches_tracked, D* deviations, double* saved) {
     await_kernel_ahead();
     const Places<THREADS, VEC> at_once(p.row_threads);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) *num_batches_tracked += batches_of(p);
 
     const unsigned blocks = at_once.blocks(p.n);
     const long long items = blocks * ((p.m + p.normalize_rows - 1) / p.normalize_rows);
@@ -40,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         const long long first_col = static_cast<long long>(at % blocks) * at_once.columns;
         const long long col = first_col + at_once.column;
         const long long begin = at / blocks * p.normalize_rows, end = min(begin + p.normalize_rows, p.m);
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
 
         const G* affine = reinterpret_cast<const G*>(workspace + p.affine) + col;
-        long long pitch = p.ldg, row = begin + at_once.row;
+        long long pitch = pitch_of_columns(p), row = begin + at_once.row;
         const long long from_step = at_once.rows * p.ldg, to_step = at_once.rows * p.y_row;
-        const G* from = g + row * p.ldg + col;
+        const G* from = g + row * p.ldg + place.at(p.ldg);
         if constexpr (RUNNING) {
             __shared__ __align__(16) G made[AFFINE_ROWS * WIDEST];
             __shared__ double arguments[Arguments::COUNT][WIDEST];
@@ -75,16 +76,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
                             inside,
                             inside == VEC && p.flags & FLAG_VECTOR_Y};
         if (UNITS) {
+            const double* of_ghost = saved_of(p, saved, col) + col;
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
-                    normalize.inverse_unit.at[j] = 1.0 / saved[SAVED_UNIT * p.n + col + j];
-                    normalize.slope.at[j] = saved[SAVED_SLOPE * p.n + col + j];
+                    normalize.inverse_unit.at[j] = 1.0 / of_ghost[SAVED_UNIT * saved_pitch(p) + j];
+                    normalize.slope.at[j] = of_ghost[SAVED_SLOPE * saved_pitch(p) + j];
                 }
         }
 
-        Y* to = y + row * p.y_row + col * p.y_col;
-        D* deviations_at = deviations + row * p.ldg + col;
+        Y* to = y + row * p.y_row + place.at(p.y_row, p.y_col);
+        D* deviations_at = deviations + row * p.ldg + place.at(p.ldg);
         const auto put = [&](const Vector<G, VEC>& in) {
             normalize(in, to, deviations_at);
             to += to_step;

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #endif
     ) {
     await_kernel_ahead();
-    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) ++*num_batches_tracked;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && num_batches_tracked != nullptr) *num_batches_tracked += batches_of(p);
     __shared__ Shared memory;
 #if RENORM
     const Limits<double> limits(p, renorm, p.warmup);  // no warm-up: the count may have been raised already
@@ -64,12 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Places<THREADS, VEC> at_once(p.row_threads);
     for_each_item(at_once.blocks(p.n), [&](unsigned item) {
         const long long col0 = static_cast<long long>(item) * at_once.columns, col = col0 + at_once.column;
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
         const int count = inside > 0 ? count_every(static_cast<int>(p.m), at_once.row, at_once.rows) : 0;
-        const G* first_g = g + at_once.row * p.ldg + col;
+        const G* first_g = g + at_once.row * p.ldg + place.at(p.ldg);
         const Walk<STAGES, RowsOfG> rows(count,
                                          RowsOfG{first_g, at_once.rows * p.ldg, memory.pipeline + threadIdx.x, inside});
-        Vector<G, VEC> pivot = near_first(g + col, p.ldg, p.m, inside);
+        Vector<G, VEC> pivot = near_first(g + place.at(p.ldg), p.ldg, p.m, inside);
 
         const auto [column, part, parts] = Sharers<THREADS>(at_once.columns);  // the column whose sums this thread gets
         const long long c = col0 + column;
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                   inside == VEC && p.flags & FLAG_VECTOR_Y};
         rows.up([&](int i, const Vector<G, VEC>& in) {
             const long long row = at_once.row + i * at_once.rows;
-            normalize(in, y + row * p.y_row + col * p.y_col, deviations + row * p.ldg + col);
+            normalize(in, y + row * p.y_row + place.at(p.y_row, p.y_col), deviations + row * p.ldg + place.at(p.ldg));
         });
     });
 }

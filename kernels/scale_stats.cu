@@ -25,16 +25,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const long long block = item / splits, split = item % splits;
         const long long col = block * at_once.columns + at_once.column;
         const long long begin = split * p.stats_rows, end = min(begin + p.stats_rows, p.m);
-        const int inside = static_cast<int>(max(min(p.n - col, static_cast<long long>(VEC)), 0LL));
+        const Column place(p, col);
+        const int inside = place.inside<VEC>();
 
-        Vector<G, VEC> pivot = near_first(g + begin * p.ldg + col, p.ldg, end - begin, inside);
+        Vector<G, VEC> pivot = near_first(g + begin * p.ldg + place.at(p.ldg), p.ldg, end - begin, inside);
         const long long row = begin + at_once.row, c = block * at_once.columns + threadIdx.x;
         const bool mine = threadIdx.x < at_once.columns && c < p.n;  // a thread then has a column
         Moments pooled = {};
 #pragma unroll 1
         for (bool again = false;; again = true) {
             double first[VEC] = {}, second[VEC] = {};
-            add_rows<GROUP>(g + row * p.ldg + col, row, end, at_once.rows, p.ldg, inside, pivot, first, second);
+            add_rows<GROUP>(g + row * p.ldg + place.at(p.ldg), row, end, at_once.rows, p.ldg, inside, pivot, first,
+                            second);
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
                 first_of[threadIdx.x * VEC + j] = first[j];
@@ -61,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             __syncthreads();
         }
         if (!mine) return;
-        double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * p.ldg + c;
+        const long long pitch = pitch_of_columns(p);
+        double* partials = reinterpret_cast<double*>(workspace + p.partials) + split * 2 * pitch + c;
         partials[0] = pooled.mean;
-        partials[p.ldg] = pooled.m2;
+        partials[pitch] = pooled.m2;
     });
 }
 
@@ -113,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Sharers<THREADS> sharers(columns);
     const int at = sharers.column, part = sharers.part, parts = sharers.parts;
     const auto merge = [&](long long item, const Exchange<2>* exchange) {
-        const long long c = item * columns + at;
+        const long long c = item * columns + at, pitch = pitch_of_columns(p);
         const bool there = c < p.n;
 #pragma unroll 1
         for (int i = part; there && i < Arguments::COUNT; i += parts)
@@ -129,16 +132,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 double shift = 0.0;
 #pragma unroll 4
                 for (int i = 1; i < splits; ++i)
-                    shift += (i + 1 < splits ? rows_of : rows_of_last) * (of_split[i * 2 * p.ldg] - mean_0);
+                    shift += (i + 1 < splits ? rows_of : rows_of_last) * (of_split[i * 2 * pitch] - mean_0);
                 mean_0 += shift / rows;
             }
             LongSum<sizeof(G) == 8> first, second;
-            of_split += part * 2 * p.ldg;
+            of_split += part * 2 * pitch;
 #pragma unroll 4
-            for (int i = part; there && i < splits; i += parts, of_split += parts * 2 * p.ldg) {
+            for (int i = part; there && i < splits; i += parts, of_split += parts * 2 * pitch) {
                 const double d = of_split[0] - mean_0, n_d = (i + 1 < splits ? rows_of : rows_of_last) * d;
                 first.add(n_d);
-                second.add(of_split[p.ldg] + n_d * d);
+                second.add(of_split[pitch] + n_d * d);
             }
             first_of[threadIdx.x] = first.total();
             second_of[threadIdx.x] = second.total();
@@ -179,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
         for (int job = part; job < 3; job += parts) {
             if (job == 0)
-                store_affine(reinterpret_cast<G*>(workspace + p.affine), p.ldg, c, found.mean, found.a, found.offset);
+                store_affine(reinterpret_cast<G*>(workspace + p.affine), pitch, c, found.mean, found.a, found.offset);
             else if (job == 1)
                 found.save(p, c, saved);
             else if (exchange == nullptr || rows > 1.0)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from .._plan.activations import PARAMETERS
-from .._plan.problem import VECTORS
+from .._plan.problem import INT32_MAX, VECTORS
 from .._typing import ActivationName, Gemm, Precision
-from .._values import choice, flag, real_number, shown, sm_count
+from .._values import choice, flag, group_count, real_number, shown, sm_count
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -39,7 +39,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     The last of the options is the scale if it is not an array. The type of the group is checked already. `identity`:
     of `gsbn.linear`, which has no norm.
     """
-    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, number = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, groups, number = options
     x, weight = _matrices(views)
     batch, features = x.shape[0], weight.shape[0]
     _vectors(views, features, x.dtype)
@@ -88,6 +88,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         assert view is not None
         _writable(name, view)
     overlaps(views, training=bool(training))
+    _groups(groups, batch, features, group, renorm)
     if training and batch == 1 and group is None:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
@@ -288,6 +289,22 @@ def _renorm(views: Mapping[str, View | None], x: View, warmup: int) -> None:
         raise ValueError("running_mean: expected an array with renorm, got None")
     if warmup and views["num_batches_tracked"] is None:
         raise ValueError("num_batches_tracked: expected an int64 array with renorm's warmup, got None")
+
+
+def _groups(groups: Any, batch: int, features: int, group: Any, renorm: Any) -> None:
+    """Raise if the batch has no such groups of rows."""
+    group_count(groups)
+    if groups == 1:
+        return
+    for name, given in (("group", group), ("renorm", renorm)):
+        if given is not None:
+            raise ValueError(f"groups: expected 1 with {name}, got {groups}")
+    if batch % groups:
+        raise ValueError(f"groups: expected a divisor of x's {batch} rows, got {groups}")
+    if batch == groups:
+        raise ValueError(f"groups: expected more than 1 row in each group when training, got {groups} of {batch} rows")
+    if groups * (features + 8) > INT32_MAX:
+        raise ValueError(f"groups: expected fewer than 2^31 features of all groups, got {groups} groups of {features}")
 
 
 def _floating(name: str, view: View) -> None:

@@ -18,11 +18,11 @@ from .._ranks.group import Group
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
-from .._values import shown
+from .._values import group_count, shown
 from .operation import ARRAYS, FORWARD, OPTIONS, with_number
 
-_TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM = map(
-    OPTIONS.index, ("training", "precision", "activation", "group", "renorm")
+_TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM, _GROUPS = map(
+    OPTIONS.index, ("training", "precision", "activation", "group", "renorm", "groups")
 )
 
 _LIMITS = ARRAYS.index("renorm")
@@ -36,7 +36,7 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
     return_saved: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
@@ -46,7 +46,7 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
     return_saved: Literal[True],
 ) -> tuple[A, Saved]: ...  # fmt: skip
 @overload
@@ -56,7 +56,7 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, out: AnyArray | None = None,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
     return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
 @outside_graphs
@@ -80,6 +80,7 @@ def forward(
     sms: int | None = None,
     group: Group | None = None,
     renorm: Renorm | tuple[float, float] | AnyArray | None = None,
+    groups: int = 1,
     out: AnyArray | None = None,
     return_saved: bool = False,
 ) -> Any:
@@ -150,6 +151,11 @@ def forward(
         Batch renormalisation in training, as `gsbn.Renorm` says: needs the running statistics, and num_batches_tracked
         if there is a warm-up. No effect in inference. An array, float32 or float64, holds r_max and d_max on x's
         device: a CUDA graph reads its values at each replay. They are not checked.
+    groups : int
+        Ghost batch normalisation in training (Hoffer et al. 2017): each run of B / groups rows has statistics of its
+        own, in the same launches. y and the gradients are those of a loop over the runs. So are the running statistics
+        and the count: each run updates them as a batch, in order; they are rounded once. B is a multiple of `groups`,
+        and a run has two rows or more. Not with `group` or `renorm`. No effect in inference.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -160,7 +166,8 @@ def forward(
     y : (B, O) array
         x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
-        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants.
+        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, for
+        each run of rows with `groups`.
 
     Raises
     ------
@@ -195,7 +202,7 @@ def forward(
     ((256, 32), 'float32')
     """
     arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, None, out)
-    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm)
+    options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, groups)
     return forward_of(arrays, options)
 
 
@@ -262,6 +269,9 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if (renorm := options[_RENORM]) is not None:
         arrays, options = _with_limits(arrays, options, renorm)
+    if options[_GROUPS] != 1 and not options[_TRAINING]:
+        group_count(options[_GROUPS])
+        options = (*options[:_GROUPS], 1, *options[_GROUPS + 1 :])
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")

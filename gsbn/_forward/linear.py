@@ -98,7 +98,7 @@ def linear(
     arrays = (x, weight, None, bias, None, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
     put_through = checked_activation(activation)
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, None, None, 1.0)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, None, None, 1, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _cpu, _plan
+from .. import _ghosts, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_code, vector_codes
@@ -25,10 +25,13 @@ ARRAYS = (
     "x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "renorm",
     "out",
 )  # fmt: skip
-OPTIONS = ("training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm")
+OPTIONS = (
+    "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
+    "groups",
+)  # fmt: skip
 _COUNT = ARRAYS.index("num_batches_tracked")
-_TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM = map(
-    OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm")
+_TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
+    OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm", "groups")
 )
 
 
@@ -58,7 +61,7 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
     x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
     if options[_TRAINING] and count is not None:
-        count += 1
+        count += options[_GROUPS]
     if not options[_SAVES]:
         return y
     rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
@@ -85,7 +88,7 @@ def program_of(
     views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool, *,
     keeps_u: bool = False,
 ) -> Program | None:  # fmt: skip
-    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, number = options
+    training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, groups, number = options
     x, weight, out = views["x"], views["weight"], views["out"]
     assert x is not None and weight is not None
     (m, k), n = x.shape, weight.shape[0]
@@ -95,7 +98,8 @@ def program_of(
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
         ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
-    return _plan.plan_forward(
+    plan = _plan.plan_forward if groups == 1 else partial(_plan.plan_ghosts, groups=int(groups))
+    return plan(
         p,
         training=bool(training),
         momentum=momentum,
@@ -117,7 +121,7 @@ def program_of(
 
 def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
     """What must be equal in the forwards of all ranks, for error messages."""
-    _, momentum, eps, *_, activation, _, renorm, number = options
+    _, momentum, eps, *_, activation, _, renorm, _, number = options
     given = ", ".join(name for name in (*VECTORS, "renorm") if arrays[name] is not None)
     average = "cumulative" if momentum is None else float(momentum)
     scale = "" if number == 1 else f", scale {float(number)}"
@@ -140,7 +144,7 @@ def on_cpu(
     operation: Operation | None = None,
 ) -> Any:  # fmt: skip
     found = checked(FORWARD if operation is None else operation, kind, arrays, options, read_only)
-    training, momentum, eps, _, _, return_saved, _, activation, group, renorm, number = options
+    training, momentum, eps, _, _, return_saved, _, activation, group, renorm, groups, number = options
     host: dict[str, Any] = {n: None if a is None else kind.numpy(a) for n, a in zip(ARRAYS, arrays, strict=True)}
     x, weight, out = host["x"], host["weight"], host["out"]
     if group is not None:
@@ -151,7 +155,7 @@ def on_cpu(
     elif len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
-    kept = _cpu.forward(
+    kept = _ghosts.forward(
         host,
         y,
         training=training,
@@ -161,6 +165,7 @@ def on_cpu(
         activation=activation,
         number=float(number),
         renorm=renorm,
+        groups=int(groups),
         gather=None if group is None else partial(group.gather, words),
     )
     if found.written and kind.counts_writes:
@@ -172,7 +177,7 @@ def on_cpu(
     return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays))
 
 
-_NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "number")
+_NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "groups", "number")
 FORWARD = Operation(
     name="forward",
     arguments=ARRAYS,

@@ -14,7 +14,7 @@ from .._plan import declared
 from .._plan.gemm import OneLaunch
 from .._plan.problem import VECTORS, Matmul, Matrix
 from .._plan.products import sm90_gemm
-from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, offset_of
+from .._plan.program import ABSENT, Builder, Gather, Gemm, Launch, Program, nbytes_of, place_of
 
 _MAX_CALLS = 1024  # in a cache
 log = logging.getLogger("gsbn")
@@ -49,7 +49,7 @@ class Call:
     """A program for arrays of the same shapes, strides and dtypes; each run has its own addresses.
 
     Names of memory become positions in one list of addresses: the arguments, 0 for ABSENT, the arrays that the call
-    allocates, then places in the workspace. `like` tells the library where to allocate.
+    allocates, the workspace, then places in these. `like` tells the library where to allocate.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Call:
     ) -> None:
         self._kind, self.program = kind, program
         arrays = tuple(array.name for array in program.arrays)
-        self._positions = {name: i for i, name in enumerate((*arguments, ABSENT, *arrays))}
+        self._positions = {name: i for i, name in enumerate((*arguments, ABSENT, *arrays, "workspace"))}
         dtypes = [None if array.dtype == kind.dtype(like) else array.dtype for array in program.arrays]  # None: like's
         self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
-        self._offsets: list[int] = []  # into the workspace
+        self._places: list[tuple[int, int]] = []  # the position of memory, and bytes behind its start
         self._records: list[Any] = []  # kept alive: launches hold their addresses
         # of each step: a function, its constant arguments, and what picks its addresses from the list
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []
@@ -107,9 +107,10 @@ class Call:
     def _of(self, names: tuple[str, ...]) -> Callable[[list[int]], tuple[int, ...]]:
         """A function that picks the addresses of this memory."""
         for name in names:
-            if name not in self._positions and (offset := offset_of(name)) is not None:
+            if name not in self._positions and (found := place_of(name)) is not None:
+                memory, offset = found
                 self._positions[name] = len(self._positions)
-                self._offsets.append(offset)
+                self._places.append((self._positions[memory], offset))
         if len(names) == 1:  # itemgetter would return no tuple
             at = self._positions[names[0]]
             return lambda addresses: (addresses[at],)
@@ -125,8 +126,9 @@ class Call:
             made.append(array)
             addresses.append(kind.pointer(array))
         scratch, workspace = kind.scratch(self._nbytes, like) if self._nbytes else (None, 0)
-        for offset in self._offsets:
-            addresses.append(workspace + offset)
+        addresses.append(workspace)
+        for at, offset in self._places:
+            addresses.append(addresses[at] + offset)
         if capturing:
             capture.keep_alive(kind, stream, (*made, scratch), prepared)
         for act, told, words in self._steps:

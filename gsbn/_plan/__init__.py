@@ -16,6 +16,7 @@ from .gemm import OneLaunch as OneLaunch
 from .gemm import limbs_of_rows as limbs_of_rows
 from .gemm import one_launch as one_launch
 from .gemm import takes_limbs as takes_limbs
+from .ghosts import plan_ghosts as plan_ghosts
 from .problem import C_TYPE as C_TYPE
 from .problem import FEW_ROWS as FEW_ROWS
 from .problem import INT32_MAX as INT32_MAX
@@ -28,6 +29,7 @@ from .problem import Limits as Limits
 from .problem import Matmul as Matmul
 from .problem import Matrix as Matrix
 from .problem import deviations_dtype as deviations_dtype
+from .problem import ghost_pitch as ghost_pitch
 from .sm90_variants import SM90_BLOCK_N as SM90_BLOCK_N
 from .sm90_variants import SM90_THREADS as SM90_THREADS
 from .sm90_variants import element_for as element_for

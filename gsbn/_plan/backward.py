@@ -11,11 +11,23 @@ from .copies import in_rows, on_words
 from .declared import kind_code
 from .dual_gemm import DualGemm, dual_gemm_for, multiply_at_once
 from .limbs import Splits
-from .problem import ITEMSIZE, VECTOR_PARAMETERS, Matmul, Matrix, Ranks, deviations_dtype, letters, posts_at, round_up
+from .problem import (
+    ITEMSIZE,
+    VECTOR_PARAMETERS,
+    Matmul,
+    Matrix,
+    Ranks,
+    ceil_div,
+    deviations_dtype,
+    ghost_pitch,
+    letters,
+    posts_at,
+    round_up,
+)
 from .products import reduce_split_k
 from .program import ABSENT, Builder, Program, nbytes_of, place
 from .skinny import SkinnyBackward, skinny_backward
-from .variants import column_sums
+from .variants import GHOST_FEATURES, column_sums, sum_ghosts
 
 _NO_VECTORS = dict.fromkeys((f"to_{name}" for name in VECTOR_PARAMETERS), 0)  # a later launch writes no gradients
 
@@ -46,6 +58,7 @@ class Asked(NamedTuple):
     wide: bool = False  # dw is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations
     renorm: bool = False  # the forward was one of batch renormalisation
+    groups: int = 1  # ghost batches
     identity: bool = False  # no norm: y takes the place of the deviations, and without an activation dg is dy
     ranks: Ranks | None = None  # whose sums arrive during a launch that waits for them, or between two
     ld_saved: int | None = None  # row pitch of the deviations
@@ -80,6 +93,7 @@ class Layout(NamedTuple):
     limbs: Splits
     weight_first: bool
     scales: int  # gradients of a scale of one element, per feature
+    of_ghosts: int  # gradients of vectors, of each ghost batch
     posted: int  # what this rank posts, and `posts`, how many numbers these are
     posts: int
     gathered: int
@@ -108,6 +122,10 @@ class _Backward:
 
     def __init__(self, p: Matmul, asked: Asked) -> None:
         self.m, self.p, self.asked = p.m, p._replace(m=max(p.m, 1)), asked
+        # as the passes see it: to them a feature of a ghost batch is a feature of its own
+        groups, self.passes = asked.groups, self.p
+        if groups > 1:
+            self.passes = self.p._replace(m=self.p.m // groups, n=groups * ghost_pitch(p.n, p.dtype))
         self.build = Builder(p.device)
         given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
         self.vectors = asked.vectors or given
@@ -161,14 +179,14 @@ class _Backward:
         ld_transposed = round_up(p.m, 16 // size) if may_transpose and dw is not None and dw.gemm == "cublas" else 0
 
         skinny = dual = None
-        if gemm in ("auto", "tiled") and norm and linear and training:
+        if gemm in ("auto", "tiled") and norm and linear and training and asked.groups == 1:
             skinny = skinny_backward(p._replace(y=dy), asked.activation, asked.renorm)
         passes = cut_passes(
-            p._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
+            self.passes._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
-            identity=asked.identity, renorm=asked.renorm,
+            identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1,
         )  # fmt: skip
-        if "weight" not in needs or passes.fused or deviations_dtype(dtype, p.m, training=training) != dtype:
+        if "weight" not in needs or passes.fused or deviations_dtype(dtype, self.passes.m, training=training) != dtype:
             skinny = None
         if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
             dual = dual_gemm_for(of_dx, of_dw, wide=asked.wide)
@@ -188,17 +206,20 @@ class _Backward:
         """Divide the workspace."""
         p, chosen, asked, size = self.p, self.chosen, self.asked, ITEMSIZE[self.p.dtype]
         sums, posts = column_sums(chosen.passes.sums[0])  # of a column
-        totals = round_up(chosen.passes.splits * sums * p.n * 8, 256)
+        totals = round_up(chosen.passes.splits * sums * self.passes.n * 8, 256)
         dg = round_up(totals + (sums * p.n * 8 if asked.ranks else 0), 256)
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
         transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.parts.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
         limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=chosen.dg)
-        workspace = limbs.end + (8 * p.n if self.one_scale else 0)
+        of_ghosts = limbs.end + (8 * p.n if self.one_scale else 0)
+        workspace = of_ghosts + (8 * len(VECTOR_PARAMETERS) * self.passes.n if asked.groups > 1 else 0)
         posts = letters(p.n, posts)
         posted, gathered, end = posts_at(workspace, posts, asked.ranks)
         end = workspace if asked.ranks is None else end
-        self.at = Layout(totals, dg, transposed, limbs, weight_first, limbs.end, posted, posts, gathered, end)
+        self.at = Layout(
+            totals, dg, transposed, limbs, weight_first, limbs.end, of_ghosts, posted, posts, gathered, end
+        )
 
     def copy_operands(self) -> None:
         """Copy what cannot be taken as it lies, and name the memory of the operands."""
@@ -237,6 +258,9 @@ class _Backward:
         to_vectors = {f"to_{name}": self.gradients[name] for name in VECTOR_PARAMETERS}
         if self.one_scale:  # first a gradient per feature, in float64; sum_features adds them up
             to_vectors["to_scale"] = place(self.at.scales)
+        of_call, fields_of_call = to_vectors, fields
+        if self.asked.groups > 1:
+            to_vectors, fields = self._of_ghosts(fields)
         needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
         reads_d = ranks is not None or (chosen.dg and self.asked.training) or needs_e or bool(self.asked.activation)
         reads = {"dy": names["dy"], "d": names["deviations"] if reads_d else ABSENT, "saved": "vectors"}
@@ -264,10 +288,14 @@ class _Backward:
             passed = {**reads, "d": names["deviations"], "workspace": of_sums}
             passed |= {"dg": of_dg, "transposed": names["transposed"] if chosen.dg else ABSENT, **to_vectors}
             build.launch(*passes.dg, fields, passed)
+        if self.asked.groups > 1 and chosen.sums and not {*VECTOR_PARAMETERS}.isdisjoint(self.asked.needs):
+            grid = p.device.grid(len(VECTOR_PARAMETERS) * ceil_div(p.n, GHOST_FEATURES))
+            codes = {name: fields_of_call[name] for name in _NO_VECTORS}
+            build.launch(sum_ghosts(), grid, fields | codes, {"of_ghosts": place(self.at.of_ghosts), **of_call})
         if self.one_scale:
-            of_features = {"of_features": to_vectors["to_scale"], "to_scale": self.gradients["scale"]}
+            of_features = {"of_features": of_call["to_scale"], "to_scale": self.gradients["scale"]}
             code = 8 + kind_code(self.vectors.dtypes["scale"])
-            build.launch(*passes.total, {**fields, "to_scale": code}, of_features)
+            build.launch(*passes.total, {**fields_of_call, "to_scale": code}, of_features)
 
     def _fields(self) -> dict[str, Any]:
         """BackwardProblem (kernels/backward/rows.cuh)."""
@@ -283,6 +311,15 @@ class _Backward:
         given = {f"to_{name}": 8 + kind_code(dtype) for name, dtype in dtypes.items() if name in asked.needs}
         fields |= {**_NO_VECTORS, **given}
         return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
+
+    def _of_ghosts(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+        """Where the passes store the gradients of vectors of each ghost batch, and their fields."""
+        m, n = self.passes.m, self.passes.n
+        fields = fields | {"m": m, "n": n, "features": self.p.n, "ghost_pitch": n // self.asked.groups}
+        wanted = [name for name in VECTOR_PARAMETERS if fields[f"to_{name}"]]
+        fields |= {f"to_{name}": 8 + kind_code("float64") for name in wanted}
+        rows = {name: place(self.at.of_ghosts + 8 * n * i) for i, name in enumerate(VECTOR_PARAMETERS)}
+        return {f"to_{name}": rows[name] if name in wanted else ABSENT for name in VECTOR_PARAMETERS}, fields
 
     def _merge_ranks(self, ranks: Ranks, fields: dict[str, Any], of_sums: str, to_vectors: dict[str, str]) -> None:
         """Add the merge of all ranks' sums; over NCCL, a launch before it posts those of this rank."""

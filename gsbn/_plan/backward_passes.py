@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from .gemm import waiting_grid
 from .problem import ITEMSIZE, SPLITS, Matmul, Matrix, ceil_div, deviations_dtype, row_threads_for, split_rows
-from .sources import Kernel, with_activation, with_renorm
-from .variants import COLUMN_CLUSTERS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
+from .sources import Kernel, with_activation, with_ghosts, with_renorm
+from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
@@ -36,12 +36,13 @@ def dy_on_words(dy: Matrix, size: int) -> bool:
 
 def cut_passes(
     p: Matmul, *, training: bool, sums: bool, dg: bool, skinny: bool, may_transpose: bool, transposed: bool,
-    activation: Any, where: str | None, identity: bool, renorm: bool,
+    activation: Any, where: str | None, identity: bool, renorm: bool, ghosts: bool,
 ) -> Passes:  # fmt: skip
     """Divide dy, p's y, among CTAs. `may_transpose`: with other `needs` the call would write dg's transpose,
     `transposed`: it does; `where`: the sums of other ranks arrive "inside" a launch or "between" two.
 
     `identity`: the layer has no norm, and y takes the place of the deviations. `renorm`: batch renormalisation.
+    `ghosts`: p's rows are those of a ghost batch, and its features those of all.
     """
     m, n, dtype, device, limits, size = p.m, p.n, p.dtype, p.device, p.limits, ITEMSIZE[p.dtype]
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
@@ -78,6 +79,7 @@ def cut_passes(
         sharing=sharing, identity=identity,
     )  # fmt: skip
     kernels = tuple(with_renorm(k, renorm and k.name not in ("backward_sums", "sum_features")) for k in kernels)
+    kernels = tuple(with_ghosts(k, ghosts and k.name in GHOST_KERNELS) for k in kernels)
     of_sums, of_dg, of_all, total, *merge = (with_activation(kernel, activation) for kernel in kernels)
     fields = {"row_threads": fused_row_threads if fused else row_threads, "sums_rows": sums_rows, "dg_rows": dg_rows}
     return Passes(

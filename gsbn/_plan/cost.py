@@ -169,12 +169,16 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
 def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates = H200) -> float:
     """The time of a forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
     m, n, k, dtype, *_ = p
-    size, g = ITEMSIZE[dtype] * (1 + saves), 4e-6 * m * n
-    cold = g > 0.8 * rates.l2_mb
-    us = rates.cublas_call_us[passes] + (rates.ieee_call_us if element == "limbs" else 0.0)
+    us = passes_us(p, passes, saves=saves, rates=rates) + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
-    us += (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate[element == "limbs"]
-    us += g * (4 + size) / 4 / rates.y_cublas_rate[cold]
+    return us + (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate[element == "limbs"]
+
+
+def passes_us(p: Matmul, passes: str, *, saves: bool, rates: Rates = H200) -> float:
+    """The time of what follows a product, and of all launches."""
+    size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
+    cold = g > 0.8 * rates.l2_mb
+    us = rates.cublas_call_us[passes] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
     return us + (g / rates.g_rate[cold] if passes == "apart" else 0.0)
 
 

@@ -23,6 +23,7 @@ from .problem import (
     Ranks,
     ceil_div,
     deviations_dtype,
+    ghost_pitch,
     letters,
     posts_at,
     round_up,
@@ -33,9 +34,18 @@ from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
-from .sources import with_activation, with_renorm
+from .sources import with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
-from .variants import THREADS, activate, merge_statistics, normalize, normalize_fused, scale_stats
+from .variants import (
+    GHOST_FEATURES,
+    THREADS,
+    activate,
+    merge_statistics,
+    normalize,
+    normalize_fused,
+    scale_stats,
+    track_ghosts,
+)
 
 PREPARED = ("limbs of weight", "exponents of weight")  # extra arguments of a call with a prepared weight
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
@@ -58,6 +68,7 @@ class _Call(NamedTuple):
     prepared: bool
     renorm: Mapping[str, Any] | None
     ranks: Ranks | None
+    groups: int  # ghost batches
     # of the memory of x and weight or their copies, y, deviations, vectors, num_batches_tracked; ABSENT if not there
     names: tuple[str, str, str, str, str, str]
     fields: dict[str, Any]  # of the kernels' structs, as far as the caller determines them
@@ -83,14 +94,15 @@ def plan_forward(
     counts: bool = False,
     out: bool = False,
     ranks: Ranks | None = None,
+    groups: int = 1,
     keeps_u: bool = False,
 ) -> Program:
     """Plan a forward call. If ranks share the batch p may have no rows; all other sizes are at least 1.
 
     `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
     scale, if it is not an array. `vectors`: `vector_codes`. `renorm`: what the kernels' structs declare for batch
-    renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `keeps_u`: the call also makes u, what
-    is before the activation, in y's dtype: an array of that name.
+    renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: ghost batches; 1 in inference.
+    `keeps_u`: the call also makes u, what is before the activation, in y's dtype: an array of that name.
 
     Raises ValueError that names `gemm` if the one chosen cannot serve the call.
     """
@@ -111,16 +123,21 @@ def plan_forward(
             where = "between"
     of_call = {"precision": precision, "training": training, "saved": saves, "reads_count": reads_count}
     # Who renormalises has a backward: forward_sm90 has no other variants for it.
-    apart = renorm is not None and not saves
-    chosen, why = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, apart=apart, **of_call)  # type: ignore[arg-type]
-    one_launch_ = chosen == "sm90" and where != "between" and not apart
+    apart = "the limits of batch renormalisation" if renorm is not None and not saves else None
+    chosen, why, _ = gemm_for(p, gemm=gemm, prepared=prepared, ranks=where, apart=apart, groups=groups, **of_call)  # type: ignore[arg-type]
+    one_launch_ = chosen == "sm90" and where != "between" and apart is None and groups == 1
     skinny = None
-    if chosen == "tiled" and p.limits.skinny is not False and serves_skinny(p, precision, training, saves):
+    if (
+        chosen == "tiled"
+        and p.limits.skinny is not False
+        and groups == 1
+        and serves_skinny(p, precision, training, saves)
+    ):
         skinny = skinny_forward(p, precision, training=training, saves=saves)
     taken = for_skinny(p) if skinny else taken_by(p, chosen, element_for(p.dtype, precision), one_launch_)
 
     build = Builder(p.device)
-    saved_dtype = deviations_dtype(p.dtype, p.m, training=training) if saves else None
+    saved_dtype = deviations_dtype(p.dtype, p.m // groups, training=training) if saves else None
     of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
     of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
     y = build.make("u", (m, p.n), p.dtype) if keeps_u else _result(build, p, m, out)
@@ -132,7 +149,7 @@ def plan_forward(
     names = of_x, of_w, y, *saved, count
     call = _Call(
         p, taken, m, chosen, training, precision, saved_dtype, None if keeps_u else activation, cumulative,
-        reads_count, prepared, renorm, ranks, names, fields,
+        reads_count, prepared, renorm, ranks, groups, names, fields,
     )  # fmt: skip
     if one_launch_:
         _in_one_launch(build, call)
@@ -156,7 +173,9 @@ def _save(build: Builder, call: _Call, pitch: int) -> None:
     """Allocate what a backward needs: deviations in rows of this pitch, and vectors."""
     if call.saved_dtype is not None:
         build.make("deviations", (call.m, pitch), call.saved_dtype)
-        build.make("vectors", (SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.p.n), "float64")
+        rows, groups = SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.groups
+        of_ghosts = (groups, rows, ghost_pitch(call.p.n, call.p.dtype))
+        build.make("vectors", (rows, call.p.n) if groups == 1 else of_ghosts, "float64")
 
 
 def _flags(call: _Call, **given: bool) -> int:
@@ -234,6 +253,12 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
 # ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
+def _of_passes(call: _Call) -> Matmul:
+    """The call as the passes over g see it: to them a feature of a ghost batch is a feature of its own."""
+    p = call.p
+    return p if call.groups == 1 else p._replace(m=p.m // call.groups, n=call.groups * ghost_pitch(p.n, p.dtype))
+
+
 def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | None) -> None:
     p, taken, training, ranks = call.p, call.taken, call.training, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
@@ -249,14 +274,17 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
     saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
-    one_pass = not skinny and one_pass_serves(p, training, call.reads_count, where)
+    passes, ghosts = _of_passes(call), call.groups > 1
+    one_pass = not skinny and one_pass_serves(passes, training, call.reads_count and not ghosts, where)
     merges = training and not one_pass
-    division = _divide(p, skinny, 16 // g_size, one_pass)
+    division = _divide(passes, skinny, 16 // g_size, one_pass)
 
-    # The workspace: constants, the statistics of each split, g.
-    affine = 0
-    partials = round_up(affine + (4 * ldg * g_size if merges else 0), 256)
-    g_at = round_up(partials + (division.splits * 2 * ldg * 8 if merges else 0), 256)
+    # The workspace: constants, the statistics of each split, those of each ghost batch, g.
+    affine, columns = 0, passes.n if ghosts else ldg
+    partials = round_up(affine + (4 * columns * g_size if merges else 0), 256)
+    of_ghosts = round_up(partials + (division.splits * 2 * columns * 8 if merges else 0), 256)
+    tracks = ghosts and call.fields["running_mean"] != 0
+    g_at = round_up(of_ghosts + (2 * columns * 8 if tracks else 0), 256)
     workspace = g_at + (0 if skinny or y_is_g or saved_is_g else p.m * ldg * g_size)
 
     saved_in_training = call.saved_dtype if training else None
@@ -290,17 +318,27 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
 
     if m and not skinny:  # otherwise only other ranks have rows, or the skinny kernels compute g
         _multiply(build, call, q, product, limbs, g, fields)
+    arguments = _OWN
+    if ghosts:
+        fields |= {"m": passes.m, "n": passes.n, "features": n, "ghost_pitch": passes.n // call.groups}
+    if tracks:
+        arguments = _OWN | {"running_mean": place(of_ghosts), "running_var": place(of_ghosts + 8 * columns)}
     if merges and m:
-        build.launch(stats_kernel, division.stats_grid, fields, {**of_g, "workspace": place(0)}, block)
+        kernel = with_ghosts(stats_kernel, ghosts)
+        build.launch(kernel, division.stats_grid, fields, {**of_g, "workspace": place(0)}, block)
     if merges:
-        _merge_statistics(build, call, fields, division.merge_grid, posted, gathered)
+        _merge_statistics(build, call, fields, arguments, division.merge_grid, posted, gathered)
         count = ABSENT if ranks is not None else count  # merge_statistics has counted the batch
     if m:
         passed = {**of_g, "y": y_name} | ({} if one_pass else {"workspace": place(0)})
-        passed |= {**_OWN, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
+        passed |= {**arguments, "num_batches_tracked": count, "deviations": deviations, "saved": vectors}
         passed |= _limits(call) if one_pass else {}
-        kernel = with_activation(normalize_kernel, call.activation)
+        kernel = with_activation(with_ghosts(normalize_kernel, ghosts), call.activation)
         build.launch(kernel, division.normalize_grid, fields, passed, block)
+    if tracks:
+        passed = {"of_ghosts": place(of_ghosts), "running_mean": "running_mean", "running_var": "running_var"}
+        passed |= {"num_batches_tracked": count}
+        build.launch(track_ghosts(), p.device.grid(ceil_div(n, GHOST_FEATURES)), fields, passed)
 
 
 def _limits(call: _Call) -> dict[str, str]:
@@ -355,13 +393,15 @@ def _multiply(
 
 
 def _merge_statistics(
-    build: Builder, call: _Call, fields: dict[str, Any], grid: int, posted: int, gathered: int
-) -> None:
-    """Add the merge of the statistics of all splits, and of all ranks. Over NCCL, what this rank posts comes first."""
-    kernel = with_renorm(merge_statistics(call.p.dtype), call.renorm is not None)
+    build: Builder, call: _Call, fields: dict[str, Any], arguments: dict[str, str], grid: int, posted: int,
+    gathered: int,
+) -> None:  # fmt: skip
+    """Add the merge of the statistics of all splits, and of all ranks. Over NCCL, what this rank posts comes first.
+    `arguments`: the memory of the vectors."""
+    kernel = with_ghosts(with_renorm(merge_statistics(call.p.dtype), call.renorm is not None), call.groups > 1)
     ranks, count = call.ranks, letters(call.p.n, 2)
     *_, vectors, batches = call.names
-    passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **_OWN}
+    passed = {"workspace": place(0), "posted": ABSENT, "ranks": ABSENT, "gathered": ABSENT, **arguments}
     passed |= {"num_batches_tracked": batches, "saved": vectors, **_limits(call)}
     if ranks is not None and not ranks.waits:
         if call.m == 0:

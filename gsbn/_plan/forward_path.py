@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .copies import in_rows
-from .cost import copies_us, cublas_us
+from .cost import copies_us, cublas_us, passes_us
 from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cublas, for_sm90, for_tiled, sm90_obstacle
 from .problem import ITEMSIZE, Matmul
 from .skinny import serves_skinny, skinny_forward
@@ -37,47 +37,55 @@ def gemm_for(
     prepared: bool = False,
     saved: bool = False,
     reads_count: bool = False,
-    apart: bool = False,
+    apart: str | None = None,
     ranks: Literal["inside", "between"] | None = None,
-) -> tuple[str, str]:
-    """The path that serves a call, and why; ValueError if `gemm` names one that cannot. `apart`: the product is a
-    launch of its own."""
+    groups: int = 1,
+) -> tuple[str, str, float]:
+    """The path that serves a call, why, and its time in us; 0 if none was compared. ValueError if `gemm` names one that
+    cannot. `apart`: why the product is a launch of its own. `groups`: ghost batches."""
+    if ranks == "between":
+        apart = "the statistics of other ranks"
+    if groups > 1:
+        apart, p = "the statistics of ghost batches", p._replace(limits=p.limits._replace(skinny=False))
     sm90 = sm90_obstacle(p, precision, training, saved)
     obstacles = {"sm90": sm90, "cublas": cublas_obstacle(p), "tiled": None}
     if gemm != "auto":
         obstacle = obstacles[gemm]
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
-        return gemm, "asked for"
+        return gemm, "asked for", 0.0
     call = OfCall(prepared, saved, reads_count, ranks == "inside")
-    chosen, why, us = _fastest(p, precision, call, training, ranks, apart or ranks == "between", obstacles)
-    skinny = p.limits.skinny is not False and serves_skinny(p, precision, training, saved)
-    if skinny and (p.limits.skinny or skinny_forward(p, precision, training=training, saves=saved).us < us):
-        return "tiled", "g is made twice in less time than it is written and read"
-    return chosen, why
+    passes = passes_over_g(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
+    chosen, why, us = _fastest(p, precision, call, training, passes, apart, obstacles)
+    if p.limits.skinny is not False and serves_skinny(p, precision, training, saved):
+        of_skinny = skinny_forward(p, precision, training=training, saves=saved).us
+        if p.limits.skinny or of_skinny < us:
+            return "tiled", "g is made twice in less time than it is written and read", of_skinny
+    return chosen, why, us
 
 
 def _fastest(
-    p: Matmul, precision: str, call: OfCall, training: bool, ranks: str | None, apart: bool,
+    p: Matmul, precision: str, call: OfCall, training: bool, passes: str, apart: str | None,
     obstacles: dict[str, str | None],
 ) -> tuple[str, str, float]:  # fmt: skip
-    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `apart`: the
-    product is a launch of its own."""
+    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `passes`: what
+    follows a product of cuBLAS; `apart`: why the product is a launch of its own."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        passes = passes_over_g(p, training, call.reads_count, ranks)
         by_cublas = cublas_us(theirs, element, passes, saves=call.saves) + copies_us(theirs)
         if apart and element != "limbs":
-            what = "the statistics of other ranks" if ranks else "the limits of batch renormalisation"
-            why = f"{what} come between two launches, which leaves a bare GEMM"
-            return "cublas", why, by_cublas
+            return "cublas", f"{apart} come between two launches, which leaves a bare GEMM", by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
             return "cublas", "more accurate for few features", by_cublas
         if element == "limbs" and min(p.m, p.n) == 1:
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken = for_sm90(p, element)
-        ours = cheapest_tile(taken, mode_of(training), element, call).us + copies_us(taken)
+        if apart:
+            ours = cheapest_tile(taken, "gemm", element, call).us + passes_us(p, passes, saves=call.saves)
+        else:
+            ours = cheapest_tile(taken, mode_of(training), element, call).us
+        ours += copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours

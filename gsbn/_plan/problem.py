@@ -113,6 +113,7 @@ class Limits(NamedTuple):
     dual: bool | None = None  # dual_gemm for dx and dw
     fused: bool | None = None  # one launch for the passes after the forward's GEMM, or before the backward's
     cluster: int | None = None  # CTAs of a cluster of backward_fused; 1: no clusters
+    by_runs: bool | None = None  # ghost batches one after the other in a forward
     gpu: Device | None = None  # the GPU to plan for; the real one must have at least as many SMs
 
 
@@ -137,6 +138,11 @@ class Ranks(NamedTuple):
     size: int = 1
     features: int | None = None  # for which a mailbox has room
     signature: int = 0  # of the call; it must be the same on all ranks
+
+
+def ghost_pitch(features: int, dtype: str) -> int:
+    """Columns of a ghost batch among those of all: its features, and some that round them up to 16 bytes."""
+    return round_up(features, 16 // ITEMSIZE[dtype])
 
 
 def letters(features: int, numbers: int) -> int:

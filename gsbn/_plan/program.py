@@ -94,15 +94,21 @@ class Copy(NamedTuple):
     to_at: Matrix
 
 
-def place(offset: int) -> str:
-    """The name of a place in the workspace."""
-    return f"workspace + {offset}"
+def place(offset: int, memory: str = "workspace") -> str:
+    """The name of a place in the workspace, or so many bytes behind the start of other memory."""
+    return f"{memory} + {offset}"
+
+
+def place_of(name: str) -> tuple[str, int] | None:
+    """The memory and the offset of a place; None for the name of memory itself."""
+    memory, plus, offset = name.partition(" + ")
+    return (memory, int(offset)) if plus else None
 
 
 def offset_of(name: str) -> int | None:
     """The offset of a place in the workspace; None for the name of anything else."""
-    start, _, offset = name.partition(" + ")
-    return int(offset) if start == "workspace" else None
+    found = place_of(name)
+    return found[1] if found is not None and found[0] == "workspace" else None
 
 
 class Builder:

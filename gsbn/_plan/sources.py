@@ -35,6 +35,11 @@ def with_renorm(kernel: Kernel, renorm: bool = True) -> Kernel:
     return kernel._replace(defines=(*kernel.defines, ("RENORM", "1"))) if renorm else kernel
 
 
+def with_ghosts(kernel: Kernel, ghosts: bool = True) -> Kernel:
+    """The variant of a kernel for ghost batches (common/ghost.cuh); the kernel itself if not `ghosts`."""
+    return kernel._replace(defines=(*kernel.defines, ("GHOST", "1"))) if ghosts else kernel
+
+
 def _find() -> Path:
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):  # in a wheel; in a checkout

@@ -9,7 +9,7 @@ from typing import Any
 
 from .problem import C_TYPE
 from .sm90_variants import ARCH, MODES, sm90_kernels
-from .sources import Constants, Kernel, with_activation, with_renorm
+from .sources import Constants, Kernel, with_activation, with_ghosts, with_renorm
 
 THREADS = Constants("normalize/features.cuh", {})["THREADS"]  # of a CTA of most kernels
 # stages of the pipeline of a thread of backward_sums or backward_dg, of a row each
@@ -27,6 +27,12 @@ TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and colum
 _DUAL = Constants("dual_gemm.cu", {})
 DUAL_ROWS, DUAL_CLUSTERS = (32, 64, 128), (1, 2, 4, 8)  # variants of dual_gemm: its ROWS, and CTAs of a cluster
 DUAL_INPUTS, DUAL_STEP, DUAL_THREADS = _DUAL["INPUTS"], _DUAL["STEP"], _DUAL["THREADS"]
+GHOST_KERNELS = (
+    "backward_sums",
+    "backward_dg",
+    "backward_fused",
+)  # of a backward, those with variants for ghost batches
+GHOST_FEATURES = Constants("ghosts.cu", {})["LANES"]  # of an item of track_ghosts and of sum_ghosts
 NARROW = 8  # columns of the tile for few features
 TILES: dict[
     str, tuple[tuple[int, int, int, int], ...]
@@ -45,7 +51,7 @@ def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
             or plain.file in ("backward", "backward_sums", "backward_fused", "channels_backward")
             or dict(plain.defines).get("MODE") in modes
         )
-        for kernel in (plain, *[with_renorm(plain)] * _renorms(plain)):
+        for kernel in (plain, *[with_renorm(plain)] * _renorms(plain), *[with_ghosts(plain)] * _has_ghosts(plain)):
             yield kernel
             if activates:
                 yield from (with_activation(kernel, activation) for activation in activations)
@@ -56,6 +62,14 @@ def _renorms(kernel: Kernel) -> bool:
     trains = dict(kernel.defines).get("TRAINING") == "true"
     makes = kernel.name in ("merge_statistics", "normalize_fused")
     return makes or (trains and kernel.name in ("backward_dg", "backward_fused", "merge_sums", "skinny_backward"))
+
+
+def _has_ghosts(kernel: Kernel) -> bool:
+    """Whether there is a variant for ghost batches: a pass over g or dy in training that does not make g itself."""
+    defines = dict(kernel.defines)
+    statistics = kernel.file == "scale_stats" or kernel.name == "normalize_fused"
+    backward = kernel.name in GHOST_KERNELS and defines["TRAINING"] == "true"
+    return statistics or backward or defines.get("RUNNING") == "false"
 
 
 def _plain_kernels() -> Iterator[Kernel]:
@@ -97,7 +111,7 @@ def _plain_kernels() -> Iterator[Kernel]:
     yield from itertools.chain.from_iterable(map(channels_backward, ("bfloat16", "float16")))
     yield from itertools.starmap(dual_gemm, itertools.product(("bfloat16", "float16"), DUAL_ROWS, DUAL_CLUSTERS))
     yield from map(copy_matrix, (2, 4, 8))
-    yield from (copy_rows(), clear())
+    yield from (copy_rows(), clear(), track_ghosts(), sum_ghosts())
     yield fill_sm(0)
     yield from sm90_kernels()
     yield from map(split_limbs, SPLIT_WIDTHS)
@@ -228,6 +242,14 @@ def copy_rows() -> Kernel:
 
 def clear() -> Kernel:
     return Kernel("clear", "clear", ())
+
+
+def track_ghosts() -> Kernel:
+    return Kernel("track_ghosts", "ghosts", ())
+
+
+def sum_ghosts() -> Kernel:
+    return Kernel("sum_ghosts", "ghosts", ())
 
 
 def fill_sm(shared: int) -> Kernel:

@@ -76,7 +76,7 @@ def path(case: Case, gemm: str, xp: Any) -> tuple[str, str]:
     if xp.__name__ == "numpy":
         return "numpy", "arrays on the CPU: float32 BLAS in blocks of rows (float64 for float64)"
     options: dict[str, Any] = {"precision": case.precision, "gemm": gemm, "training": case.training}
-    return _plan.gemm_for(matmul_of(case, xp), **options)
+    return _plan.gemm_for(matmul_of(case, xp), **options)[:2]
 
 
 def missing() -> list[tuple[str, str]]:

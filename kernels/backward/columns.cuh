@@ -50,9 +50,9 @@ struct BeforeY {
 #pragma unroll
             for (int j = 0; j < VEC; ++j)
                 if (j < inside) {
-                    const double* at = saved + col + j;
-                    slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * p.n]);
-                    offset.at[j] = static_cast<G>(at[SAVED_OFFSET * p.n]);
+                    const double* at = saved_of(p, saved, col) + col + j;
+                    slope.at[j] = static_cast<G>(at[(TRAINING ? SAVED_SLOPE : SAVED_A) * saved_pitch(p)]);
+                    offset.at[j] = static_cast<G>(at[SAVED_OFFSET * saved_pitch(p)]);
                     if (!TRAINING) {
                         const HighLow<G> parts(at[SAVED_MEAN * p.n]);
                         mean.at[j] = parts.high;

@@ -2,6 +2,7 @@
 // pipelines in shared memory. No kernels.
 #pragma once
 #include "common/activation.cuh"
+#include "common/ghost.cuh"
 #include "common/walk.cuh"
 
 #ifndef T_TYPE
@@ -35,6 +36,9 @@ struct BackwardProblem {
     long long words;      // zeros that the first launch writes for a later one
     long long signature;  // what this call is, of a group
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
+#if GHOST
+    long long features, ghost_pitch;  // common/ghost.cuh
+#endif
 };
 
 constexpr bool ACTIVE = !is_same<Activation<T>, Identity<T>>;  // there is an activation
@@ -70,9 +74,9 @@ struct BackwardRows {
     bool vector_dy;
 
     __device__ BackwardRows(const BackwardProblem& p, const T* dy_, const D* d_, long long first, long long step,
-                            long long col, int inside_, uint4* memory)
-        : dy(dy_ + first * p.dy_row + col * p.dy_col),
-          d(d_ == nullptr ? d_ : d_ + first * p.ldd + col),
+                            const Column& place, int inside_, uint4* memory)
+        : dy(dy_ + first * p.dy_row + place.at(p.dy_row, p.dy_col)),
+          d(d_ == nullptr ? d_ : d_ + first * p.ldd + place.at(p.ldd)),
           dy_step(step * p.dy_row),
           d_step(step * p.ldd),
           pipeline(memory + threadIdx.x),

@@ -187,6 +187,7 @@ enum : int {
     SAVED_SLOPE = 7,   // training: a unit, as y was computed with it: y = f(slope d + offset)
     SAVED_MEAN = 7,    // inference: mean of y = f(a (g - mean) + offset)
     SAVED_OFFSET = 8,  // of either
+    SAVED_ROWS = 9,    // without RENORM
     SAVED_RATIO = 9,   // with RENORM: ratio, by which the rows A, SCALE, GAMMA and SLOPE have been multiplied
     SAVED_SHIFT = 10,  // with RENORM: shift, by which gamma / beta is in SAVED_OFFSET
 };

@@ -16,6 +16,7 @@
 // still more than a few bits cancel (`Moments::far`), the CTA does it again about the mean that it found. The order of
 // all sums depends on the shape and the data alone; equal rows give exactly M2 = 0.
 #pragma once
+#include "common/ghost.cuh"
 #include "common/renorm.cuh"
 
 #ifndef G_TYPE
@@ -42,10 +43,16 @@ struct ForwardProblem {
     long long renorm, warmup;  // the vector code of r_max and d_max; batches before there is a correction
     double r_max, d_max;       // where there is no vector
 #endif
+#if GHOST
+    long long features, ghost_pitch;  // common/ghost.cuh
+#endif
 };
 
 constexpr int VEC = 16 / sizeof(G);
 constexpr int THREADS = 256;
+
+// The pitch of rows in the workspace, in elements.
+__device__ __forceinline__ long long pitch_of_columns(const ForwardProblem& p) { return GHOST ? p.n : p.ldg; }
 
 // A power of two within a factor of 2 above the spread, in float32's range; 1 if there is no spread. A deviation is at
 // most sqrt(B) of these units.
@@ -80,7 +87,8 @@ __device__ __forceinline__ double argument(int number, const ForwardProblem& p, 
     if (number == 2) from = beta, code = p.beta, absent = 0.0;
     if (number == 3) from = bias, code = p.bias, absent = 0.0;
     if (number == 4) from = running_mean, code = p.running_mean, absent = 0.0;
-    return fetch(from, code, c).or_else(absent);
+    if (GHOST && number >= 4) code = 0;  // `track` stores there, and track_ghosts reads the caller's
+    return fetch(from, code, feature_of(p, c)).or_else(absent);
 }
 
 // All that follows from mean and M2 of feature c over `rows` rows; M2 has been corrected by M2_OF_LIMBS.
@@ -111,15 +119,21 @@ struct Feature {
     __device__ __forceinline__ void save(const ForwardProblem& p, long long c, double* saved) const {
         if (saved == nullptr) return;
         const double unit = p.flags & FLAG_UNITS ? unit_near(sqrt(v)) : 1.0;
-        store_saved(saved, p.n, c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a), static_cast<G>(offset), by.ratio,
-                    by.shift);
+        store_saved(saved_of(p, saved, c), saved_pitch(p), c, of.s, of.gamma, v, p.eps, unit, static_cast<G>(a),
+                    static_cast<G>(offset), by.ratio, by.shift);
     }
-    // Updates the running statistics, if there are any; `batches`: the count before this batch.
+    // Updates the running statistics, if there are any; `batches`: the count before this batch. With GHOST it stores
+    // those of this batch.
     __device__ __forceinline__ void track(const ForwardProblem& p, long long c, long long batches, void* running_mean,
                                           void* running_var) const {
         if (p.running_mean == 0) return;
         const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(batches + 1) : p.momentum;
         const double to_mean = of.s * (mean + of.b), to_var = of.s * of.s * (m2 / (rows - 1.0));
+        if constexpr (GHOST) {  // each ghost batch updates what the one before left: a later launch does
+            static_cast<double*>(running_mean)[c] = to_mean;
+            static_cast<double*>(running_var)[c] = to_var;
+            return;
+        }
         store_vector(running_mean, p.running_mean, c, (1.0 - mu) * of.mean + mu * to_mean);
         store_vector(running_var, p.running_var, c, (1.0 - mu) * of.var + mu * to_var);
     }

@@ -87,6 +87,10 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     activation, scale = rng.choice(ACTIVATIONS), rng.choice(("vector", "vector", "number", *SCALES))
     needs = tuple(name for name in NAMES if rng.random() < 0.7) if backward else None
     renorm = rng.choice(RENORMS) if training and "running" in given and rng.random() < 0.3 else None
+    groups = 1
+    if training and renorm is None and shape[0] > 3 and rng.random() < 0.15:
+        groups = rng.choice([n for n in range(2, shape[0]) if shape[0] % n == 0] or [2])
+        shape = shape[0] // groups * groups, *shape[1:]
     recipe = Case(
         shape=shape,
         dtype=dtype,
@@ -102,6 +106,7 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         scale="none" if scale == "number" else scale,
         activation=activation,
         renorm=renorm if counts or renorm is None else renorm[:2],
+        groups=groups,
     )
     good = Good(
         kind=kind,
@@ -127,7 +132,9 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
 def without_norm(good: Good) -> Good:
     """The same of `gsbn.linear`: the layer has no vectors but the bias."""
     given = tuple(name for name in good.recipe.given if name in ("bias", "out"))
-    recipe = replace(good.recipe, training=False, eps=0.0, momentum=0.1, scale="none", renorm=None, given=given)
+    recipe = replace(
+        good.recipe, training=False, eps=0.0, momentum=0.1, scale="none", renorm=None, given=given, groups=1
+    )
     needs = good.needs and tuple(name for name in good.needs if name in ("x", "weight", "bias"))
     return replace(good, recipe=recipe, needs=needs, number=None, prepared=False, integers=False, linear=True)
 
@@ -263,14 +270,15 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
         operands |= {"running_mean": zeros, "running_var": zeros + 1}
     if recipe.shape[0] == 0:
         assert not any(got[name].any() for name in got if name not in STATISTICS), "gradients of no rows are zero"
-        assert COUNT not in got or got[COUNT] == arrays[COUNT] + recipe.training
+        assert COUNT not in got or got[COUNT] == arrays[COUNT] + recipe.training * recipe.groups
         return
     wide = np.longdouble if recipe.dtype == "float64" else np.float64
     truth = reference.forward(**operands, **recipe.options, dtype=wide)
     assert_outcome_within(Outcome(*map(got.get, Outcome._fields)), truth, forward_bounds(case, operands, truth))
     if case.needs is not None:
         dy = arrays["dy"] if recipe.activation is None else before_relu(arrays["dy"], got["y"])
-        gradients = truth_of(operands, dy, training=recipe.training, eps=recipe.eps, renorm=recipe.renorm)
+        form = {"training": recipe.training, "eps": recipe.eps, "renorm": recipe.renorm, "groups": recipe.groups}
+        gradients = truth_of(operands, dy, **form)
         limits = backward_bounds(case, operands, dy, truth, gradients)
         for name in NAMES:
             if f"d{name}" in got:
@@ -317,12 +325,13 @@ def backward_bounds(
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
     options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
-    options |= {"deferred": may_be_sm90(case, *gemms), "renorm": recipe.renorm}
+    options |= {"deferred": may_be_sm90(case, *gemms), "renorm": recipe.renorm, "groups": recipe.groups}
     if not may_take_limbs(case, *gemms):
         return gradient_bounds(arrays, dy, gradients, operand=operand_error(case), **options)
     limits = gradient_bounds(arrays, dy, gradients, operand=2.0**-22 + 48 * 2.0**-23, **options)
     x, w, s, gamma = (np.abs(np.asarray(arrays.get(n, 1), np.float64)) for n in ("x", "weight", "scale", "gamma"))
-    variance = s * s * truth.var if recipe.training else np.asarray(arrays["running_var"], np.float64)
+    of_g = truth.var if recipe.groups == 1 or truth.var is None else truth.var.min(axis=0)
+    variance = s * s * of_g if recipe.training else np.asarray(arrays["running_var"], np.float64)
     gamma = gamma * (1 if recipe.renorm is None else recipe.renorm[0])  # the ratio is at most r_max
     dg = gamma * s / np.sqrt(variance + recipe.eps) * np.linalg.norm(np.asarray(dy, np.float64), axis=0)
     limits["x"] = limits["x"] + 2.0**-38 * len(w) * dg.max() * w.max(axis=0)

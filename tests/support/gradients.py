@@ -48,6 +48,7 @@ from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn.bench.activations import of_before
 from tests.support.accuracy import SEEDS, family
+from tests.support.ghosts import gradient_bounds_of_runs
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
 from tests.support.tolerance import FLUSHED, arithmetic, correction_bounds, norm_error, roundoff, scale_of, summed
 
@@ -131,13 +132,14 @@ def step(
 
 
 def truth_of(
-    arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5, renorm: Any = None
-) -> Gradients:
+    arrays: Mapping[str, np.ndarray], dy: np.ndarray, *, training: bool, eps: float = 1e-5, renorm: Any = None,
+    groups: int = 1,
+) -> Gradients:  # fmt: skip
     wide = np.longdouble if arrays["x"].dtype == np.float64 else np.float64
     names = ("x", "weight", "scale", "bias", "gamma", "running_mean", "running_var")
     names += () if renorm is None else ("num_batches_tracked",)
     given = {name: arrays[name] for name in names if name in arrays}
-    return reference.backward(dy, **given, training=training, eps=eps, renorm=renorm, dtype=wide)
+    return reference.backward(dy, **given, training=training, eps=eps, renorm=renorm, groups=groups, dtype=wide)
 
 
 @np.errstate(all="ignore")
@@ -153,11 +155,17 @@ def gradient_bounds(
     activation: Any = None,
     renorm: Any = None,
     after: np.ndarray | None = None,
+    groups: int = 1,
+    rows: int | None = None,
 ) -> dict[str, np.ndarray]:
     """The bounds above, evaluated; ``operand`` is the rounding of the GEMMs' operands, ``deferred`` as in `bounds`.
 
-    With an ``activation``, dy and the truth are those before it, and ``after`` is the gradient of y.
+    With an ``activation``, dy and the truth are those before it, and ``after`` is the gradient of y. ``rows``: those
+    that dweight adds, if not all of x.
     """
+    if groups > 1 and training:
+        form: dict[str, Any] = {"training": True, "eps": eps, "operand": operand, "deferred": deferred}
+        return gradient_bounds_of_runs(gradient_bounds, arrays, dy, groups, after, activation=activation, **form)
     nearest = 1 if activation is None else 2
     dtype = arrays["x"].dtype
     u, short = arithmetic(dtype), roundoff(dtype)
@@ -246,7 +254,7 @@ def gradient_bounds(
         errors["gamma"] += r * (abs_s * first + np.abs(mean)) * merge
         of_scale = abs_gamma * r * np.abs((dy * (g + b)).sum(0))
     of_dg = of_dg + (short if dtype.itemsize == 2 else u) * (np.abs(dg) + of_dg) + tiny
-    for name, a, c, length in (("x", np.abs(dg), np.abs(w), O), ("weight", np.abs(dg).T, np.abs(x), n)):
+    for name, a, c, length in (("x", np.abs(dg), np.abs(w), O), ("weight", np.abs(dg).T, np.abs(x), rows or n)):
         of_a = of_dg if name == "x" else of_dg.T
         gamma_n = length * u / (1 - length * u) + (1 + operand) ** 2 - 1
         errors[name] = of_a @ c + gamma_n * ((a + of_a) @ c) + length * flushed

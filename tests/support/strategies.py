@@ -43,11 +43,13 @@ class Case:
     activation: Any = None
     family: str = "normal"  # of families.py, for x, the weight and the scale
     renorm: tuple[float, ...] | None = None  # as gsbn.forward takes it
+    groups: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
         options = {"training": self.training, "momentum": self.momentum, "eps": self.eps}
         options |= {} if self.renorm is None else {"renorm": self.renorm}
+        options |= {} if self.groups == 1 else {"groups": self.groups}
         return options | ({} if self.activation is None else {"activation": self.activation})
 
     def arrays(self) -> dict[str, np.ndarray]:

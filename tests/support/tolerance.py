@@ -75,6 +75,7 @@ import numpy as np
 
 from gsbn import reference
 from gsbn.bench.activations import of_y
+from tests.support.ghosts import bounds_of_runs
 from tests.support.harness import Outcome
 
 TF32 = 2.0**-10
@@ -125,12 +126,17 @@ def bounds(
     limbs: bool = False,
     activation: Any = None,
     renorm: Any = None,
+    groups: int = 1,
 ) -> Bounds:
     """The bounds above, evaluated.
 
     ``u`` defaults to the kernels' arithmetic for x's dtype; ``operand`` is the rounding of the GEMM's operands;
     ``deferred`` says that deviations may pass through y's dtype, ``limbs`` that g may come from limbs.
     """
+    if groups > 1 and training:
+        form: dict[str, Any] = {"training": True, "momentum": momentum, "eps": eps, "activation": activation, "u": u}
+        form |= {"operand": operand, "deferred": deferred, "limbs": limbs}
+        return Bounds(*bounds_of_runs(bounds, arrays, truth, groups, **form))
     u = arithmetic(arrays["x"].dtype) if u is None else u
     flushed = 0.0 if u <= 2.0**-53 else FLUSHED
     x, w = (np.asarray(arrays[name], np.float64) for name in ("x", "weight"))

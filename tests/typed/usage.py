@@ -40,6 +40,7 @@ def numpy_arrays() -> None:
     assert_type(gsbn.forward(x, weight, training=True), Float32)
     renormed = gsbn.forward(x, weight, running_mean=mean, running_var=var, training=True, renorm=gsbn.Renorm(r_max=2.0))
     assert_type(renormed, Float32)
+    assert_type(gsbn.forward(x, weight, training=True, groups=2), Float32)
     for limits in ((3.0, 5.0), np.array([3.0, 5.0])):
         y, saved = gsbn.forward(
             x, weight, running_mean=mean, running_var=var, training=True, renorm=limits, return_saved=True

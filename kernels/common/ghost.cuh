@@ -1,0 +1,80 @@
+// Ghost batches (Hoffer, Hubara and Soudry 2017), in the variants with GHOST: each run of m rows has statistics of its
+// own. To such a kernel a feature of a ghost batch is a feature of its own. It has n of them, `ghost_pitch` for each
+// ghost batch: the features, and those that round them up to 16 bytes of x's dtype, so that no thread's columns belong
+// to two ghost batches. Only an address in a matrix, or in a vector of the caller's, needs to know. No kernels.
+#pragma once
+#include "common/common.cuh"
+
+#ifndef GHOST
+#define GHOST 0
+#endif
+
+// Where column `col` of a kernel lies in a matrix: its feature, and the row with which its ghost batch begins.
+struct Column {
+    long long first_row = 0, feature, left;  // left: features from this one on
+
+    template <typename P>
+    __device__ __forceinline__ Column(const P& p, long long col) : feature(col), left(p.n - col) {
+#if GHOST
+        const unsigned pitch = static_cast<unsigned>(p.ghost_pitch), ghost = static_cast<unsigned>(col) / pitch;
+        first_row = ghost * p.m;
+        feature = col - static_cast<long long>(ghost) * pitch;
+        left = left > 0 ? p.features - feature : 0;
+#endif
+    }
+    // How many of VEC columns from this one on exist.
+    template <int VEC>
+    __device__ __forceinline__ int inside() const {
+        return static_cast<int>(max(min(left, static_cast<long long>(VEC)), 0LL));
+    }
+    // The offset in a matrix of these pitches, in elements.
+    __device__ __forceinline__ long long at(long long row_pitch, long long col_pitch = 1) const {
+        return first_row * row_pitch + feature * col_pitch;
+    }
+};
+
+// The element of the caller's vectors that belongs to column c; of a column that rounds up, the last one.
+template <typename P>
+__device__ __forceinline__ long long feature_of(const P& p, long long c) {
+#if GHOST
+    return min(static_cast<long long>(static_cast<unsigned>(c) % static_cast<unsigned>(p.ghost_pitch)), p.features - 1);
+#else
+    return c;
+#endif
+}
+
+// What a forward saves (SAVED_) is SAVED_ROWS rows of `saved_pitch` for each ghost batch. Row i of column c lies at i *
+// saved_pitch + c from here.
+template <typename P>
+__device__ __forceinline__ long long saved_pitch(const P& p) {
+#if GHOST
+    return p.ghost_pitch;
+#else
+    return p.n;
+#endif
+}
+template <typename P, typename Saved>
+__device__ __forceinline__ Saved* saved_of(const P& p, Saved* saved, long long c) {
+#if GHOST
+    const unsigned pitch = static_cast<unsigned>(p.ghost_pitch), ghost = static_cast<unsigned>(c) / pitch;
+    return saved + static_cast<long long>(ghost) * (SAVED_ROWS - 1) * pitch;
+#else
+    return saved;
+#endif
+}
+
+// How many ghost batches there are.
+template <typename P>
+__device__ __forceinline__ long long ghosts_of(const P& p) {
+    return static_cast<unsigned>(p.n) / static_cast<unsigned>(p.ghost_pitch);
+}
+
+// By how much a call raises num_batches_tracked: each ghost batch counts.
+template <typename P>
+__device__ __forceinline__ long long batches_of(const P& p) {
+#if GHOST
+    return ghosts_of(p);
+#else
+    return 1;
+#endif
+}
