@@ -15,6 +15,7 @@ from ._compile import backend, inductor_options
 from ._conv import ConvBatchNorm1d, ConvBatchNorm2d
 from ._convert import Conversion, Left, Sequential, convert, revert
 from ._function import linear_batch_norm
+from ._ghosts import GhostBatchNorm1d
 from ._groups import group
 from ._layer import LinearBatchNorm1d
 from ._linear import Linear, linear
@@ -27,6 +28,7 @@ __all__ = [
     "ConvBatchNorm1d",
     "ConvBatchNorm2d",
     "Conversion",
+    "GhostBatchNorm1d",
     "Left",
     "Linear",
     "LinearBatchNorm1d",

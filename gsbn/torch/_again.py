@@ -47,8 +47,12 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
             z = z.to(torch.promote_types(x.dtype, torch.float32))
             if bias is not None:
                 z = z + (bias - bias).to(z.dtype)  # the mean cancels the bias: a gradient of 0 that has derivatives
-            y = functional.batch_norm(z, None, None, ones.to(z.dtype), zeros.to(z.dtype), True, 0.0, eps)
-            if len(vectors) == RENORM_ROWS:
+            # each ghost batch has features of its own
+            z = z.unflatten(0, (how.groups, -1)).movedim(0, 1).flatten(1) if how.groups > 1 else z
+            ones, zeros = (vector.repeat(how.groups).to(z.dtype) for vector in (ones, zeros))
+            y = functional.batch_norm(z, None, None, ones, zeros, True, 0.0, eps)
+            y = y.unflatten(1, (how.groups, -1)).movedim(1, 0).flatten(0, 1) if how.groups > 1 else y
+            if vectors.shape[-2] == RENORM_ROWS:
                 y = y * vectors[SAVED_RATIO].to(z.dtype) + vectors[SAVED_SHIFT].to(z.dtype)
         else:
             if bias is not None:

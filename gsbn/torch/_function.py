@@ -20,11 +20,12 @@ from .._plan import DUAL_ROWS
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
-from .._values import shown
+from .._values import group_count, shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
 from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
 from ._channels_first import channels_first, serves_channels_first
+from ._ghosts import check_divides
 from ._groups import group_of, name_of
 from ._operators import recorded
 
@@ -67,6 +68,7 @@ def linear_batch_norm(
     gemm: Gemm = "auto",
     process_group: Any = None,
     renorm: Renorm | tuple[float, float] | Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
 
@@ -91,6 +93,8 @@ def linear_batch_norm(
         rank's rows alone. It has no effect in inference, or with one rank.
     renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
         Batch renormalisation in training, as in `gsbn.forward`.
+    groups : int
+        Ghost batch normalisation in training, as in `gsbn.forward`. With more than two dimensions `groups` divides N.
 
     Returns
     -------
@@ -127,7 +131,7 @@ def linear_batch_norm(
     given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
     require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
-    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm)
+    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm, groups)
 
 
 def require_tensors(**given: Any) -> None:
@@ -138,7 +142,7 @@ def require_tensors(**given: Any) -> None:
 
 def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
-    process_group: Any = None, renorm: Any = None,
+    process_group: Any = None, renorm: Any = None, groups: int = 1,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
     conv = weight.dim() > 2
@@ -149,13 +153,17 @@ def call(
                 f"{tuple(weight.shape)}"
             )
         check_features(x, weight.shape[1])
-        alone = renorm is None and (not options[0] or name_of(process_group) is None)
+        if groups != 1 and options[0]:
+            group_count(groups)
+            check_divides(groups, x.shape[0])
+        alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
             return channels_first(x, weight.flatten(1), vectors, state, options, activation)
         n, features, *sizes = x.shape
         rows = x.movedim(1, -1).reshape(n * prod(sizes), features)
-        y = call(rows, weight.flatten(1), bias, scale, gamma, beta, state, options, activation, process_group, renorm)
+        of_rows = weight.flatten(1), bias, scale, gamma, beta, state, options, activation
+        y = call(rows, *of_rows, process_group, renorm, groups)
         if prod(sizes) == 1 and x.stride(-1) == 1:  # of both layouts that y has, PyTorch's choice for such an x
             return y.view(n, weight.shape[0], *sizes)
         y = y.view(n, *sizes, weight.shape[0]).movedim(-1, 1)
@@ -178,17 +186,16 @@ def call(
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        options = number, *more, name, *_recorded_limits(renorm)
+        options = number, *more, name, *_recorded_limits(renorm), groups if training else 1
         return recorded(tensors, training, differentiate, activation, *options)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:
-        return _apply(
-            x, weight, bias, scale, gamma, beta, state, (*options, True, None, activation, group, renorm), dtype
-        )
+        options = *options, True, None, activation, group, renorm, groups
+        return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype)
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
     arrays = x, weight, scale, bias, gamma, beta, *state, None, None
-    return forward_of(arrays, (*options, False, None, activation, group, renorm))
+    return forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
 
 
 def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
@@ -309,7 +316,7 @@ def _apply(
     # the host; a GPU processes some millions of elements in that time. One node if one launch makes dg and both
     # products, because dg is then never written; or both products of few rows, beside whose weight dy is small.
     name, rows = str(dtype or x.dtype).removeprefix("torch."), x.shape[0]
-    whole = options[0] and makes_both_products(name, rows, *weight.shape)
+    whole = options[0] and options[-1] == 1 and makes_both_products(name, rows, *weight.shape)
     whole = whole or (rows <= DUAL_ROWS[-1] and weight.dtype.itemsize == 2)
     if not x.is_cuda or weight.shape[0] * rows + weight.numel() < 2**23 or whole:
         return _apply_of(_Whole)(x, weight, bias, scale, gamma, beta, more)

@@ -11,9 +11,10 @@ from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
 from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
-from .._values import choice, type_name
+from .._values import choice, group_count, type_name
 from ._activations import module_of
 from ._function import check_features
+from ._ghosts import GhostBatchNorm1d
 from ._groups import check_group
 from ._modules import SyncBatchNorm, are_plain, fused
 from ._renorm import BatchRenorm1d
@@ -48,12 +49,15 @@ class LinearBatchNorm1d(nn.Module):
         `gsbn.torch.SyncBatchNorm`. None uses this rank's rows alone.
     renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
         Batch renormalisation, as in `gsbn.forward`: `norm` is then a `gsbn.torch.BatchRenorm1d`.
+    groups : int
+        Ghost batch normalisation, as in `gsbn.forward`: `norm` is then a `gsbn.torch.GhostBatchNorm1d`. Not with
+        `process_group` or `renorm`.
 
     Raises
     ------
     TypeError, ValueError
-        `activation`, `precision` or `gemm` is not an allowed value, `process_group` is not a ProcessGroup, or `renorm`
-        is wrong or has no running statistics.
+        `activation`, `precision` or `gemm` is not an allowed value, `process_group` is not a ProcessGroup, `renorm` is
+        wrong or has no running statistics, or `groups` is wrong or stands beside one of these.
 
     Attributes
     ----------
@@ -105,11 +109,16 @@ class LinearBatchNorm1d(nn.Module):
         gemm: Gemm = "auto",
         process_group: Any = None,
         renorm: Renorm | tuple[float, float] | Tensor | None = None,
+        groups: int = 1,
     ) -> None:
         checked_activation(activation)
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         check_group(process_group)
+        group_count(groups)
+        for name, given in (("process_group", process_group), ("renorm", renorm)):
+            if groups > 1 and given is not None:
+                raise ValueError(f"groups: expected 1 with {name}, got {groups}")
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias, device, dtype)
         of_norm = out_features, eps, momentum, affine, track_running_stats, device, dtype
@@ -118,6 +127,8 @@ class LinearBatchNorm1d(nn.Module):
                 raise ValueError("track_running_stats: expected True with renorm, got False")
             options: Any = {"process_group": process_group, "device": device, "dtype": dtype}
             self.norm = BatchRenorm1d(out_features, renorm, eps, momentum, affine, **options)
+        elif groups > 1:
+            self.norm = GhostBatchNorm1d(out_features, groups, *of_norm[1:5], device=device, dtype=dtype)
         elif process_group is None:
             self.norm = nn.BatchNorm1d(*of_norm)
         else:

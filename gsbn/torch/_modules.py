@@ -16,6 +16,7 @@ from .._typing import Activation, Gemm, Precision
 from ._activations import MODULES, apply, of_module
 from ._channels_first import serves_channels_first
 from ._function import call, in_rows, is_transformed
+from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
 from ._renorm import BatchRenorm1d
 
@@ -62,15 +63,23 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return made
 
 
-NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d)
+NORMS: tuple[Any, ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.SyncBatchNorm,
+    SyncBatchNorm,
+    BatchRenorm1d,
+    GhostBatchNorm1d,
+)
 # The norms that may follow each class
 FOLLOWERS: dict[Any, tuple[Any, ...]] = {
-    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d),
+    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d, GhostBatchNorm1d),
     nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
     nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
 }
 # Their process group, if they have one, is not all ranks by default.
-_ALONE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d)
+_ALONE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d, GhostBatchNorm1d)
+_WITHOUT_GROUP = (nn.BatchNorm1d, nn.BatchNorm2d, GhostBatchNorm1d)  # they have no process group
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
 _FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *MODULES)}
 
@@ -186,7 +195,7 @@ def fused(
     mean, training = buffers["running_mean"], norm.training
     # As BatchNorm1d and SyncBatchNorm choose their statistics
     process_group = None
-    if training and norm.__class__ not in (nn.BatchNorm1d, nn.BatchNorm2d):
+    if training and norm.__class__ not in _WITHOUT_GROUP:
         process_group = norm.process_group or (None if norm.__class__ in _ALONE else world())
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
@@ -201,6 +210,7 @@ def fused(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
         norm.renorm if norm.__class__ is BatchRenorm1d else None,
+        norm.groups if norm.__class__ is GhostBatchNorm1d else 1,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? gamma, Tensor? beta, Tensor{0}? running_mean, "
     "Tensor{1}? running_var, Tensor{2}? num_batches_tracked, float number, float? momentum, float eps, "
     "str precision, str gemm, str? activation, str? group=None, float[]? renorm=None, Tensor? limits=None, "
-    "float? parameter=None) -> "
+    "float? parameter=None, int groups=1) -> "
 )
 _WRITTEN, _READ = _SCHEMA.format("(a!)", "(b!)", "(c!)"), _SCHEMA.format("", "", "")
 
@@ -32,10 +32,10 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 
     def run(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
-        activation, name, renorm = _last(more)
+        activation, name, renorm, groups = _last(more)
         group = group_named(x.device, name)
         arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
-        options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm)
+        options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             made = forward_of(arrays, options)
         if not keep:
@@ -53,14 +53,14 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
 _LIBRARY = torch.library.Library("gsbn", "DEF")
 
 
-def _last(more: Any) -> tuple[Any, Any, Any]:
-    """The activation, the group's name and `renorm`, from the operator's arguments after `scale`; those after the
+def _last(more: Any) -> tuple[Any, Any, Any, int]:
+    """The activation, the group's name, `renorm` and `groups`, from the arguments after `scale`; those after the
     activation may be absent."""
-    name, group, numbers, limits, parameter = (*more[10:], *[None] * 4)[:5]
+    name, group, numbers, limits, parameter, groups = (*more[10:], *[None] * 5)[:6]
     if numbers is not None:
         r_max, d_max, warmup = numbers
         limits = Renorm(r_max, d_max, int(warmup))
-    return _with_number(name, parameter), group, limits
+    return _with_number(name, parameter), group, limits, 1 if groups is None else groups
 
 
 def _with_number(name: Any, parameter: Any) -> Any:
@@ -80,16 +80,18 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
 
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
+        _, _, renorm, groups = _last(more)
         if x.device.type == "cpu":
-            pitch, double = features, rows <= FEW_ROWS or x.dtype == torch.float64
+            pitch, double = features, rows // groups <= FEW_ROWS or x.dtype == torch.float64
             kept = torch.float64 if double else torch.float32
         else:
             pad = 16 // x.dtype.itemsize
             pitch = (features + pad - 1) // pad * pad
-            kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows, training=training))
+            kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows // groups, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
-        constants = SAVED_ROWS if not training or _last(more)[2] is None else RENORM_ROWS
-        return x.new_empty(rows, features), deviations, x.new_empty(constants, features, dtype=torch.float64)
+        constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
+        of_vectors = (constants, features) if groups == 1 or rows == 0 else (groups, constants, pitch)
+        return x.new_empty(rows, features), deviations, x.new_empty(of_vectors, dtype=torch.float64)
 
     return fake
 
@@ -105,11 +107,11 @@ INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
     training, precision, gemm, name, dtypes, scale_shape, needs, *rest = more
-    of_group, parameter = (*rest, None, None)[:2]
+    of_group, parameter, groups = (*rest, *[None] * 3)[:3]
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
-    how = How(training, precision, gemm, of_vectors, activation, one, group, wanted)
+    how = How(training, precision, gemm, of_vectors, activation, one, group, wanted, groups=groups or 1)
     with torch.no_grad():
         found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
     return [gradient for gradient in found if gradient is not None]
@@ -128,7 +130,8 @@ def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, 
 BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
-    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None) -> Tensor[]",
+    "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None, "
+    "int groups=1) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -140,14 +143,14 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         tensors, (training, *options) = arguments[:9], arguments[9:]
-        _, _, _, precision, gemm, activation, group, *_, parameter = options
+        _, _, _, precision, gemm, activation, group, *_, parameter, groups = options
         run = TRAIN if training else INFER_SAVED
         y, deviations, vectors = run(*tensors, *options)
         x, weight, bias, scale, gamma, beta = tensors[:6]
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter)
+        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups)
         return y
 
     @staticmethod
@@ -163,8 +166,8 @@ def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, acti
     """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: the operator's from
     number on, without the activation and its parameter."""
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
-    *more, group, renorm, limits = options
-    options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter))
+    *more, group, renorm, limits, groups = options
+    options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups)
     if differentiate:
         return _Recorded.apply(*tensors, training, *options)
     return TRAIN(*tensors, *options)[0] if training else INFER(*tensors, *options)

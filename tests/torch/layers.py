@@ -22,6 +22,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eps and momentum": {"eps": 1e-2, "momentum": 1},
     "renorm": {"renorm": (1.25, 0.5), "bias": True, "scale": True, "activation": "relu"},
     "renorm that warms up": {"renorm": (1.25, 0.5, 1), "momentum": None, "affine": False},
+    "groups": {"groups": 4, "bias": True, "scale": True, "activation": "relu"},
+    "groups, cumulative": {"groups": 2, "momentum": None, "affine": False},
+    "groups, no statistics": {"groups": 4, "track_running_stats": False},
 }
 
 

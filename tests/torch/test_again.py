@@ -73,10 +73,10 @@ def test_second_derivatives(device: str, training: bool, activation: Any) -> Non
     assert torch.autograd.gradgradcheck(run, (x, weight, *vectors), check_batched_grad=True)
 
 
-@pytest.mark.parametrize("limits", [(1.25, 0.5), (3.0, 5.0)], ids=["clipped", "within"])
-def test_second_derivatives_of_batch_renormalisation(device: str, limits: tuple[float, float]) -> None:
-    """As those of the module in PyTorch's own operators, which takes r and d as constants."""
-    layer, plain = pair(device, bias=True, scale=True, activation="relu", renorm=limits)
+@pytest.mark.parametrize("options", [{"renorm": (1.25, 0.5)}, {"renorm": (3.0, 5.0)}, {"groups": 4}], ids=str)
+def test_second_derivatives_of_other_norms(device: str, options: dict[str, Any]) -> None:
+    """As those of the module in PyTorch's own operators. That of batch renormalisation takes r and d as constants."""
+    layer, plain = pair(device, bias=True, scale=True, activation="relu", **options)
     found = []
     for model in (layer, plain):
         x = batch(device).requires_grad_()

@@ -16,7 +16,7 @@ from gsbn.torch import _operators as operators  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "fused_on_a_cpu")
-SOME = ("all", "no statistics", "renorm", "renorm that warms up")
+SOME = ("all", "no statistics", "renorm", "renorm that warms up", "groups", "groups, no statistics")
 
 
 @pytest.mark.parametrize("shape", [(20, I), (4, I, 6)])

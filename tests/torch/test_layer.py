@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import gsbn.torch  # noqa: E402
-from gsbn.torch import LinearBatchNorm1d, linear_batch_norm  # noqa: E402
+from gsbn.torch import GhostBatchNorm1d, LinearBatchNorm1d, linear_batch_norm  # noqa: E402
 from tests.torch.layers import OPTIONS, I, O, Plain, assert_same, batch, pair, step  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fused_on_a_cpu")
@@ -114,7 +114,7 @@ def test_what_it_prints() -> None:
 def test_a_layer_of_modules_that_exist(options: dict[str, Any], sync: bool, shape: tuple[int, ...]) -> None:
     theirs = pair(**options)[1]
     own = copy.deepcopy(theirs)
-    if sync and "renorm" in options:
+    if sync and not {"renorm", "groups"}.isdisjoint(options):
         pytest.skip("PyTorch's conversion replaces every subclass of its norms by nn.SyncBatchNorm")
     if sync:
         nn.SyncBatchNorm.convert_sync_batchnorm(own)
@@ -345,10 +345,61 @@ def test_a_converted_model_renormalises(trace: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_large_step_renormalises() -> None:
+@pytest.mark.parametrize("options", [{"renorm": (1.25, 0.5)}, {"groups": 8}], ids=str)
+def test_a_large_step_has_two_nodes(options: dict[str, Any]) -> None:
     """Two autograd nodes share what the forward saved; sums of 4096 terms err by less than 1e-9 in float64."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"activation": "relu", "renorm": (1.25, 0.5), "device": "cuda", "dtype": torch.float64}
-    layer = LinearBatchNorm1d(1024, 2048, bias=True, **options)
+    layer = LinearBatchNorm1d(1024, 2048, bias=True, activation="relu", device="cuda", dtype=torch.float64, **options)
     x = torch.randn(4096, 1024, dtype=torch.float64, device="cuda")
     assert_same(*(step(model, x) for model in (layer, Plain(layer))), close=1e-9)
+
+
+# ---- ghost batches
+
+
+def chunked(norm: nn.BatchNorm1d, x: Any, groups: int) -> Any:
+    """The loop that users write."""
+    return torch.cat([norm(run) for run in x.chunk(groups)])
+
+
+@pytest.mark.parametrize("shape", [(20, I), (8, I, 6)])
+def test_the_module_of_ghost_batches(shape: tuple[int, ...]) -> None:
+    norm, plain = GhostBatchNorm1d(I, 4, dtype=torch.float64), nn.BatchNorm1d(I, dtype=torch.float64)
+    for _ in range(2):
+        x = torch.randn(shape, dtype=torch.float64)
+        assert_same([norm(x), *norm.buffers()], [chunked(plain, x, 4), *plain.buffers()])
+    assert_same([norm.eval()(x), torch.jit.script(norm)(x)], [plain.eval()(x)] * 2)
+    with pytest.raises(RuntimeError, match=r"^GhostBatchNorm1d: .* eval\(\)"):
+        torch.jit.script(norm.train())
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_converted_model_has_ghost_batches(device: str, trace: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(I, O), GhostBatchNorm1d(O, 5), nn.ReLU()).to(device).double()
+    ours = copy.deepcopy(plain)
+    assert len(gsbn.torch.convert(ours, trace=trace).replaced) == 1
+    for _ in range(2):
+        assert_same(step(ours, batch(device)), step(plain, batch(device)))
+    assert_same([ours.eval()(batch(device))], [plain.eval()(batch(device))])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"groups": 0}, ValueError, "^groups: expected at least 1"),
+        ({"groups": 2.0}, TypeError, "^groups: expected a whole number"),
+        ({"groups": 2, "renorm": (3.0, 5.0)}, ValueError, "^groups: expected 1 with renorm"),
+    ],
+)
+def test_a_layer_refuses_groups(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LinearBatchNorm1d(I, O, **options)
+
+
+@pytest.mark.parametrize("shape", [(21, I), (3, I, 8)])
+def test_rows_that_groups_do_not_divide(device: str, shape: tuple[int, ...]) -> None:
+    layer = LinearBatchNorm1d(I, O, groups=4, device=device)
+    with pytest.raises(ValueError, match=f"^groups: expected a divisor of x's {shape[0]} rows"):
+        layer(torch.randn(shape, device=device))
+    layer.eval()(torch.randn(shape, device=device))
