@@ -73,6 +73,10 @@ forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
 inference = 256,104,200 16,8192,8192 256,8192,8192 1024,8192,8192 512,16384,1024 10000,336,776 65536,256,512 1048576,64,64
 others = triton-tf32x3,triton-bf16x6,jax,jax-tf32x3,jax-bf16x6,jax-bf16x9
 table_kernelbench = --preset kernelbench $(brief) $(forward),$(others)
+products = 512,512,512 2048,2048,2048 4096,4096,4096 1024,8192,8192 16384,4096,4096 128,8192,8192 65536,256,512 \
+	8192,64,1024 300,2000,1000 2047,2049,2051
+table_matmul = $(products:%=--shape %) --dtype float32 $(brief) \
+	--only gsbn-matmul,gemm-torch,gemm-lt,gemm-cupy,gemm-jax-tf32x3,gemm-jax-bf16x6
 table_autotune = --shape 1024,8192,8192 --shape 16384,4096,4096 $(two) $(brief) --only gsbn,pytorch,compile,autotune
 table_step = --preset kernelbench $(brief) $(step)
 table_many = --preset many $(two) $(brief) $(forward)
@@ -84,7 +88,7 @@ table_models = --preset models $(once)
 table_convolutions = --preset convolutions --dtype bfloat16 $(once)
 table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
-tables = kernelbench autotune step many few many_step few_step inference models convolutions
+tables = kernelbench matmul autotune step many few many_step few_step inference models convolutions
 
 bench: $(tables:%=table-%) table-compare
 	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \

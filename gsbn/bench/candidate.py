@@ -14,10 +14,13 @@ NAMES = {
     "gsbn-sm90": "gsbn, sm90",
     "gsbn-torch": "gsbn on tensors",
     "gsbn-gemm": "gsbn, GEMM alone",
+    "gsbn-matmul": "gsbn.matmul",
     "gemm-torch": "GEMM, torch.mm",
     "gemm-lt": "GEMM, cuBLASLt",
     "gemm-cupy": "GEMM, cupy",
     "gemm-numpy": "GEMM, numpy",
+    "gemm-jax-tf32x3": "GEMM, XLA TF32 X3",
+    "gemm-jax-bf16x6": "GEMM, XLA BF16 X6",
     "addmm": "addmm, folded",
     "pytorch": "PyTorch eager",
     "compile": "torch.compile",
@@ -33,8 +36,10 @@ NAMES = {
 GPU_ONLY = {
     "gsbn-prepared", "gsbn-cublas", "gsbn-tiled", "gsbn-sm90", "gsbn-gemm", "gemm-lt", "gemm-cupy", "compile",
     "autotune", "max-autotune", "triton-tf32x3", "triton-bf16x6", "jax-tf32x3", "jax-bf16x6", "jax-bf16x9",
+    "gemm-jax-tf32x3", "gemm-jax-bf16x6",
 }  # fmt: skip
 COMPILED = ("compile", "autotune", "max-autotune")  # by torch.compile
+OWN_GEMMS = ("gsbn-gemm", "gsbn-matmul")
 WITHOUT_BACKWARD = ("gsbn-prepared", "gsbn-sm90")
 
 
@@ -63,8 +68,9 @@ class Candidate:
 
 
 def is_gemm(name: str) -> bool:
-    """Whether a candidate computes g alone: a peer's GEMM, or forward_sm90 without the rest of its forward."""
-    return name.startswith("gemm-") or name == "gsbn-gemm"
+    """Whether a candidate computes g alone: a peer's GEMM, gsbn.matmul, or forward_sm90 without the rest of its
+    forward."""
+    return name.startswith("gemm-") or name in OWN_GEMMS
 
 
 def is_emulated(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._timing import Measurement
 from . import page
-from .candidate import COMPILED, NAMES, is_emulated
+from .candidate import COMPILED, NAMES, is_emulated, is_gemm
 from .case import Case
 from .page import (
     SHORT,
@@ -26,14 +26,16 @@ from .page import (
 )
 from .report import NOTHING, Report, Result
 
-BARE_GEMMS = tuple(name for name in NAMES if name.startswith("gemm-"))
-EMULATED = tuple(name for name in NAMES if is_emulated(name))
+BARE_GEMMS = tuple(name for name in NAMES if name.startswith("gemm-") and not is_emulated(name))
+EMULATED_GEMMS = tuple(name for name in NAMES if is_emulated(name) and is_gemm(name))
+EMULATED = tuple(name for name in NAMES if is_emulated(name) and not is_gemm(name))
 SERIES = {
     "gemm": ("bare GEMM", "#c9ced6"),
     "pytorch": ("PyTorch eager", "#8d99ae"),
     "compile": ("torch.compile", "#5b7db1"),
     "jax": ("JAX", "#8bb174"),
     "gsbn": ("gsbn", "#d1495b"),
+    "gsbn-matmul": ("gsbn.matmul", "#d1495b"),
 }
 Results = Mapping[str, Result]
 
@@ -128,7 +130,8 @@ def _markdown(report: Report) -> str:
         Column("host µs, PyTorch", of("pytorch", host)),
         Column("host µs, gsbn", of("gsbn", host)),
     ]
-    parts = [markdown_table(columns, report.by_case().items())]
+    products = _product_table(report.by_case())
+    parts = [products or markdown_table(columns, report.by_case().items())]
     others = {
         case: results
         for case, results in report.by_case().items()
@@ -144,6 +147,26 @@ def _markdown(report: Report) -> str:
 def _both(result: Result) -> str:
     """The time and the error of a result."""
     return f"{milliseconds(result)}, {error_of(result)}" if result.times else NOTHING
+
+
+def _product_table(table: Mapping[Case, Results]) -> str:
+    """Time and error of products alone, where gsbn.matmul was timed; "" if it was not."""
+    found = {case: results for case, results in table.items() if "gsbn-matmul" in results}
+    if not found:
+        return ""
+    columns = [
+        *layer_columns(),
+        Column("cuBLAS", lambda case, results: _both_or_none(fastest(results, BARE_GEMMS))),
+        *(Column(NAMES[name].removeprefix("GEMM, "), of(name, _both)) for name in EMULATED_GEMMS),
+        Column("**gsbn.matmul**", of("gsbn-matmul", _both), strong=True),
+        Column("× cuBLAS", lambda case, results: speedup(fastest(results, BARE_GEMMS), results["gsbn-matmul"])),
+        Column("× XLA", lambda case, results: speedup(fastest(results, EMULATED_GEMMS), results["gsbn-matmul"])),
+    ]
+    return markdown_table(columns, found.items())
+
+
+def _both_or_none(result: Result | None) -> str:
+    return NOTHING if result is None else _both(result)
 
 
 def _float32_table(table: Mapping[Case, Results]) -> str:
@@ -201,6 +224,7 @@ def _panels(report: Report) -> dict[str, Groups]:
     for case, results in report.by_case().items():
         found = {name: results.get(name) for name in SERIES}
         found |= {"gemm": fastest(results, BARE_GEMMS), "compile": compiled(results)}
+        found["jax"] = found["jax"] or fastest(results, EMULATED_GEMMS)
         times = {name: result.seconds for name, result in found.items() if result and result.times}
         label = ", ".join(map(str, case.shape)) + ("" if case.training else "\ninference")
         panels.setdefault(SHORT[case.kind], []).append((label, times))
@@ -214,7 +238,7 @@ VIEW = View(
     markdown=_markdown,
     panels=_panels,
     series=SERIES,
-    units=("pytorch",),
+    units=("pytorch", "gemm"),
     subject=lambda report: " and ".join(dict.fromkeys(case.direction + case.variant for case in report.by_case())),
     picture="Speed beside the peers, and the roofline",
 )

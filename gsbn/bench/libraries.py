@@ -19,9 +19,9 @@ def load(names: list[str]) -> dict[str, Any]:
     """Import what the named candidates need; None in place of a module that is not installed."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of the GPU
     needed = {
-        "jax" if name.startswith("jax") else "torch"
+        "jax" if "jax" in name else "torch"
         for name in names
-        if name not in ("gsbn", "gemm-cupy", "gemm-numpy")
+        if name not in ("gsbn", "gsbn-matmul", "gemm-cupy", "gemm-numpy")
     }
     found: dict[str, Any] = {}
     for library in sorted(needed):

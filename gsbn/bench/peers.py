@@ -17,7 +17,7 @@ from .. import _plan
 from .._host.call import bare_gemm
 from . import xla
 from .bounds import EPS, GRADIENTS, Operands, draw_dy
-from .candidate import COMPILED, WITHOUT_BACKWARD, Candidate, Unavailable, is_emulated
+from .candidate import COMPILED, OWN_GEMMS, WITHOUT_BACKWARD, Candidate, Unavailable, is_emulated
 from .case import Case
 from .libraries import Native, Torch
 from .machine import matmul_of, path
@@ -25,7 +25,7 @@ from .machine import matmul_of, path
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     """The candidate called ``name`` on these operands; raises ``Unavailable``."""
-    if name.startswith("gsbn") and name != "gsbn-gemm":
+    if name.startswith("gsbn") and name not in OWN_GEMMS:
         return own(name, case, operands, xp)
     if is_emulated(name) and case.kind != "float32":
         raise Unavailable("it is a way to float32 alone")
@@ -35,11 +35,11 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         raise Unavailable("it has no backward here")
     if name.startswith("triton"):
         return module(name, case, operands, xp)
-    if name.startswith("jax"):
+    if "jax" in name:
         return xla.make(name, case, operands, xp)
     if name.startswith("gemm"):
         return _gemm(name, case, operands, xp)
-    return {"gsbn-gemm": _own_gemm, "addmm": _addmm}[name](case, operands, xp)
+    return {"gsbn-gemm": _own_gemm, "gsbn-matmul": _matmul, "addmm": _addmm}[name](case, operands, xp)
 
 
 def own(
@@ -148,6 +148,16 @@ def _own_gemm(case: Case, operands: Operands, xp: Any) -> Candidate:
         return g
 
     return Candidate("gsbn-gemm", xp.__name__, call, lambda: {"g": call()}, path="sm90")
+
+
+def _matmul(case: Case, operands: Operands, xp: Any) -> Candidate:
+    """gsbn.matmul, which takes cuBLAS where that is expected to be as fast."""
+    a, b = operands.x, operands.weight.T
+
+    def call() -> Any:
+        return gsbn.matmul(a, b, precision=case.precision)
+
+    return Candidate("gsbn-matmul", xp.__name__, call, lambda: {"g": call()})
 
 
 def _addmm(case: Case, operands: Operands, xp: Any) -> Candidate:

@@ -27,7 +27,7 @@ def _activated(nn: Any, y: Any, activation: Any) -> Any:
 
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """The candidate ``jax``, or that of a preset; raises ``Unavailable``."""
+    """The candidate ``jax``, or that of a preset, ``gemm-`` of which is the product alone; raises ``Unavailable``."""
     jax = libraries.load([name])["jax"]
     if jax is None:
         raise Unavailable("jax is not installed")
@@ -39,7 +39,8 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
     if (backend == "gpu") != on_gpu:
         raise Unavailable(f"jax runs on {backend} here")
     jnp = jax.numpy
-    precision = _algorithm(jax, name, case, xp)
+    alone = name.startswith("gemm-")
+    precision = _algorithm(jax, name.removeprefix("gemm-"), case, xp)
 
     def to_jax(a: Any) -> Any:
         if a.dtype.name == "bfloat16":
@@ -64,18 +65,24 @@ def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
         y = y if case.activation is None else _activated(jax.nn, y, case.activation)
         return y.astype(x.dtype), mean, var
 
-    forward = jax.jit(formula)
+    def product(x: Any, w: Any) -> Any:
+        return (jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision),)
+
+    forward = jax.jit(product if alone else formula)
     if on_gpu:
         xp.cuda.get_current_stream().synchronize()
     fresh = operands.fresh_statistics(xp)
     vectors = [operands.affine[key] for key in ("bias", "gamma", "beta")]
-    arrays = [operands.x, operands.weight, operands.scale, *vectors, fresh["running_mean"], fresh["running_var"]]
+    arrays = [operands.x, operands.weight]
+    if not alone:
+        arrays += [operands.scale, *vectors, fresh["running_mean"], fresh["running_var"]]
     arguments = [None if a is None else to_jax(a) for a in arrays]
     jax.block_until_ready(arguments)
 
     def outputs() -> dict[str, Any]:
         results = jax.block_until_ready(forward(*arguments))
-        return {key: from_jax(a) for key, a in zip(("y", "running_mean", "running_var"), results, strict=True)}
+        keys = ("g",) if alone else ("y", "running_mean", "running_var")
+        return {key: from_jax(a) for key, a in zip(keys, results, strict=True)}
 
     return Candidate(name, "jax", lambda: forward(*arguments), outputs, wait=jax.block_until_ready)
 

@@ -152,6 +152,24 @@ def test_other_ways_to_float32_have_a_table_of_times_and_errors() -> None:
     assert line.startswith("| 1024, 8192, 8192 | **") and line.endswith(", 1.0e-7 | 1.73, 9.6e-6 |")
 
 
+def test_products_alone_have_a_table_of_times_and_errors() -> None:
+    report, case = report_of_a_gpu(), bench.Case(1024, 8192, 8192)
+    times = {
+        "gsbn-matmul": (1e-3, 3e-7),
+        "gemm-torch": (3e-3, 1e-6),
+        "gemm-lt": (4e-3, 1e-6),
+        "gemm-jax-tf32x3": (2e-3, 9e-6),
+    }
+    found = tuple(
+        bench.Result(case, name, {"time": median_interval([t] * 9)}, {"error": error})
+        for name, (t, error) in times.items()
+    )
+    table = VIEW.markdown(dataclasses.replace(report, results=found)).split("\n\n")[0].splitlines()
+    assert "Other ways" not in VIEW.markdown(dataclasses.replace(report, results=found))
+    assert table[0] == "| B, I, O | dtype | cuBLAS | XLA TF32 X3 | **gsbn.matmul** | × cuBLAS | × XLA |"
+    assert table[2].endswith("| 3.00, 1.0e-6 | 2.00, 9.0e-6 | **1.00, 3.0e-7** | 3.00 | 2.00 |")
+
+
 def test_the_table_of_the_readme_is_of_several_reports(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "docs").mkdir()
@@ -249,7 +267,7 @@ def test_make_bench_asks_for_what_there_is() -> None:
     """Every table that it writes has its place in the page, and every candidate is one."""
     told = subprocess.run(["make", "-n", "bench", "h100", "VENV="], cwd=ROOT, capture_output=True, text=True)
     tables = [line for line in told.stdout.replace("\\\n", "").splitlines() if "--gpus 0" in line]
-    assert len(tables) == 12
+    assert len(tables) == 13
     for line in tables:
         (name,) = re.findall(r"--json docs/results/(\w+).json", line)
         assert tool.split(ROOT / "docs" / "results.md", name)
