@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
-from . import _cpu, _ghosts, _plan
+from . import _cpu, _plan
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
@@ -342,7 +342,7 @@ def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Save
     else:
         given += tuple(map(kind.numpy, saved[2:4]))
     call = f"backward of {len(saved.weight)} features, {kind.dtype(dy)}"
-    found = _ghosts.backward(
+    found = _cpu.backward(
         *given,
         training=saved.training,
         needs=wanted,

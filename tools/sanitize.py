@@ -194,6 +194,24 @@ def training_backward(within, shape, dtype, activation=None):
         agree(getattr(got, name), getattr(want, name))
 
 
+def ghosts(dtype, groups, fused, activation):
+    """Ghost batches, in passes that know them; the last block of columns belongs to a part of the last one."""
+    host, native = operands((48, 40, 45), dtype)
+    dy = bounds.draw_dy(np, bounds.make_operands(np, 48, 40, 45, dtype))
+    options = {"training": True, "groups": groups, "activation": activation}
+    y, saved = forward_within(limits(fused=fused, by_runs=False), **native, **options, return_saved=True)
+    truth = reference.forward(**host, **options)
+    agree(y, truth.y)
+    agree(native["running_var"], truth.running_var)
+    taken = {name: a for name, a in host.items() if name not in ("beta", "num_batches_tracked")}
+    before = bounds.masked(np, dy.astype("f8"), cp.asnumpy(y), activation)
+    want = reference.backward(before, **taken, training=True, groups=groups)
+    for cluster in (1, 2) if fused else (1,):
+        got = backward_within(limits(16, fused=fused, cluster=cluster), cp.asarray(dy), saved)
+        for name in ("x", "weight", "scale", "gamma", "beta"):
+            agree(getattr(got, name), getattr(want, name))
+
+
 def activate(dtype):
     """y of the u that is kept, in whole words and, into rows with a gap, element by element."""
     host, native = operands((300, 40, 45), dtype)
@@ -274,6 +292,9 @@ def variants():
                 end = f" {activation}" if activation else ""
                 yield f"tiled {dtype} {tile[0]}{end}", tiled, (dtype, tile, activation)
                 yield f"backward {dtype} {tile[0]}{end}", backward, (dtype, tile, "tiled", "highest", activation)
+    for dtype, groups, fused, activation in product(_plan.C_TYPE, (2, 12), (False, True), (None, "relu")):
+        end = f" {activation}" if activation else ""
+        yield f"ghosts {dtype} {groups}{' fused' * fused}{end}", ghosts, (dtype, groups, fused, activation)
     for dtype in _plan.C_TYPE:  # two launches with merge_statistics and merge_sums between them, and one launch
         yield f"backward {dtype} ranks", lambda of: backward(of, None, "cublas", group=alone()), (dtype,)
     for element in SKINNY_CHUNKS:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _ghosts, _plan
+from .. import _cpu, _plan
 from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_code, vector_codes
@@ -29,6 +29,7 @@ OPTIONS = (
     "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
     "groups",
 )  # fmt: skip
+ALONE = None, None, 1  # group, renorm and groups of a call that has none of them
 _COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
     OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm", "groups")
@@ -155,7 +156,7 @@ def on_cpu(
     elif len(x) == 0:
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
-    kept = _ghosts.forward(
+    kept = _cpu.forward(
         host,
         y,
         training=training,

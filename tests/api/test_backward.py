@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gsbn
-from gsbn import _cpu, reference
+from gsbn import reference
+from gsbn._cpu.passes import BLOCK
 from tests.support.accuracy import FAMILIES, SEEDS, family
 from tests.support.gradients import (
     NAMES,
@@ -126,7 +127,7 @@ def test_memory_beyond_the_gradients_is_a_block(activation: str | None) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak - of_x.nbytes < 4 * 4 * _cpu.BLOCK < 4 * dy.size
+    assert peak - of_x.nbytes < 4 * 4 * BLOCK < 4 * dy.size
 
 
 @pytest.mark.parametrize("training", [True, False])

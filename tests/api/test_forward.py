@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 import gsbn
-from gsbn import _cpu, reference
+from gsbn import reference
+from gsbn._cpu.passes import BLOCK
 from tests.support.accuracy import FAMILIES, assert_as_accurate_as_torch
 from tests.support.harness import (
     CPU_KINDS,
@@ -77,7 +78,7 @@ def test_memory_beyond_y_is_a_block(dtype: str, training: bool, activation: str 
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 4 * 4 * _cpu.BLOCK < 4 * arrays["out"].size
+    assert peak < 4 * 4 * BLOCK < 4 * arrays["out"].size
 
 
 # ---- a scale of one element, and relu

@@ -1,4 +1,4 @@
-"""Ghost batches on the CPU: a call of `_cpu` for each run of rows, and what these calls share.
+"""Ghost batches on the CPU: a call of `passes` for each run of rows, and what these calls share.
 
 The running statistics are float64 between the runs, and the gradients are rounded once, after all of them.
 """
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from . import _cpu
-from .reference import next_count, round_to
+from ..reference import next_count, round_to
+from . import passes
 
 Array = Any
 _STATISTICS = ("running_mean", "running_var")
 
 
 def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) -> tuple[Array, Array] | None:
-    """`_cpu.forward` with statistics of each of `groups` runs of rows."""
+    """`passes.forward` with statistics of each of `groups` runs of rows."""
     if groups == 1:
-        return _cpu.forward(arrays, y, **options)
+        return passes.forward(arrays, y, **options)
     count = arrays["num_batches_tracked"]
     if count is not None:  # before anything is written
         next_count(count.item(), options["momentum"])
@@ -28,7 +28,7 @@ def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) ->
     wide = {n: None if arrays[n] is None else arrays[n].astype(np.float64) for n in _STATISTICS}
     kept = []
     for x_of_run, y_of_run in zip(np.split(arrays["x"], groups), np.split(y, groups), strict=True):
-        kept.append(_cpu.forward({**arrays, **wide, "x": x_of_run}, y_of_run, **options))
+        kept.append(passes.forward({**arrays, **wide, "x": x_of_run}, y_of_run, **options))
     for name, found in wide.items():
         if found is not None:
             to = arrays[name]
@@ -43,18 +43,18 @@ def backward(
     dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, groups: int, needs: Mapping[str, str],
     **options: Any,
 ) -> dict[str, Array]:  # fmt: skip
-    """`_cpu.backward` of what `forward` returned."""
+    """`passes.backward` of what `forward` returned."""
     if groups == 1 or not len(x):
-        return _cpu.backward(dy, x, weight, kept, vectors, needs=needs, **options)
+        return passes.backward(dy, x, weight, kept, vectors, needs=needs, **options)
     wide = {name: dtype if name == "x" else "float64" for name, dtype in needs.items()}
     runs = zip(*(np.split(a, groups) for a in (dy, x, kept)), vectors, strict=True)
     found = [
-        _cpu.backward(of_dy, of_x, weight, of_kept, of_vectors, needs=wide, **options)
+        passes.backward(of_dy, of_x, weight, of_kept, of_vectors, needs=wide, **options)
         for of_dy, of_x, of_kept, of_vectors in runs
     ]
     sums = {name: np.sum([of_run[name] for of_run in found], axis=0) for name in needs if name != "x"}
     made = {}
     for name, total in sums.items():
         dtype = x.dtype if needs[name] == x.dtype.name else np.dtype(needs[name])  # np.dtype("bfloat16") is an error
-        made[name] = _cpu.rounded(np.asarray(total), dtype)
+        made[name] = passes.rounded(np.asarray(total), dtype)
     return made | ({"x": np.concatenate([of_run["x"] for of_run in found])} if "x" in needs else {})

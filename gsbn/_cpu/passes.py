@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from ._activations import activation_of, largest_zero
-from ._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
-from ._renorm import OFF, Renorm, ratio_and_shift
-from .reference import next_count, round_to
+from .._activations import activation_of, largest_zero
+from .._plan import FEW_ROWS, SAVED_ROWS, SAVED_SHIFT
+from .._renorm import OFF, Renorm, ratio_and_shift
+from ..reference import next_count, round_to
 
 Array = Any  # np.ndarray of any dtype, or a number in place of an absent vector
 Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of all ranks (ranks, N)
