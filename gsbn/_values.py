@@ -44,12 +44,14 @@ def sm_count(value: Any) -> None:
         raise ValueError(f"sms: expected at least 1, got {shown(value)}")
 
 
-def group_count(value: Any) -> None:
-    """Raise if it is not a number of groups of rows."""
+def ghost_count(value: Any, batch: int | None = None) -> None:
+    """Raise if it is not a number of ghost batches, or does not divide the batch size."""
     if not isinstance(value, numbers.Integral) or isinstance(value, (bool, np.bool_)):
         raise TypeError(f"groups: expected a whole number, got {shown(value)}")
     if value < 1:
         raise ValueError(f"groups: expected at least 1, got {shown(value)}")
+    if batch is not None and batch % value:
+        raise ValueError(f"groups: expected a divisor of the batch size {batch}, got {value}")
 
 
 def sms_within(value: Any, held: int) -> int:

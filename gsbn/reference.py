@@ -49,7 +49,7 @@ from ._arrays.check import needs as checked_needs
 from ._operands import affine_of, count_of, matrix_of, statistics_of, vector_of
 from ._renorm import OFF, Renorm, ratio_and_shift, renorm_of
 from ._typing import A_co, Activation, NamedTuple
-from ._values import group_count
+from ._values import ghost_count
 
 __all__ = ["Forward", "Gradients", "backward", "fold", "forward", "round_to"]
 
@@ -65,7 +65,7 @@ class Forward(NamedTuple):
         The output, not rounded to the dtype of the inputs.
     mean, var : (O,) arrays or None
         ``m`` and ``v``: mean and biased variance of ``g = x wᵀ`` over the batch, before bias and scale.
-        None in inference and for ``B = 0``; ``(groups, O)`` with `groups` of more than one.
+        None in inference and for ``B = 0``; ``(groups, O)`` if `groups` is above 1.
     running_mean, running_var : (O,) arrays or None
         The running statistics after this call; in inference copies of the arguments. None if not given.
     num_batches_tracked : int or None
@@ -137,6 +137,7 @@ def forward(
     by ``s`` scales the deviations by ``s`` and the variance by ``s²``.
     """
     f = activation_of(checked_activation(activation))
+    ghost_count(groups)
     x = matrix_of("x", x, dtype)
     weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
@@ -161,26 +162,14 @@ def forward(
     if rows == 0:
         return Forward(np.empty((0, features), dtype), None, None, old_mean, old_var, count)
     if groups != 1:
+        options: Any = {"bias": b, "gamma": gamma, "beta": beta, "training": True, "momentum": momentum, "eps": eps}
+        options |= {"activation": activation, "dtype": dtype}
         runs = []
-        for run in _runs(x, groups):
-            vectors: dict[str, Any] = {
-                "scale": s,
-                "bias": b,
-                "gamma": gamma,
-                "beta": beta,
-                "num_batches_tracked": count,
-            }
-            vectors |= {"running_mean": old_mean, "running_var": old_var}
-            form: dict[str, Any] = {
-                "training": True,
-                "momentum": momentum,
-                "eps": eps,
-                "activation": activation,
-                "dtype": dtype,
-            }
-            runs.append(forward(run, weight, **vectors, **form))
+        for run in _ghost_batches(x, groups, renorm):
+            state: Any = {"running_mean": old_mean, "running_var": old_var, "num_batches_tracked": count}
+            runs.append(forward(run, weight, s, **state, **options))
             *_, old_mean, old_var, count = runs[-1]
-        y, mean, var, *_ = (np.stack(parts) for parts in list(zip(*runs, strict=True))[:3])
+        y, mean, var = (np.stack([np.asarray(run[i]) for run in runs]) for i in range(3))
         return Forward(y.reshape(rows, features), mean, var, old_mean, old_var, count)
 
     d = x @ weight.T
@@ -294,6 +283,7 @@ def backward(
     """
     needs = checked_needs(needs, Gradients._fields)
     f = activation_of(checked_activation(activation))
+    ghost_count(groups)
     x = matrix_of("x", x, dtype)
     weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
@@ -306,10 +296,10 @@ def backward(
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
     if groups != 1 and training and rows:
-        vectors: dict[str, Any] = {"scale": scale, "bias": b, "gamma": gamma, "beta": beta}
-        form: dict[str, Any] = {"training": True, "eps": eps, "activation": activation, "dtype": dtype}
-        runs = zip(_runs(dy, groups), _runs(x, groups), strict=True)
-        found = [backward(of_dy, of_x, weight, **vectors, **form) for of_dy, of_x in runs]
+        options: Any = {"bias": b, "gamma": gamma, "beta": beta, "training": True, "eps": eps}
+        options |= {"activation": activation, "dtype": dtype}
+        runs = zip(*(_ghost_batches(a, groups, renorm) for a in (dy, x)), strict=True)
+        found = [backward(of_dy, of_x, weight, scale, **options) for of_dy, of_x in runs]
         of_x, *others = zip(*found, strict=True)
         made = Gradients(np.concatenate(of_x), *(np.sum(of_run, axis=0) for of_run in others))
         return Gradients(*(part if name in needs else None for name, part in made._asdict().items()))
@@ -437,11 +427,13 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     return odd.astype(dtype)
 
 
-def _runs(a: Array, groups: int) -> list[Array]:
+def _ghost_batches(a: Array, groups: int, renorm: Any) -> list[Array]:
     """The rows of each ghost batch."""
-    group_count(groups)
-    if len(a) % groups or len(a) == groups:
-        raise ValueError(f"groups: expected a divisor of x's {len(a)} rows, with 2 rows in a group, got {groups}")
+    if renorm is not None:
+        raise ValueError(f"groups: expected 1 with renorm, got {groups}")
+    ghost_count(groups, len(a))
+    if len(a) == groups:
+        raise ValueError(f"groups: expected at least 2 rows in each ghost batch, got {groups} of {groups} rows")
     return np.split(a, groups)
 
 

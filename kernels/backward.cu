@@ -105,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 });
                 __syncthreads();
                 for (int i = warp; i < COLUMNS && col0 + i < p.n; i += WARPS) {
-                    const Column of(p, col0 + i);
-                    T* const to = transposed + of.at(1, p.ld_transposed) + row0;
-                    for (int r = lane; r < TILE && of.left > 0; r += LANES)
+                    const Column target(p, col0 + i);
+                    T* const to = transposed + target.at(1, p.ld_transposed) + row0;
+                    for (int r = lane; r < TILE && target.left > 0; r += LANES)
                         if (row0 + r >= end - height) to[r] = turned(i, r);
                 }
                 __syncthreads();

@@ -4,8 +4,9 @@
 //                 v <- (1 - mu) v + mu w    for the statistics w of each, in order
 //   sum_ghosts:   the gradients of size O, which are sums over the ghost batches
 //
-// An item is LANES features. Each warp takes a run of the ghost batches, and the first warp merges the runs in order:
-// of track_ghosts a run is v <- keep v + moved. So the order of all sums depends on the shape alone.
+// An item is LANES features. Each warp takes consecutive ghost batches, and one warp for each result merges what the
+// warps found, in order: a warp of track_ghosts turns v into keep v + moved. So the order of all sums depends on the shape
+// alone.
 //
 // Bytes moved: 16 for each feature of a ghost batch in track_ghosts, 8 for each gradient of one in sum_ghosts; 1 MB for
 // 128 ghost batches of 512 features.
@@ -13,9 +14,9 @@
 
 constexpr int LANES = 32, WARPS = 8, THREADS = LANES * WARPS;
 
-struct Run {
+struct Share {
     int begin, end;  // ghost batches of this warp
-    __device__ Run(long long ghosts, int warp) {
+    __device__ Share(long long ghosts, int warp) {
         const int all = static_cast<int>(ghosts), of_warp = (all + WARPS - 1) / WARPS;
         begin = min(warp * of_warp, all);
         end = min(begin + of_warp, all);
@@ -29,10 +30,10 @@ struct TrackProblem {
     double momentum;
 };
 
-// of_ghosts (2, n): mean and unbiased variance of each feature of z. The launch ahead has counted the ghost batches.
+// statistics (2, n): mean and unbiased variance of each feature of z. The launch ahead has counted the ghost batches.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    track_ghosts(const __grid_constant__ TrackProblem p, const double* of_ghosts, void* running_mean, void* running_var,
-                 const long long* num_batches_tracked) {
+    track_ghosts(const __grid_constant__ TrackProblem p, const double* statistics, void* running_mean,
+                 void* running_var, const long long* num_batches_tracked) {
     await_kernel_ahead();
     __shared__ double keeps[WARPS], moved[2][WARPS][LANES];
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -40,12 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for_each_item((p.features + LANES - 1) / LANES, [&](unsigned item) {
         const long long c = static_cast<long long>(item) * LANES + lane;
         const bool there = c < p.features;
-        const Run run(ghosts, warp);
+        const Share share(ghosts, warp);
         double keep = 1.0, mean = 0.0, var = 0.0;
 #pragma unroll 4
-        for (int i = run.begin; i < run.end; ++i) {
+        for (int i = share.begin; i < share.end; ++i) {
             const double mu = p.flags & FLAG_CUMULATIVE ? 1.0 / static_cast<double>(before + i + 1) : p.momentum;
-            const double* at = of_ghosts + i * p.ghost_pitch + (there ? c : 0);
+            const double* at = statistics + i * p.ghost_pitch + (there ? c : 0);
             keep *= 1.0 - mu;
             mean = (1.0 - mu) * mean + mu * at[0];
             var = (1.0 - mu) * var + mu * at[p.n];
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         double v = fetch(to, code, c).or_else(0.0);
 #pragma unroll
         for (int i = 0; i < WARPS; ++i)
-            if (Run(ghosts, i).begin < ghosts) v = keeps[i] * v + moved[warp][i][lane];
+            if (Share(ghosts, i).begin < ghosts) v = keeps[i] * v + moved[warp][i][lane];
         store_vector(to, code, c, v);
     });
 }
@@ -70,9 +71,9 @@ struct SumProblem {
     long long to_bias, to_scale, to_gamma, to_beta;  // vector codes, see fetch
 };
 
-// of_ghosts (4, n): the gradients of bias, scale, gamma and beta, of those that are asked for.
+// gradients (4, n): those of bias, scale, gamma and beta, of those that are asked for.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sum_ghosts(const __grid_constant__ SumProblem p, const double* of_ghosts, void* to_bias, void* to_scale,
+    sum_ghosts(const __grid_constant__ SumProblem p, const double* gradients, void* to_bias, void* to_scale,
                void* to_gamma, void* to_beta) {
     await_kernel_ahead();
     __shared__ double sums[WARPS][LANES];
@@ -88,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (code == 0) return;
         const long long c = (item - number * blocks) * LANES + lane;
         const bool there = c < p.features;
-        const Run run(ghosts, warp);
+        const Share share(ghosts, warp);
         LongSum<true> sum;
 #pragma unroll 4
-        for (int i = run.begin; i < run.end; ++i)
-            sum.add(of_ghosts[number * p.n + i * p.ghost_pitch + (there ? c : 0)]);
+        for (int i = share.begin; i < share.end; ++i)
+            sum.add(gradients[number * p.n + i * p.ghost_pitch + (there ? c : 0)]);
         sums[warp][lane] = sum.total();
         __syncthreads();
         if (warp > 0 || !there) return;

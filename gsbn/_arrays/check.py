@@ -12,7 +12,7 @@ import numpy as np
 from .._plan.activations import PARAMETERS
 from .._plan.problem import INT32_MAX, VECTORS
 from .._typing import ActivationName, Gemm, Precision
-from .._values import choice, flag, group_count, real_number, shown, sm_count
+from .._values import choice, flag, ghost_count, real_number, shown, sm_count
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -88,7 +88,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         assert view is not None
         _writable(name, view)
     overlaps(views, training=bool(training))
-    _groups(groups, batch, features, group, renorm)
+    _ghost_batches(groups, batch, features, group, renorm)
     if training and batch == 1 and group is None:
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
 
@@ -291,20 +291,19 @@ def _renorm(views: Mapping[str, View | None], x: View, warmup: int) -> None:
         raise ValueError("num_batches_tracked: expected an int64 array with renorm's warmup, got None")
 
 
-def _groups(groups: Any, batch: int, features: int, group: Any, renorm: Any) -> None:
-    """Raise if the batch has no such groups of rows."""
-    group_count(groups)
+def _ghost_batches(groups: Any, batch: int, features: int, group: Any, renorm: Any) -> None:
+    """Raise if the batch cannot be cut into so many ghost batches."""
+    ghost_count(groups)
     if groups == 1:
         return
     for name, given in (("group", group), ("renorm", renorm)):
         if given is not None:
             raise ValueError(f"groups: expected 1 with {name}, got {groups}")
-    if batch % groups:
-        raise ValueError(f"groups: expected a divisor of x's {batch} rows, got {groups}")
+    ghost_count(groups, batch)
     if batch == groups:
-        raise ValueError(f"groups: expected more than 1 row in each group when training, got {groups} of {batch} rows")
+        raise ValueError(f"groups: expected at least 2 rows in each ghost batch, got {groups} of {batch} rows")
     if groups * (features + 8) > INT32_MAX:
-        raise ValueError(f"groups: expected fewer than 2^31 features of all groups, got {groups} groups of {features}")
+        raise ValueError(f"groups: expected fewer than 2^31 features in all ghost batches, got {groups} x {features}")
 
 
 def _floating(name: str, view: View) -> None:

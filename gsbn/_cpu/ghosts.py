@@ -18,11 +18,11 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) -> tuple[Array, Array] | None:
-    """`passes.forward` with statistics of each of `groups` runs of rows."""
+    """`passes.forward` for each of `groups` runs of rows."""
     if groups == 1:
         return passes.forward(arrays, y, **options)
     count = arrays["num_batches_tracked"]
-    if count is not None:  # before anything is written
+    if count is not None:  # check the first and the last count before anything is written
         next_count(count.item(), options["momentum"])
         next_count(count.item() + groups - 1, options["momentum"])
     wide = {n: None if arrays[n] is None else arrays[n].astype(np.float64) for n in _STATISTICS}

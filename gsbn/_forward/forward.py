@@ -18,7 +18,7 @@ from .._ranks.group import Group
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
-from .._values import group_count, shown
+from .._values import ghost_count, shown
 from .operation import ARRAYS, FORWARD, OPTIONS, with_number
 
 _TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM, _GROUPS = map(
@@ -117,7 +117,7 @@ def forward(
         Both or neither, of the same dtype; required in inference. Training updates them in place; the variance is
         unbiased.
     num_batches_tracked : int64 array of one element, optional
-        Training adds 1 to it.
+        Training adds 1 to it, or `groups` with groups.
     training : bool
         Use the statistics of this batch (True) or the running statistics (False).
     momentum : float or None
@@ -152,10 +152,11 @@ def forward(
         if there is a warm-up. No effect in inference. An array, float32 or float64, holds r_max and d_max on x's
         device: a CUDA graph reads its values at each replay. They are not checked.
     groups : int
-        Ghost batch normalisation in training (Hoffer et al. 2017): each run of B / groups rows has statistics of its
-        own, in the same launches. y and the gradients are those of a loop over the runs. So are the running statistics
-        and the count: each run updates them as a batch, in order; they are rounded once. B is a multiple of `groups`,
-        and a run has two rows or more. Not with `group` or `renorm`. No effect in inference.
+        Ghost batch normalisation in training (Hoffer et al. 2017): x is cut into `groups` ghost batches of B / groups
+        consecutive rows, each of which has its own statistics. The result is that of a loop over them: y, the
+        gradients, the running statistics and the count, which each ghost batch updates in order. `groups` divides B,
+        and a ghost batch has at least two rows. Not with `group`, which is about ranks, or `renorm`. No effect in
+        inference.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -166,8 +167,8 @@ def forward(
     y : (B, O) array
         x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
-        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, for
-        each run of rows with `groups`.
+        With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, or
+        O(groups O) with `groups`.
 
     Raises
     ------
@@ -270,7 +271,7 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     if (renorm := options[_RENORM]) is not None:
         arrays, options = _with_limits(arrays, options, renorm)
     if options[_GROUPS] != 1 and not options[_TRAINING]:
-        group_count(options[_GROUPS])
+        ghost_count(options[_GROUPS])
         options = (*options[:_GROUPS], 1, *options[_GROUPS + 1 :])
     if group is not None:
         if not isinstance(group, Group):

@@ -16,7 +16,7 @@ from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
-from .operation import ALONE, FORWARD, OPTIONS, on_cpu, program_of, result_of, views_of
+from .operation import FORWARD, OPTIONS, WHOLE_BATCH, on_cpu, program_of, result_of, views_of
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -98,7 +98,7 @@ def linear(
     arrays = (x, weight, None, bias, None, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
     put_through = checked_activation(activation)
-    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, *ALONE, 1.0)
+    options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, *WHOLE_BATCH, 1.0)
     return call(LINEAR, arrays, options, own=("out",))
 
 

@@ -29,7 +29,7 @@ OPTIONS = (
     "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
     "groups",
 )  # fmt: skip
-ALONE = None, None, 1  # group, renorm and groups of a call that has none of them
+WHOLE_BATCH = None, None, 1  # group, renorm and groups of a call that has none of them: the batch's own statistics
 _COUNT = ARRAYS.index("num_batches_tracked")
 _TRAINING, _SAVES, _SMS, _ACTIVATION, _RENORM, _GROUPS = map(
     OPTIONS.index, ("training", "return_saved", "sms", "activation", "renorm", "groups")

@@ -60,7 +60,7 @@ class Call:
         self._positions = {name: i for i, name in enumerate((*arguments, ABSENT, *arrays, "workspace"))}
         dtypes = [None if array.dtype == kind.dtype(like) else array.dtype for array in program.arrays]  # None: like's
         self._makers = [kind.maker(a.shape, like, dtype) for a, dtype in zip(program.arrays, dtypes, strict=True)]
-        self._places: list[tuple[int, int]] = []  # the position of memory, and bytes behind its start
+        self._places: list[tuple[int, int]] = []  # the position of memory, and an offset in bytes
         self._records: list[Any] = []  # kept alive: launches hold their addresses
         # of each step: a function, its constant arguments, and what picks its addresses from the list
         self._steps: list[tuple[Callable[..., None], tuple[Any, ...], Callable[[list[int]], Any]]] = []

@@ -19,7 +19,7 @@ from .problem import (
     Ranks,
     ceil_div,
     deviations_dtype,
-    ghost_pitch,
+    flattened,
     letters,
     posts_at,
     round_up,
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
     limbs: Splits
     weight_first: bool
     scales: int  # gradients of a scale of one element, per feature
-    of_ghosts: int  # gradients of vectors, of each ghost batch
+    ghost_gradients: int  # of vectors, of each ghost batch
     posted: int  # what this rank posts, and `posts`, how many numbers these are
     posts: int
     gathered: int
@@ -122,10 +122,7 @@ class _Backward:
 
     def __init__(self, p: Matmul, asked: Asked) -> None:
         self.m, self.p, self.asked = p.m, p._replace(m=max(p.m, 1)), asked
-        # as the passes see it: to them a feature of a ghost batch is a feature of its own
-        groups, self.passes = asked.groups, self.p
-        if groups > 1:
-            self.passes = self.p._replace(m=self.p.m // groups, n=groups * ghost_pitch(p.n, p.dtype))
+        self.flat = flattened(self.p, asked.groups)
         self.build = Builder(p.device)
         given = Vectors({name: p.dtype for name in asked.needs if name in VECTOR_PARAMETERS})
         self.vectors = asked.vectors or given
@@ -182,11 +179,11 @@ class _Backward:
         if gemm in ("auto", "tiled") and norm and linear and training and asked.groups == 1:
             skinny = skinny_backward(p._replace(y=dy), asked.activation, asked.renorm)
         passes = cut_passes(
-            self.passes._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
+            self.flat._replace(y=dy), training=training, sums=sums, dg=dg, skinny=skinny is not None,
             may_transpose=may_transpose, transposed=dg and ld_transposed > 0, activation=asked.activation, where=where,
             identity=asked.identity, renorm=asked.renorm, ghosts=asked.groups > 1,
         )  # fmt: skip
-        if "weight" not in needs or passes.fused or deviations_dtype(dtype, self.passes.m, training=training) != dtype:
+        if "weight" not in needs or passes.fused or deviations_dtype(dtype, self.flat.m, training=training) != dtype:
             skinny = None
         if norm and gemm == "auto" and skinny is None and dx is not None and dw is not None:
             dual = dual_gemm_for(of_dx, of_dw, wide=asked.wide)
@@ -206,19 +203,19 @@ class _Backward:
         """Divide the workspace."""
         p, chosen, asked, size = self.p, self.chosen, self.asked, ITEMSIZE[self.p.dtype]
         sums, posts = column_sums(chosen.passes.sums[0])  # of a column
-        totals = round_up(chosen.passes.splits * sums * self.passes.n * 8, 256)
+        totals = round_up(chosen.passes.splits * sums * self.flat.n * 8, 256)
         dg = round_up(totals + (sums * p.n * 8 if asked.ranks else 0), 256)
         of_dg = p.m * chosen.pitch * size if chosen.dg and asked.linear and not asked.in_place else 0
         transposed = round_up(dg + (of_dg if chosen.skinny is None else chosen.skinny.parts.nbytes), 256)
         start = round_up(transposed + p.n * chosen.ld_transposed * size, 256)
         limbs, weight_first = split_limbs_of(chosen.dx, chosen.dw, start, own=chosen.dg)
-        of_ghosts = limbs.end + (8 * p.n if self.one_scale else 0)
-        workspace = of_ghosts + (8 * len(VECTOR_PARAMETERS) * self.passes.n if asked.groups > 1 else 0)
+        ghost_gradients = limbs.end + (8 * p.n if self.one_scale else 0)
+        workspace = ghost_gradients + (8 * len(VECTOR_PARAMETERS) * self.flat.n if asked.groups > 1 else 0)
         posts = letters(p.n, posts)
         posted, gathered, end = posts_at(workspace, posts, asked.ranks)
         end = workspace if asked.ranks is None else end
         self.at = Layout(
-            totals, dg, transposed, limbs, weight_first, limbs.end, of_ghosts, posted, posts, gathered, end
+            totals, dg, transposed, limbs, weight_first, limbs.end, ghost_gradients, posted, posts, gathered, end
         )
 
     def copy_operands(self) -> None:
@@ -258,9 +255,9 @@ class _Backward:
         to_vectors = {f"to_{name}": self.gradients[name] for name in VECTOR_PARAMETERS}
         if self.one_scale:  # first a gradient per feature, in float64; sum_features adds them up
             to_vectors["to_scale"] = place(self.at.scales)
-        of_call, fields_of_call = to_vectors, fields
+        final, final_fields = to_vectors, fields  # with ghost batches the passes write float64, and sum_ghosts these
         if self.asked.groups > 1:
-            to_vectors, fields = self._of_ghosts(fields)
+            to_vectors, fields = self._to_each_ghost(fields)
         needs_e = not {"scale", "gamma"}.isdisjoint(self.asked.needs)
         reads_d = ranks is not None or (chosen.dg and self.asked.training) or needs_e or bool(self.asked.activation)
         reads = {"dy": names["dy"], "d": names["deviations"] if reads_d else ABSENT, "saved": "vectors"}
@@ -290,12 +287,12 @@ class _Backward:
             build.launch(*passes.dg, fields, passed)
         if self.asked.groups > 1 and chosen.sums and not {*VECTOR_PARAMETERS}.isdisjoint(self.asked.needs):
             grid = p.device.grid(len(VECTOR_PARAMETERS) * ceil_div(p.n, GHOST_FEATURES))
-            codes = {name: fields_of_call[name] for name in _NO_VECTORS}
-            build.launch(sum_ghosts(), grid, fields | codes, {"of_ghosts": place(self.at.of_ghosts), **of_call})
+            codes = {name: final_fields[name] for name in _NO_VECTORS}
+            build.launch(sum_ghosts(), grid, fields | codes, {"gradients": place(self.at.ghost_gradients), **final})
         if self.one_scale:
-            of_features = {"of_features": of_call["to_scale"], "to_scale": self.gradients["scale"]}
+            of_features = {"of_features": final["to_scale"], "to_scale": self.gradients["scale"]}
             code = 8 + kind_code(self.vectors.dtypes["scale"])
-            build.launch(*passes.total, {**fields_of_call, "to_scale": code}, of_features)
+            build.launch(*passes.total, {**final_fields, "to_scale": code}, of_features)
 
     def _fields(self) -> dict[str, Any]:
         """BackwardProblem (kernels/backward/rows.cuh)."""
@@ -312,13 +309,13 @@ class _Backward:
         fields |= {**_NO_VECTORS, **given}
         return fields | ({"to_scale": 8 + kind_code("float64")} if self.one_scale else {})
 
-    def _of_ghosts(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    def _to_each_ghost(self, fields: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
         """Where the passes store the gradients of vectors of each ghost batch, and their fields."""
-        m, n = self.passes.m, self.passes.n
+        m, n = self.flat.m, self.flat.n
         fields = fields | {"m": m, "n": n, "features": self.p.n, "ghost_pitch": n // self.asked.groups}
         wanted = [name for name in VECTOR_PARAMETERS if fields[f"to_{name}"]]
         fields |= {f"to_{name}": 8 + kind_code("float64") for name in wanted}
-        rows = {name: place(self.at.of_ghosts + 8 * n * i) for i, name in enumerate(VECTOR_PARAMETERS)}
+        rows = {name: place(self.at.ghost_gradients + 8 * n * i) for i, name in enumerate(VECTOR_PARAMETERS)}
         return {f"to_{name}": rows[name] if name in wanted else ABSENT for name in VECTOR_PARAMETERS}, fields
 
     def _merge_ranks(self, ranks: Ranks, fields: dict[str, Any], of_sums: str, to_vectors: dict[str, str]) -> None:

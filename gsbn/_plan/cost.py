@@ -175,7 +175,7 @@ def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates
 
 
 def passes_us(p: Matmul, passes: str, *, saves: bool, rates: Rates = H200) -> float:
-    """The time of what follows a product, and of all launches."""
+    """The time of the passes over g, and the fixed cost of all launches of the forward."""
     size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
     cold = g > 0.8 * rates.l2_mb
     us = rates.cublas_call_us[passes] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]

@@ -23,6 +23,7 @@ from .problem import (
     Ranks,
     ceil_div,
     deviations_dtype,
+    flattened,
     ghost_pitch,
     letters,
     posts_at,
@@ -174,8 +175,8 @@ def _save(build: Builder, call: _Call, pitch: int) -> None:
     if call.saved_dtype is not None:
         build.make("deviations", (call.m, pitch), call.saved_dtype)
         rows, groups = SAVED_ROWS if call.renorm is None else RENORM_ROWS, call.groups
-        of_ghosts = (groups, rows, ghost_pitch(call.p.n, call.p.dtype))
-        build.make("vectors", (rows, call.p.n) if groups == 1 else of_ghosts, "float64")
+        shape = (rows, call.p.n) if groups == 1 else (groups, rows, ghost_pitch(call.p.n, call.p.dtype))
+        build.make("vectors", shape, "float64")
 
 
 def _flags(call: _Call, **given: bool) -> int:
@@ -253,12 +254,6 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
 # ---- a GEMM to g, then statistics, then y; the skinny kernels compute g themselves
 
 
-def _of_passes(call: _Call) -> Matmul:
-    """The call as the passes over g see it: to them a feature of a ghost batch is a feature of its own."""
-    p = call.p
-    return p if call.groups == 1 else p._replace(m=p.m // call.groups, n=call.groups * ghost_pitch(p.n, p.dtype))
-
-
 def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | None) -> None:
     p, taken, training, ranks = call.p, call.taken, call.training, call.ranks
     m, n, k, dtype, y = call.m, p.n, p.k, p.dtype, p.y
@@ -274,17 +269,17 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
     ldg = y.strides[0] if y_is_g else round_up(n, 16 // (y_size if saves else g_size))
     saved_is_g = call.saved_dtype is not None and not skinny and ITEMSIZE[call.saved_dtype] == g_size
 
-    passes, ghosts = _of_passes(call), call.groups > 1
-    one_pass = not skinny and one_pass_serves(passes, training, call.reads_count and not ghosts, where)
+    flat, ghosts = flattened(p, call.groups), call.groups > 1
+    one_pass = not skinny and one_pass_serves(flat, training, call.reads_count and not ghosts, where)
     merges = training and not one_pass
-    division = _divide(passes, skinny, 16 // g_size, one_pass)
+    division = _divide(flat, skinny, 16 // g_size, one_pass)
 
     # The workspace: constants, the statistics of each split, those of each ghost batch, g.
-    affine, columns = 0, passes.n if ghosts else ldg
+    affine, columns = 0, flat.n if ghosts else ldg
     partials = round_up(affine + (4 * columns * g_size if merges else 0), 256)
-    of_ghosts = round_up(partials + (division.splits * 2 * columns * 8 if merges else 0), 256)
+    ghost_statistics = round_up(partials + (division.splits * 2 * columns * 8 if merges else 0), 256)
     tracks = ghosts and call.fields["running_mean"] != 0
-    g_at = round_up(of_ghosts + (2 * columns * 8 if tracks else 0), 256)
+    g_at = round_up(ghost_statistics + (2 * columns * 8 if tracks else 0), 256)
     workspace = g_at + (0 if skinny or y_is_g or saved_is_g else p.m * ldg * g_size)
 
     saved_in_training = call.saved_dtype if training else None
@@ -320,9 +315,10 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
         _multiply(build, call, q, product, limbs, g, fields)
     arguments = _OWN
     if ghosts:
-        fields |= {"m": passes.m, "n": passes.n, "features": n, "ghost_pitch": passes.n // call.groups}
+        fields |= {"m": flat.m, "n": flat.n, "features": n, "ghost_pitch": flat.n // call.groups}
     if tracks:
-        arguments = _OWN | {"running_mean": place(of_ghosts), "running_var": place(of_ghosts + 8 * columns)}
+        mean_of_each, var_of_each = place(ghost_statistics), place(ghost_statistics + 8 * columns)
+        arguments = _OWN | {"running_mean": mean_of_each, "running_var": var_of_each}
     if merges and m:
         kernel = with_ghosts(stats_kernel, ghosts)
         build.launch(kernel, division.stats_grid, fields, {**of_g, "workspace": place(0)}, block)
@@ -336,7 +332,7 @@ def _in_passes(build: Builder, call: _Call, skinny: Skinny | None, where: str | 
         kernel = with_activation(with_ghosts(normalize_kernel, ghosts), call.activation)
         build.launch(kernel, division.normalize_grid, fields, passed, block)
     if tracks:
-        passed = {"of_ghosts": place(of_ghosts), "running_mean": "running_mean", "running_var": "running_var"}
+        passed = {"statistics": place(ghost_statistics), "running_mean": "running_mean", "running_var": "running_var"}
         passed |= {"num_batches_tracked": count}
         build.launch(track_ghosts(), p.device.grid(ceil_div(n, GHOST_FEATURES)), fields, passed)
 

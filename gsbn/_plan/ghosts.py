@@ -17,15 +17,15 @@ def plan_ghosts(p: Matmul, *, groups: int, **options: Any) -> Program:
     does not: a few large ghost batches take less time one after the other.
     """
     run = _run_of(p, groups)
-    limits = p.limits.by_runs
-    if limits is not False and options["gemm"] == "auto" and _saves_alike(p, options):
+    by_runs = p.limits.by_runs
+    if by_runs is not False and options["gemm"] == "auto" and _saves_alike(p, options):
         one = plan_forward(run, **options)
         if not any(array.scratch for array in one.arrays):  # else each run would copy the weight
             how = {"precision": options["precision"], "gemm": "auto", "saved": options["saves"]}
             how |= {"prepared": options["prepared"], "reads_count": options["momentum"] is None}
-            *_, together = gemm_for(p, groups=groups, **how)
-            *_, alone = gemm_for(run, **how)
-            if limits or 0 < groups * alone < together:
+            *_, us = gemm_for(p, groups=groups, **how)
+            *_, us_of_run = gemm_for(run, **how)
+            if by_runs or 0 < groups * us_of_run < us:
                 return _one_after_the_other(p, one, groups)
     return plan_forward(p, groups=groups, **options)
 
@@ -75,5 +75,5 @@ def _one_after_the_other(p: Matmul, one: Program, groups: int) -> Program:
         return array._replace(shape=shape)
 
     steps = tuple(step for i in range(groups) for step in of_run(i))
-    why = f"{groups} ghost batches, each by itself: {one.why}"
+    why = f"{groups} ghost batches, one after the other: {one.why}"
     return one._replace(why=why, arrays=tuple(map(whole, one.arrays)), steps=steps)

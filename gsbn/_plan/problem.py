@@ -145,6 +145,11 @@ def ghost_pitch(features: int, dtype: str) -> int:
     return round_up(features, 16 // ITEMSIZE[dtype])
 
 
+def flattened(p: Matmul, groups: int) -> Matmul:
+    """p as the passes over g or dy see it: the rows of a ghost batch, and a column for each feature of each of them."""
+    return p if groups == 1 else p._replace(m=p.m // groups, n=groups * ghost_pitch(p.n, p.dtype))
+
+
 def letters(features: int, numbers: int) -> int:
     """How many numbers a rank posts, if there are `numbers` of each feature."""
     return 2 + numbers * features

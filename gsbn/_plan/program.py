@@ -95,7 +95,7 @@ class Copy(NamedTuple):
 
 
 def place(offset: int, memory: str = "workspace") -> str:
-    """The name of a place in the workspace, or so many bytes behind the start of other memory."""
+    """The name of the address that lies `offset` bytes after the start of `memory`."""
     return f"{memory} + {offset}"
 
 

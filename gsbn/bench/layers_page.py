@@ -155,7 +155,8 @@ def _product_table(table: Mapping[Case, Results]) -> str:
     if not found:
         return ""
     columns = [
-        *layer_columns(),
+        Column("M, K, N", lambda case, results: ", ".join(map(str, case.shape)), left=True),
+        Column("dtype", lambda case, results: _kind(case), left=True),
         Column("cuBLAS", lambda case, results: _both_or_none(fastest(results, BARE_GEMMS))),
         *(Column(NAMES[name].removeprefix("GEMM, "), of(name, _both)) for name in EMULATED_GEMMS),
         Column("**gsbn.matmul**", of("gsbn-matmul", _both), strong=True),

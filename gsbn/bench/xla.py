@@ -27,7 +27,10 @@ def _activated(nn: Any, y: Any, activation: Any) -> Any:
 
 
 def make(name: str, case: Case, operands: Operands, xp: Any) -> Candidate:
-    """The candidate ``jax``, or that of a preset, ``gemm-`` of which is the product alone; raises ``Unavailable``."""
+    """The candidate ``jax``, or that of a preset; with ``gemm-`` before its name its product alone.
+
+    Raises ``Unavailable``.
+    """
     jax = libraries.load([name])["jax"]
     if jax is None:
         raise Unavailable("jax is not installed")

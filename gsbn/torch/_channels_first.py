@@ -15,7 +15,7 @@ from .._arrays.check import checked_activation
 from .._backward import BACKWARD_CHANNELS_FIRST, How
 from .._cuda import kernels
 from .._forward.channels_first import FORWARD_CHANNELS_FIRST
-from .._forward.operation import ALONE
+from .._forward.operation import WHOLE_BATCH
 from .._host.run import call, run
 from .._plan import channels_first_obstacle
 from ..reference import Gradients
@@ -68,7 +68,7 @@ def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activa
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
     arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None
-    of_call = *options, saves, None, activation, *ALONE, 1.0, prod(sizes)
+    of_call = *options, saves, None, activation, *WHOLE_BATCH, 1.0, prod(sizes)
     with torch.no_grad():
         return call(FORWARD_CHANNELS_FIRST, arrays, of_call)
 

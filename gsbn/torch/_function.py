@@ -20,12 +20,11 @@ from .._plan import DUAL_ROWS
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
-from .._values import group_count, shown
+from .._values import ghost_count, shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
 from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
 from ._channels_first import channels_first, serves_channels_first
-from ._ghosts import check_divides
 from ._groups import group_of, name_of
 from ._operators import recorded
 
@@ -94,7 +93,7 @@ def linear_batch_norm(
     renorm : Renorm, (r_max, d_max), or tensor of two elements, optional
         Batch renormalisation in training, as in `gsbn.forward`.
     groups : int
-        Ghost batch normalisation in training, as in `gsbn.forward`. With more than two dimensions `groups` divides N.
+        Ghost batch normalisation in training, as in `gsbn.forward`, but not with `process_group`. `groups` divides N.
 
     Returns
     -------
@@ -154,8 +153,7 @@ def call(
             )
         check_features(x, weight.shape[1])
         if groups != 1 and options[0]:
-            group_count(groups)
-            check_divides(groups, x.shape[0])
+            ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from .._values import group_count
+from .._values import ghost_count
 
 
 class GhostBatchNorm1d(nn.BatchNorm1d):
-    """Ghost batch normalisation (Hoffer et al. 2017): an ``nn.BatchNorm1d`` that sees a batch in `groups` runs of rows.
+    """Ghost batch normalisation (Hoffer et al. 2017): an ``nn.BatchNorm1d`` that is called for each ghost batch.
 
-    Each run has statistics of its own, and updates the running statistics as a batch, one after the other. It is a
-    layer's `norm` with `groups`, and `convert` takes it as an ``nn.BatchNorm1d``. Called by itself it is a loop over
-    the runs; ``torch.jit.script`` takes it in ``eval()`` alone. It has the parameters, the statistics and the names of
-    ``nn.BatchNorm1d``, so that either loads the other's state_dict; ``eval()`` is the same.
+    The batch is cut into `groups` ghost batches of consecutive rows. Each is normalised with its own statistics, and
+    updates the running statistics, in order. `LinearBatchNorm1d` with `groups` has this module as its `norm`, and
+    `convert` takes it behind an ``nn.Linear``. Called by itself it is a loop; ``torch.jit.script`` supports it in
+    ``eval()`` only. Parameters, buffers and their names are those of ``nn.BatchNorm1d``: each loads the other's
+    state_dict, and in ``eval()`` both compute the same.
 
     Parameters
     ----------
     num_features : int
     groups : int
-        The number of runs; a batch has a multiple of it. pytorch-tabnet gives a run's size instead,
-        `virtual_batch_size`: for batches of B rows `groups` is B / virtual_batch_size.
+        The number of ghost batches, a divisor of N. pytorch-tabnet gives the rows of one instead: `groups` is N /
+        virtual_batch_size.
     eps, momentum, affine, track_running_stats, device, dtype
         As for ``nn.BatchNorm1d``.
 
     Raises
     ------
     TypeError, ValueError
-        `groups` is not a positive int.
+        `groups` is not an int, or below 1. In a call in training: it does not divide N, or a ghost batch has one value
+        per channel.
 
     Attributes
     ----------
@@ -58,15 +58,15 @@ class GhostBatchNorm1d(nn.BatchNorm1d):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        group_count(groups)
+        ghost_count(groups)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.groups = groups
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C) or (N, C, L) to the same shape; with L, a run is N / groups samples."""
+        """(N, C) or (N, C, L) to the same shape; a ghost batch is N / groups samples."""
         if self.groups == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
-        check_divides(self.groups, input.shape[0])
+        ghost_count(self.groups, input.shape[0])
         forward = super().forward
         return torch.cat([forward(run) for run in input.tensor_split(self.groups)])
 
@@ -80,9 +80,3 @@ class GhostBatchNorm1d(nn.BatchNorm1d):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, groups={self.groups}"
-
-
-def check_divides(groups: Any, rows: Any) -> None:
-    """Raise ValueError if a batch of so many rows, or samples, has no such groups."""
-    if rows % groups:
-        raise ValueError(f"groups: expected a divisor of x's {rows} rows, got {groups}")

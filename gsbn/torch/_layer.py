@@ -11,7 +11,7 @@ from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
 from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
-from .._values import choice, group_count, type_name
+from .._values import choice, ghost_count, type_name
 from ._activations import module_of
 from ._function import check_features
 from ._ghosts import GhostBatchNorm1d
@@ -57,7 +57,7 @@ class LinearBatchNorm1d(nn.Module):
     ------
     TypeError, ValueError
         `activation`, `precision` or `gemm` is not an allowed value, `process_group` is not a ProcessGroup, `renorm` is
-        wrong or has no running statistics, or `groups` is wrong or stands beside one of these.
+        wrong or has no running statistics, or `groups` is not a positive int, or above 1 with one of these.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class LinearBatchNorm1d(nn.Module):
         choice("precision", precision, PRECISIONS)
         choice("gemm", gemm, GEMMS)
         check_group(process_group)
-        group_count(groups)
+        ghost_count(groups)
         for name, given in (("process_group", process_group), ("renorm", renorm)):
             if groups > 1 and given is not None:
                 raise ValueError(f"groups: expected 1 with {name}, got {groups}")

@@ -77,9 +77,8 @@ FOLLOWERS: dict[Any, tuple[Any, ...]] = {
     nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
     nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
 }
-# Their process group, if they have one, is not all ranks by default.
-_ALONE = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d, GhostBatchNorm1d)
-_WITHOUT_GROUP = (nn.BatchNorm1d, nn.BatchNorm2d, GhostBatchNorm1d)  # they have no process group
+# They have no process group unless one is given; others have all ranks then.
+_NO_DEFAULT_GROUP = (nn.BatchNorm1d, nn.BatchNorm2d, BatchRenorm1d, GhostBatchNorm1d)
 # The forward of each class as PyTorch has it: adapters, quantisers and tracers may replace it for a class
 _FORWARDS = {type_: type_.forward for type_ in (*FOLLOWERS, *NORMS, *MODULES)}
 
@@ -184,7 +183,7 @@ def not_pointwise(conv: Any) -> str | None:
 def wins(x: Tensor, norm: Any) -> bool:
     """Whether gsbn is faster than the modules. On a CPU PyTorch's operators are faster, and NumPy's threads would
     compete with theirs; but ranks that share a batch on CPUs need gsbn. Only this function decides by speed."""
-    return x.is_cuda or norm.__class__ not in _ALONE or norm.__dict__.get("process_group") is not None
+    return x.is_cuda or norm.__class__ not in _NO_DEFAULT_GROUP or norm.__dict__.get("process_group") is not None
 
 
 def fused(
@@ -195,8 +194,10 @@ def fused(
     mean, training = buffers["running_mean"], norm.training
     # As BatchNorm1d and SyncBatchNorm choose their statistics
     process_group = None
-    if training and norm.__class__ not in _WITHOUT_GROUP:
-        process_group = norm.process_group or (None if norm.__class__ in _ALONE else world())
+    if training:
+        process_group = norm.__dict__.get("process_group")
+        if process_group is None and norm.__class__ not in _NO_DEFAULT_GROUP:
+            process_group = world()
     if training and mean is not None and norm.track_running_stats:
         count = buffers["num_batches_tracked"]
         state = mean, buffers["running_var"], count

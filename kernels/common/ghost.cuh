@@ -1,7 +1,7 @@
 // Ghost batches (Hoffer, Hubara and Soudry 2017), in the variants with GHOST: each run of m rows has statistics of its
-// own. To such a kernel a feature of a ghost batch is a feature of its own. It has n of them, `ghost_pitch` for each
-// ghost batch: the features, and those that round them up to 16 bytes of x's dtype, so that no thread's columns belong
-// to two ghost batches. Only an address in a matrix, or in a vector of the caller's, needs to know. No kernels.
+// own. Such a kernel sees n columns: `ghost_pitch` for each ghost batch, which are its features, padded to 16 bytes of
+// x's dtype so that no thread's columns belong to two ghost batches. Only addresses in matrices, in the caller's vectors
+// and in what a forward saves differ from those of a plain call. No kernels.
 #pragma once
 #include "common/common.cuh"
 

@@ -108,14 +108,14 @@ def test_one_after_the_other(gpu_kind: Kind, dtype: str, momentum: float | None)
 @pytest.mark.gpu
 @pytest.mark.parametrize("sms", [1, 7, 100])
 def test_sms(gpu_kind: Kind, sms: int) -> None:
-    """A launch takes other items then, and all bits stay."""
+    """With fewer SMs the rows may be split otherwise: results differ by rounding alone."""
     arrays = replace(CASE, shape=(640, 40, 200)).arrays()
     dy, results = draw_dy(arrays), []
     for n in (None, sms):
         y, gradients = step(gpu_kind, arrays, dy, training=True, groups=5, gemm="tiled", sms=n)
         results.append([y, *gradients.values()])
     for all_of_them, limited in zip(*results, strict=True):
-        assert_within(limited, np.float64(all_of_them), 1e-4 * np.abs(all_of_them).max() + 0 * np.abs(all_of_them))
+        np.testing.assert_allclose(limited, all_of_them, rtol=0, atol=1e-4 * np.abs(all_of_them).max())
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.75, None])

@@ -166,7 +166,7 @@ def test_products_alone_have_a_table_of_times_and_errors() -> None:
     )
     table = VIEW.markdown(dataclasses.replace(report, results=found)).split("\n\n")[0].splitlines()
     assert "Other ways" not in VIEW.markdown(dataclasses.replace(report, results=found))
-    assert table[0] == "| B, I, O | dtype | cuBLAS | XLA TF32 X3 | **gsbn.matmul** | × cuBLAS | × XLA |"
+    assert table[0] == "| M, K, N | dtype | cuBLAS | XLA TF32 X3 | **gsbn.matmul** | × cuBLAS | × XLA |"
     assert table[2].endswith("| 3.00, 1.0e-6 | 2.00, 9.0e-6 | **1.00, 3.0e-7** | 3.00 | 2.00 |")
 
 

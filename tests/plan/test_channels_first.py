@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gsbn._backward import BACKWARD_CHANNELS_FIRST, How
 from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST
-from gsbn._forward.operation import ALONE
+from gsbn._forward.operation import WHOLE_BATCH
 from gsbn._host.run import call, run
 from gsbn._plan import (
     Device,
@@ -185,7 +185,7 @@ def test_calls_launch_what_was_planned(needs: tuple[str, ...], inputs: int) -> N
         x, weight = Array((m, inputs), "bfloat16"), Array((n, inputs), "bfloat16")
         vectors = None, of["bias"], of["gamma"], of["beta"]
         arrays = x, weight, *vectors, of["mean"], of["var"], Array((), "int64"), None, None
-        options = True, 0.1, 1e-5, "highest", "auto", True, None, "relu", *ALONE, 1.0, length
+        options = True, 0.1, 1e-5, "highest", "auto", True, None, "relu", *WHOLE_BATCH, 1.0, length
         y, saved = call(FORWARD_CHANNELS_FIRST, arrays, options)
         copies = 0 if inputs == 64 else 1
         assert [launch.name for launch in log] == ["copy_rows"] * copies + ["forward_sm90"]

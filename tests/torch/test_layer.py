@@ -400,6 +400,6 @@ def test_a_layer_refuses_groups(options: dict[str, Any], error: type[Exception],
 @pytest.mark.parametrize("shape", [(21, I), (3, I, 8)])
 def test_rows_that_groups_do_not_divide(device: str, shape: tuple[int, ...]) -> None:
     layer = LinearBatchNorm1d(I, O, groups=4, device=device)
-    with pytest.raises(ValueError, match=f"^groups: expected a divisor of x's {shape[0]} rows"):
+    with pytest.raises(ValueError, match=f"^groups: expected a divisor of the batch size {shape[0]}"):
         layer(torch.randn(shape, device=device))
     layer.eval()(torch.randn(shape, device=device))
