@@ -34,6 +34,7 @@ class Path(NamedTuple):
     gemm: str = "auto"
     limits: Limits = Limits()
     hopper: bool = False
+    groups: int = 1
 
 
 PATHS = {
@@ -56,6 +57,9 @@ PATHS = {
     "skinny": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(skinny=True), hopper=True),
     "skinny, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(skinny=True), hopper=True),
     "tall": Path(((20000, 96, 136),), ("float32",), limits=Limits(tall=True), hopper=True),
+    "ghosts": Path(((1200, 300, 136), (64, 64, 61)), ALL, groups=4),
+    "ghosts, two passes": Path(((1200, 300, 136),), ALL, limits=Limits(fused=False), groups=4),
+    "ghosts, one after the other": Path(((2048, 264, 136),), FAST, limits=Limits(by_runs=True), hopper=True, groups=4),
     "dual": Path(((24, 1032, 264), (100, 1032, 520)), ("float16", "bfloat16"), limits=Limits(dual=True), hopper=True),
 }
 
@@ -79,6 +83,7 @@ def test_on_a_gpu(name: str, shape: tuple[int, int, int], kind: str, family: str
     if path.hopper:
         request.getfixturevalue("hopper")
     how = {"device": "cuda", "libraries": ("torch-cuda",), "gemms": (path.gemm,), "limits": path.limits}
+    how |= {"groups": path.groups}
     assert_beside_torch(shape, kind, family, **how)
 
 
@@ -96,8 +101,8 @@ def test_recompute(kind: str, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["float32", *SIXTEEN])
 def test_on_a_cpu(kind: str, family: str) -> None:
-    for shape in ((300, 100, 64), (8, 64, 64)):
-        assert_beside_torch(shape, kind, family, device="cpu", libraries=("numpy",))
+    for shape, groups in (((300, 100, 64), 1), ((8, 64, 64), 1), ((300, 100, 64), 3)):
+        assert_beside_torch(shape, kind, family, device="cpu", libraries=("numpy",), groups=groups)
 
 
 # ---- the families, and tests of the rule itself

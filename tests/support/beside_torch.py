@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -181,29 +182,48 @@ def _rounded(d: Any, dtype: Any) -> Any:
     return (d / unit).to(dtype).double() * unit
 
 
-def theirs(o: Tensors, state: Tensors, training: bool, precision: str) -> Tensors:
+def over_ghosts(of_batch: Callable[[Tensors], Tensors], o: Tensors, groups: int) -> Tensors:
+    """The results of a loop over ghost batches. At a momentum of 1 the statistics of the last one stay."""
+    if groups == 1:
+        return of_batch(o)
+    pieces = zip(o["x"].chunk(groups), o["dy"].chunk(groups), strict=True)
+    found = [of_batch({**o, "x": x, "dy": dy}) for x, dy in pieces]
+
+    def whole(name: str) -> Any:
+        parts = [of_one[name] for of_one in found]
+        if name in ("y", "dx"):
+            return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else torch.cat(parts)
+        return parts[-1] if name in STATE else sum(parts)
+
+    return {name: whole(name) for name in found[0]}
+
+
+def theirs(o: Tensors, state: Tensors, training: bool, precision: str, groups: int = 1) -> Tensors:
     """PyTorch's own operators."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "high"
     names = ("x", "weight", *VECTORS)
     x, w, s, b, gamma, beta = leaves = [o[name].detach().requires_grad_() for name in names]
     mean, var = (a.clone() for a in state.values())
     z = torch.nn.functional.linear(x, w, b) * s
-    y = torch.nn.functional.batch_norm(z, mean, var, gamma, beta, training, 1.0, EPS)
+    norm = torch.nn.functional.batch_norm
+    y = torch.cat([norm(part, mean, var, gamma, beta, training, 1.0, EPS) for part in z.chunk(groups)])
     gradients = torch.autograd.grad(y, leaves, o["dy"])
     found = {"y": y.detach()} | {f"d{name}": a for name, a in zip(names, gradients, strict=True)}
     return found | ({"running_mean": mean, "running_var": var} if training else {})
 
 
 def ours(
-    library: str, o: Tensors, state: Tensors, training: bool, precision: str, gemm: str, limits: Limits = ANY
-) -> tuple[Tensors, str]:
+    library: str, o: Tensors, state: Tensors, training: bool, precision: str, gemm: str, limits: Limits = ANY,
+    groups: int = 1,
+) -> tuple[Tensors, str]:  # fmt: skip
     """gsbn's results, and the path. "kept": of a forward that saves deviations for a backward."""
 
     def given() -> Tensors:
         a = {name: o[name] for name in ("x", "weight", *VECTORS)} | {name: a.clone() for name, a in state.items()}
         return {name: as_numpy(a[name]) for name in a} if library == "numpy" else a
 
-    options = {"training": training, "momentum": 1.0, "eps": EPS, "precision": precision, "gemm": gemm}
+    options: dict[str, Any] = {"training": training, "momentum": 1.0, "eps": EPS, "precision": precision, "gemm": gemm}
+    options |= {} if groups == 1 else {"groups": groups}
     first, second = given(), given()
     told = gsbn.describe(**first, **options)
     y = forward_within(limits, **first, **options)
@@ -311,6 +331,7 @@ def measure(
     libraries: Sequence[str],
     gemms: Sequence[str] = ("auto",),
     limits: Limits = ANY,
+    groups: int = 1,
 ) -> list[Row]:
     """A row for every result of this shape."""
     tallies = {family: Tally() for family in families}
@@ -319,7 +340,8 @@ def measure(
     with most_accurate():
         while tallies and done < most:
             for seed in range(done, seeds):
-                _draw(tallies, shape, tuple(kinds), device, list(itertools.product(libraries, gemms)), limits, seed)
+                ways = list(itertools.product(libraries, gemms))
+                _draw(tallies, shape, tuple(kinds), device, ways, limits, seed, groups)
             rows |= {family: tally.rows(family, shape) for family, tally in tallies.items()}
             tallies = {family: tally for family, tally in tallies.items() if any(map(fails, rows[family]))}
             done, seeds = seeds, min(2 * seeds, most)
@@ -334,6 +356,7 @@ def _draw(
     ways: list[tuple[str, str]],
     limits: Limits,
     seed: int,
+    groups: int,
 ) -> None:
     """Add the errors of one seed to the families' tallies."""
     dtypes = {KINDS[kind][0]: [other for other in kinds if KINDS[other][0] == KINDS[kind][0]] for kind in kinds}
@@ -342,17 +365,18 @@ def _draw(
         o, found = operands(base, family, dtype, seed), {}
         for mode in ("training", "inference"):
             training, state = mode == "training", fresh_state(o, found)
-            found = truth_of(o, state, training)
+            ghosts = groups if training else 1
+            found = over_ghosts(partial(truth_of, state=state, training=training), o, ghosts)
             for kind in dtypes[dtype]:
                 precision = KINDS[kind][1]
-                tally.add(("torch", "", kind, mode), theirs(o, state, training, precision), found)
+                tally.add(("torch", "", kind, mode), theirs(o, state, training, precision, ghosts), found)
                 if training and device == "cuda":
-                    tally.add(("16 bits", "", kind, mode), kept_in_16_bits(o), found)
+                    tally.add(("16 bits", "", kind, mode), over_ghosts(kept_in_16_bits, o, ghosts), found)
                     if -(-shape[0] // TILE_ROWS) * -(-shape[2] // TILE_FEATURES) > SMS:
                         tally.add(("16 bits, twice", "", kind, mode), kept_in_16_bits(o, TILE_ROWS), found)
                 for library, gemm in ways:
                     try:
-                        results, path = ours(library, o, state, training, precision, gemm, limits)
+                        results, path = ours(library, o, state, training, precision, gemm, limits, ghosts)
                     except ValueError as error:
                         if not str(error).startswith("gemm:"):  # else the path cannot serve
                             raise
