@@ -107,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         if (c < p.n) {
             const Arguments of(&memory.arguments[0][column], WIDEST);
-            const Feature found(p, m, moments.mean, moments.m2, of, limits);
+            const double m2 = moments.m2 * (p.flags & FLAG_LIMBS ? M2_OF_LIMBS : 1.0);
+            const Feature found(p, m, moments.mean, m2, of, limits);
             if (part == 0) {
                 store_affine(&memory.constants[0][0], WIDEST, column, moments.mean, found.a, found.offset);
                 if (UNITS) {

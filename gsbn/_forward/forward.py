@@ -270,9 +270,11 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
     x, weight, scale, precision, group = arrays[0], arrays[1], arrays[2], options[_PRECISION], options[_GROUP]
     if (renorm := options[_RENORM]) is not None:
         arrays, options = _with_limits(arrays, options, renorm)
-    if options[_GROUPS] != 1 and not options[_TRAINING]:
-        ghost_count(options[_GROUPS])
-        options = (*options[:_GROUPS], 1, *options[_GROUPS + 1 :])
+    groups = options[_GROUPS]
+    if type(groups) is not int or groups != 1:
+        ghost_count(groups)
+        if not options[_TRAINING]:
+            options = (*options[:_GROUPS], 1, *options[_GROUPS + 1 :])
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")

@@ -54,7 +54,7 @@ def gemm_for(
         if obstacle is not None:
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for", 0.0
-    call = OfCall(prepared, saved, reads_count, ranks == "inside")
+    call = OfCall(prepared and apart is None, saved, reads_count, ranks == "inside")  # a bare GEMM makes all limbs
     passes = passes_over_g(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
     chosen, why, us = _fastest(p, precision, call, training, passes, apart, obstacles)
     if p.limits.skinny is not False and serves_skinny(p, precision, training, saved):

@@ -144,6 +144,9 @@ def call(
     process_group: Any = None, renorm: Any = None, groups: int = 1,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
+    if groups.__class__ is not int or groups != 1:
+        ghost_count(groups)
+        groups = groups if options[0] else 1
     conv = weight.dim() > 2
     if conv or x.dim() == 3:
         if conv and (x.dim() != weight.dim() or any(size != 1 for size in weight.shape[2:])):
@@ -152,8 +155,7 @@ def call(
                 f"{tuple(weight.shape)}"
             )
         check_features(x, weight.shape[1])
-        if groups != 1 and options[0]:
-            ghost_count(groups, x.shape[0])
+        ghost_count(groups, x.shape[0])
         alone = renorm is None and groups == 1 and (not options[0] or name_of(process_group) is None)
         vectors = bias, gamma, beta
         if scale is None and alone and not in_rows(x) and serves_channels_first(x, weight, vectors, options):
@@ -184,7 +186,7 @@ def call(
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
         tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
-        options = number, *more, name, *_recorded_limits(renorm), groups if training else 1
+        options = number, *more, name, *_recorded_limits(renorm), groups
         return recorded(tensors, training, differentiate, activation, *options)
     group = None if process_group is None or not options[0] else group_of(process_group, x.device)
     if differentiate:

@@ -14,8 +14,8 @@ class GhostBatchNorm1d(nn.BatchNorm1d):
     The batch is cut into `groups` ghost batches of consecutive rows. Each is normalised with its own statistics, and
     updates the running statistics, in order. `LinearBatchNorm1d` with `groups` has this module as its `norm`, and
     `convert` takes it behind an ``nn.Linear``. Called by itself it is a loop; ``torch.jit.script`` supports it in
-    ``eval()`` only. Parameters, buffers and their names are those of ``nn.BatchNorm1d``: each loads the other's
-    state_dict, and in ``eval()`` both compute the same.
+    ``eval()`` only, and ``nn.SyncBatchNorm.convert_sync_batchnorm`` would replace it. Parameters, buffers and their
+    names are those of ``nn.BatchNorm1d``: each loads the other's state_dict, and in ``eval()`` both compute the same.
 
     Parameters
     ----------

@@ -81,6 +81,10 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
     def fake(x: Any, weight: Any, bias: Any, scale: Any, *more: Any) -> Any:
         (rows, _), features = x.shape, weight.shape[0]
         _, _, renorm, groups = _last(more)
+        constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
+        of_vectors: tuple[int, ...] = (constants, features)
+        if rows == 0:
+            return x.new_empty(0, features), x.new_empty(0, features), x.new_empty(of_vectors, dtype=torch.float64)
         if x.device.type == "cpu":
             pitch, double = features, rows // groups <= FEW_ROWS or x.dtype == torch.float64
             kept = torch.float64 if double else torch.float32
@@ -89,8 +93,7 @@ def _fake_saved(training: bool) -> Callable[..., Any]:
             pitch = (features + pad - 1) // pad * pad
             kept = getattr(torch, deviations_dtype(str(x.dtype)[6:], rows // groups, training=training))
         deviations = x.new_empty(rows, pitch, dtype=kept)
-        constants = SAVED_ROWS if not training or renorm is None else RENORM_ROWS
-        of_vectors = (constants, features) if groups == 1 or rows == 0 else (groups, constants, pitch)
+        of_vectors = of_vectors if groups == 1 else (groups, constants, pitch)
         return x.new_empty(rows, features), deviations, x.new_empty(of_vectors, dtype=torch.float64)
 
     return fake

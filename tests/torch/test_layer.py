@@ -403,3 +403,16 @@ def test_rows_that_groups_do_not_divide(device: str, shape: tuple[int, ...]) -> 
     with pytest.raises(ValueError, match=f"^groups: expected a divisor of the batch size {shape[0]}"):
         layer(torch.randn(shape, device=device))
     layer.eval()(torch.randn(shape, device=device))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_in_eval_groups_change_no_path(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels first have kernels without ghost batches; y would have another layout without them."""
+    from gsbn.torch import _function as function
+
+    monkeypatch.setattr(function, "serves_channels_first", lambda *a: True)
+    monkeypatch.setattr(function, "channels_first", lambda x, *a: x)
+    x, layer = torch.randn(3, I, 8), LinearBatchNorm1d(I, O, groups=groups).eval()
+    assert layer(x) is x
+    assert linear_batch_norm(x, layer.linear.weight, running_mean=layer.norm.running_mean,
+                             running_var=layer.norm.running_var, groups=groups) is x  # fmt: skip
