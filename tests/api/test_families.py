@@ -57,7 +57,7 @@ PATHS = {
     "skinny": Path(((100000, 32, 32), (30000, 64, 48)), FAST, limits=Limits(skinny=True), hopper=True),
     "skinny, long rows": Path(((9000, 128, 200),), ("float32", "tf32"), limits=Limits(skinny=True), hopper=True),
     "tall": Path(((20000, 96, 136),), ("float32",), limits=Limits(tall=True), hopper=True),
-    "ghosts": Path(((1200, 300, 136), (64, 64, 61)), ALL, groups=4),
+    "ghosts": Path(((1200, 300, 136), (64, 100, 61)), ALL, groups=4),
     "ghosts, two passes": Path(((1200, 300, 136),), ALL, limits=Limits(fused=False), groups=4),
     "ghosts, one after the other": Path(((2048, 264, 136),), FAST, limits=Limits(by_runs=True), hopper=True, groups=4),
     "dual": Path(((24, 1032, 264), (100, 1032, 520)), ("float16", "bfloat16"), limits=Limits(dual=True), hopper=True),

@@ -13,6 +13,7 @@ from torch.nn import functional  # noqa: E402
 
 from gsbn._backward import BACKWARD_CHANNELS_FIRST, How  # noqa: E402
 from gsbn._forward.channels_first import FORWARD_CHANNELS_FIRST  # noqa: E402
+from gsbn._forward.operation import WHOLE_BATCH  # noqa: E402
 from gsbn._host.run import ANY, call, run  # noqa: E402
 from gsbn._plan import Limits  # noqa: E402
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES  # noqa: E402
@@ -64,7 +65,7 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
     count = torch.zeros((), dtype=torch.int64, device="cuda") if training else None
     arrays = of_rows, o["weight"], None, None, o["gamma"], o["beta"], mean, var, count, None, None
     activation = "relu" if relu else None
-    options = training, 1.0, EPS, "highest", "auto", training, None, activation, None, None, 1.0, samples[1]
+    options = training, 1.0, EPS, "highest", "auto", training, None, activation, *WHOLE_BATCH, 1.0, samples[1]
     with torch.no_grad():
         made = call(FORWARD_CHANNELS_FIRST, arrays, options, limits=limits)
     if not training:
@@ -168,7 +169,7 @@ def test_integers_bit_by_bit(shape: Any, dtype: str) -> None:
     guard = torch.full((x.numel() + 64,), torch.nan, device="cuda", dtype=x.dtype)  # what lies behind x is not read
     guard[: x.numel()] = x.flatten()
     for of_x in (arrays[0], guard[: x.numel()].view(-1, inputs)):
-        options = False, 0.1, 0.0, "highest", "auto", False, None, None, None, None, 1.0, samples[1]
+        options = False, 0.1, 0.0, "highest", "auto", False, None, None, *WHOLE_BATCH, 1.0, samples[1]
         with torch.no_grad():
             y = call(FORWARD_CHANNELS_FIRST, (of_x, *arrays[1:]), options)
         assert torch.equal(y.view(samples[0], features, samples[1]).double(), torch.matmul(w.double(), x.double()))
