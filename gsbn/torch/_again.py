@@ -27,6 +27,31 @@ class Given(NamedTuple):
     beta: Any
     eps: float
     connected: bool  # autograd keeps the x that was given, not a cast of it
+    versions: tuple[int, ...]  # of the tensors among the first five
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], eps: float, *, connected: bool) -> Given:
+        """`arguments`: weight, bias, scale, gamma and beta."""
+        weight, bias, scale, gamma, beta = arguments
+        return cls(weight, bias, scale, gamma, beta, eps, connected, _versions(arguments))
+
+
+def _versions(arguments: Any) -> tuple[int, ...]:
+    """How often each tensor was changed in place; an inference tensor does not count."""
+    return tuple([a._version for a in arguments if isinstance(a, torch.Tensor) and not a.is_inference()])
+
+
+def apart(create: bool, *arguments: Any) -> list[Any]:
+    """Each argument as a variable of its own: a gradient then is that of this argument alone, though another one may
+    have been computed from it. With `create` they are functions of the arguments."""
+    return [
+        a
+        if not isinstance(a, torch.Tensor) or not a.is_floating_point()
+        else a.view_as(a)
+        if create
+        else a.detach().requires_grad_()
+        for a in arguments
+    ]
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
@@ -34,11 +59,9 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
 
     For the first half of a backward the gradient of x is that of g. Raises RuntimeError if x was not kept.
     """
-    create = _checked(how, given, x)
-    weight, bias, scale, gamma, beta, eps, _ = given
-    with torch.enable_grad():
-        if not create:  # detach: a separate graph for this call
-            x = x.detach().requires_grad_(x.is_floating_point())
+    create, eps = _checked(how, given, x), given.eps
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        x, weight, bias, scale, gamma, beta = apart(create, x, *given[:5])
         g = functional.linear(x, weight.to(x.dtype))
         z = g if scale is None else g * scale
         if how.training:
@@ -72,13 +95,19 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
 def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:
     """dx and dweight from dg, each None if not in `how.needs`."""
     _checked(how, given, x if "weight" in how.needs else dg)
-    dx = dg @ given.weight.to(dg.dtype) if "x" in how.needs else None
-    return dx, dg.transpose(0, 1) @ x if "weight" in how.needs else None
+    with torch.autocast(dg.device.type, enabled=False):
+        dx = dg @ given.weight.to(dg.dtype) if "x" in how.needs else None
+        return dx, dg.transpose(0, 1) @ x if "weight" in how.needs else None
 
 
 def _checked(how: How, given: Given, x: Any) -> bool:
     """Whether the gradients will be differentiated; raise RuntimeError if they cannot."""
     create = torch.is_grad_enabled()
+    if _versions(given[:5]) != given.versions:
+        raise RuntimeError(
+            "gsbn.torch: one of the variables needed for gradient computation has been modified by an inplace "
+            "operation since the forward: second derivatives and batched gradients compute the call again"
+        )
     if how.group is not None:
         raise RuntimeError(
             "gsbn.torch: no second derivatives and no batched gradients of a batch that ranks share: use "

@@ -81,7 +81,7 @@ class _ChannelsFirst(Function):
         vectors, state, options, activation, dtype = more
         wide = dtype is not None and weight.dtype is torch.float32
         of_x, of_weight, *_ = ctx.needs_input_grad
-        ctx.given = Given(weight, bias, None, gamma, beta, options[2], dtype is None)
+        ctx.given = Given.of((weight, bias, None, gamma, beta), options[2], connected=dtype is None)
         x, weight = cast(x, dtype), cast(weight, dtype)
         y, saved = _forward(x, weight, vectors, state, options, activation, saves=True)
         ctx.how = How.of(saved, (), wide=wide)

@@ -202,6 +202,8 @@ def _recorded_limits(renorm: Any) -> tuple[Any, Any]:
     """`renorm` as a recorded program has it: numbers or None, and a tensor or None."""
     if renorm is None or isinstance(renorm, Tensor):
         return None, renorm
+    if isinstance(renorm, Renorm):  # checked, and perhaps of symbols
+        return [float(limit) for limit in renorm], None
     return list(map(float, renorm_of(renorm))), None
 
 
@@ -235,7 +237,7 @@ class _Whole(Function):
         y, saved, ctx.how = _forward(x, weight, bias, scale, gamma, beta, *more)
         ctx.save_for_backward(*_operands(saved, *ctx.needs_input_grad[:2]), saved.deviations, saved.vectors)
         ctx.at = saved.deviations.data_ptr()
-        ctx.given = Given(weight, bias, scale, gamma, beta, more[1][2], saved.x is x)
+        ctx.given = Given.of((weight, bias, scale, gamma, beta), more[1][2], connected=saved.x is x)
         return y
 
     @staticmethod
@@ -245,6 +247,8 @@ class _Whole(Function):
         x, weight, deviations, vectors = ctx.saved_tensors
         if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
+        if not keeps_graph():
+            ctx.given = None  # as autograd frees what it saved
         dy = dy.resolve_neg()
         return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
@@ -255,7 +259,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, between: Any, vectors: Any, more: Any) -> Any:
         y, saved, how = _forward(x, weight, *vectors, *more)
-        given = Given._make((weight, *vectors, more[1][2], saved.x is x))
+        given = Given.of((weight, *vectors), more[1][2], connected=saved.x is x)
         x, weight = _operands(saved, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(x, *[weight] * (not how.wide))
         ctx.cast = weight if how.wide else None  # a cast that only gsbn holds
@@ -269,6 +273,8 @@ class _Linear(Function):
         how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
+        if not keeps_graph():
+            ctx.given = None
         dg = dg.resolve_neg()
         if not how.wide:
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
@@ -304,6 +310,8 @@ class _Norm(Function):
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
+        if not keeps_graph():
+            ctx.given = None
         dy = dy.resolve_neg()
         return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 

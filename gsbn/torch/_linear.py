@@ -20,6 +20,7 @@ from .._plan.activations import follows_from_y, parts
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
+from ._again import apart
 from ._autograd import cast, goes_again, is_watched, kind_of_tensor
 from ._function import is_transformed, require_tensors
 
@@ -117,10 +118,11 @@ class _Linear(Function):
                 )
             if ctx.through:
                 return *_through(ctx.how.activation, needs, dy, x, weight, bias), None
-            dg = dy if deviations is None else _before(ctx.how.activation, dy, deviations)
-            dx = dg @ weight if "x" in needs else None
-            dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
-            return dx, dweight, dg.sum(0) if "bias" in needs else None, None
+            with torch.autocast(dy.device.type, enabled=False):
+                dg = dy if deviations is None else _before(ctx.how.activation, dy, deviations)
+                dx = dg @ weight if "x" in needs else None
+                dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
+                return dx, dweight, dg.sum(0) if "bias" in needs else None, None
         dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
         arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
         found, made = backward_run(kind_of_tensor(dy), arrays, how)
@@ -136,9 +138,8 @@ def _before(activation: Any, dy: Any, y: Any) -> Any:
 def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -> list[Any]:
     """The gradients of x, weight and bias, each None if it is not needed, by PyTorch's own operators."""
     create = torch.is_grad_enabled()
-    with torch.enable_grad():
-        if not create:  # a separate graph for this call
-            operands = tuple(None if a is None else a.detach().requires_grad_() for a in operands)
+    with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+        operands = tuple(apart(create, *operands))
         named = dict(zip(("x", "weight", "bias"), operands, strict=True))
         x, weight, bias = operands
         y = apply(functional.linear(x, weight, None if bias is None else bias.to(x.dtype)), activation)

@@ -95,8 +95,9 @@ class Row(NamedTuple):
 def run(row: Row, x: Any, precision: Precision) -> Any:
     """The output of the modules in sequence: by one call of gsbn if possible, else by the modules themselves."""
     linear, scale, norm, after = row
-    factor = scale._parameters["scale"] if isinstance(scale, nn.Module) else scale
-    if not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
+    factor = scale._parameters.get("scale") if isinstance(scale, nn.Module) else scale
+    replaced = scale is not None and factor is None  # the parameter, by pruning or a parametrization
+    if replaced or not are_plain(x, linear, norm) or not _agree(x, linear, scale, factor):
         for step in row[:3]:
             if step is not None:
                 x = x * step if step is factor else step(x)

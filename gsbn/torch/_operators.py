@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from .._backward import How, backward_of
 from .._forward import forward_of
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ..reference import Gradients
+from ._again import Given, gradients_again
+from ._autograd import goes_again
 from ._groups import group_named
 
 _SCHEMA = (
@@ -146,7 +149,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         tensors, (training, *options) = arguments[:9], arguments[9:]
-        _, _, _, precision, gemm, activation, group, *_, parameter, groups = options
+        number, _, eps, precision, gemm, activation, group, *_, parameter, groups = options
         run = TRAIN if training else INFER_SAVED
         y, deviations, vectors = run(*tensors, *options)
         x, weight, bias, scale, gamma, beta = tensors[:6]
@@ -154,15 +157,33 @@ class _Recorded(torch.autograd.Function):
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
         ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups)
+        if not is_compiling():  # a compiled backward is differentiated by its compiler, if at all
+            factor = number if scale is None else scale
+            ctx.given = Given.of((weight, bias, factor, gamma, beta), eps, connected=True)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad
+        if not is_compiling() and goes_again(dy):
+            return *_again(ctx, dy), *[None] * (len(wanted) - len(Gradients._fields))
         needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
         found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), *ctx.last))
         gradients = [next(found) if name in needs else None for name in Gradients._fields]
         return *gradients, *[None] * (len(wanted) - len(gradients))
+
+
+def _again(ctx: Any, dy: Any) -> list[Any]:
+    """The gradients by PyTorch's operators, of a call that was watched and not compiled."""
+    training, precision, gemm, name, dtypes, scale_shape = ctx.rest
+    of_group, parameter, groups = ctx.last
+    of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
+    one = None if scale_shape is None else tuple(scale_shape)
+    needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
+    x, _, _, vectors = ctx.saved_tensors
+    activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
+    how = How(training, precision, gemm, of_vectors, activation, one, group, needs, groups=groups)
+    return gradients_again(how, ctx.given, dy, x, vectors)
 
 
 def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, activation: Any, *options: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from ._activations import of_call, of_module
 from ._graph import Calls, functional_kind, other_operand, replace_calls, rows
 from ._modules import FOLLOWERS, NORMS, Row, around, hindrance, run, title
 
+_DEVICES = ("cuda", "cpu")
+# Whether hooks replace what autograd saves, as in torch.utils.checkpoint; torch has no public API to ask.
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 _NOT_ALONE = "its input is not the output of an nn.Linear that nothing else uses"
 
 
@@ -81,14 +85,22 @@ def required(module: Any) -> list[str]:
 
 def _own_forward(module: Any) -> Any:
     class_: Any = type(module)
-    return (class_.__bases__[1] if isinstance(module, Traced) else class_).forward
+    made = next((each for each in class_.__mro__ if Traced in each.__bases__), None)
+    return (class_ if made is None else made.__bases__[1]).forward
 
 
 def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
     """Trace the module's own forward as it is in the module's mode, but not into the modules that it calls."""
-    tracer, before, failed = _Tracer(), dict(vars(module)), None
+    before, failed, called, codes = dict(vars(module)), None, set[str](), []
     try:
-        graph = tracer.trace(module)
+        for on in (False, True):  # what a forward sets is seen where it was not so before
+            with _context_of(grad=not on, autocast=on):
+                tracer = _Tracer()
+                graph = tracer.trace(module)
+                codes.append(str(graph))
+                called |= tracer.called
+        if codes[0] != codes[1]:
+            raise ValueError("it depends on the grad mode or autocast")
     except Exception as error:  # of any kind: the forward is anyone's code, and its arguments are not tensors here
         failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
     after = vars(module)
@@ -96,11 +108,10 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
         after.clear()
         after.update(before)
         failed = f"the forward of {title(module)} sets attributes, which torch.fx cannot trace"
-    called = frozenset(tracer.called)
     if failed is not None:
-        return Trace(None, (), {}, called, failed)
+        return Trace(None, (), {}, frozenset(called | tracer.called), failed)
     replaced, left = _replace(module, graph, scales, precision)
-    return Trace(_code(graph) if replaced else None, tuple(replaced), left, called, None)
+    return Trace(_code(graph) if replaced else None, tuple(replaced), left, frozenset(called), None)
 
 
 class _Tracer(Tracer):
@@ -123,14 +134,32 @@ class _Tracer(Tracer):
 
     def create_node(self, *arguments: Any, **named: Any) -> Node:
         if _context() != self.context:
-            raise ValueError("it changes the grad mode or autocast")
+            raise ValueError("it changes the grad mode, autocast or what autograd saves")
         return super().create_node(*arguments, **named)
 
 
 def _context() -> tuple[Any, ...]:
     """What torch.fx does not trace."""
-    devices = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in ("cuda", "cpu")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *devices
+    devices = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _saves_by_hooks(), *devices
+
+
+def _saves_by_hooks() -> bool:
+    return _hooks(True) is not None
+
+
+@contextmanager
+def _context_of(*, grad: bool, autocast: bool) -> Iterator[None]:
+    """A context in which grad mode and autocast are so. torch.autocast would refuse a device that is not there."""
+    before = [torch.is_autocast_enabled(name) for name in _DEVICES]
+    try:
+        for name in _DEVICES:
+            torch.set_autocast_enabled(name, autocast)
+        with torch.set_grad_enabled(grad):
+            yield
+    finally:
+        for name, enabled in zip(_DEVICES, before, strict=True):
+            torch.set_autocast_enabled(name, enabled)
 
 
 def run_modules(x: Any, linear: Any, scale: Any, norm: Any, activation: Any, precision: Precision) -> Any:

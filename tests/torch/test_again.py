@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import gsbn.torch  # noqa: E402
 from gsbn.torch import LinearBatchNorm1d, convert, linear_batch_norm  # noqa: E402
@@ -129,6 +131,99 @@ def test_what_has_no_second_derivative_says_so(device: str) -> None:
         y = linear_batch_norm(x, weight, training=True)
     with pytest.raises(RuntimeError, match=r"^gsbn\.torch: no second derivatives under autocast"):
         torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+
+
+# ---- arguments that depend on each other, and arguments that change
+
+
+def block(converts: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(I, I), nn.BatchNorm1d(I), nn.SiLU()).double()
+    if converts:
+        convert(model)
+    return model
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_one_block_twice(create: bool) -> None:
+    """x of the second call depends on the weight: its gradient is that of both calls, each counted once."""
+    x, found = tensors("cpu", (B, I))[0].detach(), []
+    for model in (block(False), block(True)):
+        loss = model(model(x)).square().sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters()), create_graph=create))
+    assert_same(*map(list, found))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("tied", ["gamma from weight", "scale is gamma", "x from weight"])
+def test_arguments_that_depend_on_each_other(tied: str, batched: bool) -> None:
+    x, weight, gamma = tensors("cpu", (B, I), (I, I), (I,))
+    given = {"gamma": weight.norm(dim=1) if tied == "gamma from weight" else gamma}
+    given |= {"scale": gamma} if tied == "scale is gamma" else {}
+    inputs = torch.tanh(x @ weight) if tied == "x from weight" else x
+    ours = linear_batch_norm(inputs, weight, **given, training=True)
+    z = nn.functional.linear(inputs, weight) * given.get("scale", 1.0)
+    plain = nn.functional.batch_norm(z, None, None, given["gamma"], None, True)
+    dy = torch.randn(2, B, I, dtype=torch.float64) if batched else torch.randn(B, I, dtype=torch.float64)
+    how = {"is_grads_batched": True} if batched else {"create_graph": True}
+    found = [
+        torch.autograd.grad(y, [x, weight, gamma], dy, allow_unused=True, retain_graph=True, **how)
+        for y in (ours, plain)
+    ]
+    assert_same(*([a for a in of if a is not None] for of in found))
+
+
+def test_autocast_around_the_second_derivative_changes_nothing() -> None:
+    x, found = tensors("cpu", (256, 64), dtype=torch.float32)[0], []
+    x = (x.detach() + 10).requires_grad_()
+    weight = torch.randn(32, 64, requires_grad=True)
+    for on in (False, True):
+        y = linear_batch_norm(x, weight, training=True, activation="relu")
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(torch.autograd.grad(y.square().sum(), [x, weight], create_graph=True))
+    assert_same(*map(list, found), close=1e-6)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "scale", "gamma", "beta"])
+def test_an_argument_that_changed_is_noticed(name: str) -> None:
+    x, weight, *vectors = tensors("cpu", (B, I), (O, I), *[(O,)] * 4)
+    given = dict(zip(("weight", "bias", "scale", "gamma", "beta"), (weight, *vectors), strict=True))
+    y = linear_batch_norm(x, **given, training=True, activation="silu")
+    with torch.no_grad():
+        given[name] += 0.5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_what_a_call_was_given_is_freed_by_its_backward() -> None:
+    weight = tensors("cpu", (O, I))[0] * 2
+    alive, loss = (
+        weakref.ref(weight),
+        linear_batch_norm(tensors("cpu", (B, I))[0], weight, training=True).square().sum(),
+    )
+    del weight
+    loss.backward()
+    assert alive() is None
+
+
+def test_a_call_that_somebody_watches_has_second_derivatives() -> None:
+    """Such as one that counts operations: the call is then one operator."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    x, dy, found = tensors("cpu", (B, I))[0], torch.randn(2, B, I, dtype=torch.float64), []
+    for model in (block(False), block(True)):
+        with Watch():
+            y = model(x)
+        (of_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        batched = torch.autograd.grad(y, x, dy, is_grads_batched=True, retain_graph=True)
+        penalty = torch.autograd.grad(
+            (of_x.norm(dim=1) - 1).square().mean(), list(model.parameters()), allow_unused=True
+        )
+        found.append([of_x.detach(), *batched, *(a for a in penalty if a is not None)])
+    assert_same(*found)
 
 
 # ---- tensors that are no plain memory, in a model that was converted

@@ -46,6 +46,15 @@ def test_compiled_under_autocast(device: str, dynamic: bool) -> None:
         assert_same(found, wanted, 1e-2)
 
 
+def test_compiled_with_limits_for_any_number_of_rows() -> None:
+    """Numbers are symbols then."""
+    eager, _ = pair(renorm=(1.25, 0.5))
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (20, 24):
+        assert_same(step(compiled, batch(shape=(rows, I)), run), step(eager, batch(shape=(rows, I))), 1e-12)
+
+
 def test_by_inductor(device: str) -> None:
     plain = nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, O), nn.BatchNorm1d(O))
     plain = plain.to(device, torch.float64)

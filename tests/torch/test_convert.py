@@ -336,3 +336,18 @@ def test_a_traced_model_runs_its_modules() -> None:
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         traced = torch.jit.trace(ours, batch())
         torch.testing.assert_close(traced(2 * batch()), plain(2 * batch()))
+
+
+@pytest.mark.parametrize("change", ["pruned", "parametrized"])
+def test_a_scale_whose_parameter_was_replaced(change: str) -> None:
+    """It is called itself then, before and after a first call."""
+    ours, plain = converted(row(Scale(6)).double(), scales=(Scale,))
+    x = torch.randn(12, ours[0].in_features, dtype=torch.float64)
+    ours(x), plain(x)
+    for model in (ours, plain):
+        torch.manual_seed(0)
+        if change == "pruned":
+            torch.nn.utils.prune.l1_unstructured(model[1], "scale", 2)
+        else:
+            torch.nn.utils.parametrize.register_parametrization(model[1], "scale", nn.Softplus())
+    assert_same([ours(x)], [plain(x)])

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from gsbn.torch import backend, convert, inductor_options, revert  # noqa: E402
 from gsbn.torch._graph import one_call  # noqa: E402
@@ -229,7 +230,6 @@ def test_autocast(device: str, inside: bool) -> None:
 
 def test_checkpointing(device: str) -> None:
     """As compiled without gsbn: the recomputation does not update the statistics again."""
-    from torch.utils.checkpoint import checkpoint
 
     def call(m: Any, x: Any) -> Any:
         return checkpoint(lambda x: m.bn(m.fc(x)).relu(), x, use_reentrant=False)
@@ -323,13 +323,35 @@ def no_grad(m: Any, x: Any) -> Any:
         return m.bn(m.fc(x))
 
 
+def with_grad(m: Any, x: Any) -> Any:
+    with torch.enable_grad():  # as it is where `convert` traces
+        return m.bn(m.fc(x))
+
+
+def in_full_precision(m: Any, x: Any) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return m.bn(m.fc(x))
+
+
+def by_grad_mode(m: Any, x: Any) -> Any:
+    return m.bn(m.fc(x) if torch.is_grad_enabled() else m.fc(x) + 0)
+
+
+def checkpointed(m: Any, x: Any) -> Any:
+    return checkpoint(lambda z: m.bn(m.fc(z)), x, use_reentrant=False)
+
+
 def counts(m: Any, x: Any) -> Any:
     m.count = getattr(m, "count", 0) + 1
     return m.bn(m.fc(x))
 
 
 UNTRACED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "grad mode": (no_grad, "it changes the grad mode or autocast"),
+    "grad mode": (no_grad, "it changes the grad mode, autocast or"),
+    "grad mode as it is": (with_grad, "it changes the grad mode, autocast or"),
+    "autocast off": (in_full_precision, "it changes the grad mode, autocast or"),
+    "checkpoint": (checkpointed, "it changes the grad mode, autocast or what autograd saves"),
+    "asks the grad mode": (by_grad_mode, "it depends on the grad mode"),
     "attributes": (counts, "sets attributes"),
     "control flow": (lambda m, x: m.bn(m.fc(x)) if x.sum() > 0 else x, "torch.fx cannot trace the forward of Two"),
     "another user": (lambda m, x: (lambda z: m.bn(z) + z)(m.fc(x)), "that nothing else uses"),
