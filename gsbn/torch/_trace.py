@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node, Tracer
+from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 
 from .._typing import Precision
 from ._activations import of_call, of_module
@@ -91,7 +92,7 @@ def _own_forward(module: Any) -> Any:
 
 def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
     """Trace the module's own forward as it is in the module's mode, but not into the modules that it calls."""
-    before, failed, called, codes = dict(vars(module)), None, set[str](), []
+    before, failed, called, codes = [(each, dict(vars(each))) for each in module.modules()], None, set[str](), []
     try:
         for on in (False, True):  # what a forward sets is seen where it was not so before
             with _context_of(grad=not on, autocast=on):
@@ -103,15 +104,31 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
             raise ValueError("it depends on the grad mode or autocast")
     except Exception as error:  # of any kind: the forward is anyone's code, and its arguments are not tensors here
         failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
-    after = vars(module)
-    if before.keys() != after.keys() or any(after[name] is not value for name, value in before.items()):
-        after.clear()
-        after.update(before)
-        failed = f"the forward of {title(module)} sets attributes, which torch.fx cannot trace"
+    for each, own in before:
+        after = vars(each)
+        if own.keys() != after.keys() or any(after[name] is not value for name, value in own.items()):
+            after.clear()
+            after.update(own)
+            failed = f"the forward of {title(module)} sets attributes, which torch.fx cannot trace"
     if failed is not None:
         return Trace(None, (), {}, frozenset(called | tracer.called), failed)
     replaced, left = _replace(module, graph, scales, precision)
     return Trace(_code(graph) if replaced else None, tuple(replaced), left, frozenset(called), None)
+
+
+class _Proxy(Proxy):
+    """Records `+=` and the like as what they are; torch.fx takes them for operators that write nothing."""
+
+
+def _in_place(function: Any) -> Any:
+    def record(self: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return record
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(_Proxy, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
 
 
 class _Tracer(Tracer):
@@ -127,6 +144,9 @@ class _Tracer(Tracer):
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         inputs = [self.create_proxy("placeholder", name, (), {}) for name in required(self.root)]
         return _own_forward(self.root), [self.root, *inputs]
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         self.called.add(module_qualified_name)

@@ -346,6 +346,11 @@ def counts(m: Any, x: Any) -> Any:
     return m.bn(m.fc(x))
 
 
+def of_a_child(m: Any, x: Any) -> Any:
+    m.bn.momentum = 0.5
+    return m.bn(m.fc(x))
+
+
 UNTRACED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "grad mode": (no_grad, "it changes the grad mode, autocast or"),
     "grad mode as it is": (with_grad, "it changes the grad mode, autocast or"),
@@ -353,6 +358,7 @@ UNTRACED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "checkpoint": (checkpointed, "it changes the grad mode, autocast or what autograd saves"),
     "asks the grad mode": (by_grad_mode, "it depends on the grad mode"),
     "attributes": (counts, "sets attributes"),
+    "attributes of a child": (of_a_child, "sets attributes"),
     "control flow": (lambda m, x: m.bn(m.fc(x)) if x.sum() > 0 else x, "torch.fx cannot trace the forward of Two"),
     "another user": (lambda m, x: (lambda z: m.bn(z) + z)(m.fc(x)), "that nothing else uses"),
     "a factor": (lambda m, x: m.bn(m.fc(x) * 2), "a factor that is not a parameter"),
@@ -370,6 +376,24 @@ def test_what_a_trace_leaves(calls: list[Any], what: str) -> None:
     assert vars(ours).keys() == vars(plain).keys()
     assert_same([ours(batch())], [plain(batch())])
     assert calls == []
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_a_trace_writes_in_place_where_the_forward_does(calls: list[Any]) -> None:
+    """Another name of the same tensor sees it."""
+
+    def forward(m: Any, x: Any) -> Any:
+        y = m.bn(m.fc(x))
+        other = y
+        y += 1
+        y *= 2
+        return y + other
+
+    ours = Two(forward)
+    plain = copy.deepcopy(ours)
+    assert len(convert(ours, trace=True).replaced) == 1
+    assert_same(step(ours, batch()), step(plain, batch()))
+    assert calls == [None]
 
 
 @pytest.mark.usefixtures("fused_on_a_cpu")
