@@ -107,6 +107,7 @@ def _within(options: Options, held: int) -> Options:
     return precision, gemm, sms_within(sms, held)
 
 
+@np.errstate(all="ignore")
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, read_only: frozenset[str], _: Any) -> Any:
     checked(MATMUL, kind, arrays, options, read_only)
     a, b = map(kind.numpy, arrays)
@@ -122,6 +123,7 @@ MATMUL = Operation(
     required=ARRAYS,
     foreign=2,
     aligned=(0, 1, 0),
+    numeric=lambda options: options[2:],
     check=_views,
     program=_program,
     result=_result,

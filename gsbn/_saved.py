@@ -74,6 +74,9 @@ class Saved(NamedTuple):
     group: Group | None = None
     groups: int = 1
 
+    def __copy__(self) -> Saved:
+        return self  # of the same tensors, so their counts hold
+
     def __reduce__(self) -> Any:
         return Saved, tuple(self._replace(versions=(None, None)))  # a copied or loaded tensor has counts of its own
 

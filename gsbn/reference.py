@@ -159,7 +159,9 @@ def forward(
         raise ValueError(f"Expected more than 1 value per channel when training, got x of shape {x.shape}")
     if momentum is None and count is None:
         raise ValueError("momentum: expected a number in training without num_batches_tracked, got None")
-    if rows == 0:
+    momentum = None if momentum is None else float(momentum)  # 1 - momentum of a float16 would be a float16
+    if rows == 0:  # counted, as by PyTorch
+        count = None if count is None else raised_count(count, momentum, groups)
         return Forward(np.empty((0, features), dtype), None, None, old_mean, old_var, count)
     if groups != 1:
         options: Any = {"bias": b, "gamma": gamma, "beta": beta, "training": True, "momentum": momentum, "eps": eps}
@@ -204,6 +206,12 @@ def next_count(count: int, momentum: float | None) -> int:
     if momentum is None and count < 0:
         raise ValueError(f"num_batches_tracked: expected a count of at least 0 with momentum=None, got {count}")
     return count + 1
+
+
+def raised_count(count: int, momentum: float | None, batches: int) -> int:
+    """The count after so many batches; raise as `next_count`."""
+    next_count(count, momentum)
+    return next_count(count + int(batches) - 1, momentum)
 
 
 class Gradients(NamedTuple, Generic[A_co]):

@@ -67,7 +67,10 @@ class Producer:
         except (BufferError, RuntimeError, TypeError):
             if not hasattr(self.array, "__array__"):
                 raise
-            return np.asarray(self.array)  # NumPy's DLPack has no bfloat16; __array__ returns that of ml_dtypes
+            # NumPy's DLPack has no bfloat16; __array__ returns that of ml_dtypes, perhaps of a copy
+            made = np.asarray(self.array)
+            self.read_only = self.read_only or not np.shares_memory(made, np.asarray(self.array))
+            return made
 
     def _refused(self, error: Exception) -> TypeError:
         why = f"{type(error).__name__}: {error}".splitlines()[0]

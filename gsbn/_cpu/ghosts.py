@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from ..reference import next_count, round_to
+from ..reference import raised_count, round_to
 from . import passes
 
 Array = Any
 _STATISTICS = ("running_mean", "running_var")
 
 
+@np.errstate(all="ignore")
 def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) -> tuple[Array, Array] | None:
     """`passes.forward` for each of `groups` runs of rows."""
     if groups == 1:
         return passes.forward(arrays, y, **options)
     count = arrays["num_batches_tracked"]
-    if count is not None:  # check the first and the last count before anything is written
-        next_count(count.item(), options["momentum"])
-        next_count(count.item() + groups - 1, options["momentum"])
+    if count is not None:  # before anything is written
+        raised_count(count.item(), options["momentum"], groups)
     wide = {n: None if arrays[n] is None else arrays[n].astype(np.float64) for n in _STATISTICS}
     kept = []
     for x_of_run, y_of_run in zip(np.split(arrays["x"], groups), np.split(y, groups), strict=True):
@@ -39,6 +39,7 @@ def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) ->
     return np.concatenate(deviations), np.stack(vectors)
 
 
+@np.errstate(all="ignore")
 def backward(
     dy: Array, x: Array, weight: Array, kept: Array, vectors: Array, *, groups: int, needs: Mapping[str, str],
     **options: Any,

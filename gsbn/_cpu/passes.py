@@ -69,6 +69,8 @@ def forward(
     warms = renorm is not None and count is not None and renorm.warmup > max(count.item(), 0)
     count = None if count is None else next_count(count.item(), momentum)  # before anything is written
     x, w = arrays["x"], arrays["weight"].T
+    # `gather` may raise an error: y is written after it
+    given, y = y, y if gather is None else np.empty(y.shape, y.dtype)
     walk = _Walk(len(y), y.shape[1], x.dtype)
     kept = np.empty(y.shape, walk.dtype) if keep else None
     out = _Output(walk, y, activation)
@@ -92,6 +94,8 @@ def forward(
         ratio, shift = ratio_and_shift(limits, s * (mean + b), 1 / r, old_mean, np.sqrt(old_var + eps))
         a, beta = a * ratio, gamma * shift + beta
     parts.finish(a, beta, None if walk.few and gather is None else mean)
+    if y is not given:
+        given[...] = y
 
     if rows and count is not None:
         arrays["num_batches_tracked"][...] = count
@@ -150,7 +154,7 @@ class _Output:
         if self.f is not None:
             self.f.of(made, made)
         if not self.own:
-            np.copyto(self.y[block], made, casting="unsafe")
+            self.y[block] = rounded(made, self.y.dtype)
 
 
 class _Parts:

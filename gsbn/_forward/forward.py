@@ -18,7 +18,7 @@ from .._ranks.group import Group
 from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
-from .._values import ghost_count, shown
+from .._values import flag, ghost_count, shown
 from .operation import ARRAYS, FORWARD, OPTIONS, with_number
 
 _TRAINING, _PRECISION, _ACTIVATION, _GROUP, _RENORM, _GROUPS = map(
@@ -272,9 +272,9 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
         arrays, options = _with_limits(arrays, options, renorm)
     groups = options[_GROUPS]
     if type(groups) is not int or groups != 1:
+        flag("training", options[_TRAINING])
         ghost_count(groups)
-        if not options[_TRAINING]:
-            options = (*options[:_GROUPS], 1, *options[_GROUPS + 1 :])
+        options = (*options[:_GROUPS], int(groups) if options[_TRAINING] else 1, *options[_GROUPS + 1 :])
     if group is not None:
         if not isinstance(group, Group):
             raise TypeError(f"group: expected what gsbn.group(comm) returned, got {shown(group)}")
@@ -287,7 +287,7 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
         options = (*options, 1.0)
     if not isinstance(weight, Prepared):
         return arrays, options, None, ("out",)
-    if weight.precision != precision and precision in check.PRECISIONS:
+    if isinstance(precision, str) and weight.precision != precision and precision in check.PRECISIONS:
         raise ValueError(f"weight: expected one prepared for precision={precision!r}, got {weight.precision!r}")
     return (x, weight.weight, *arrays[2:]), options, weight, ("out", "weight")
 
@@ -295,7 +295,8 @@ def _given(arrays: Arrays, options: Options) -> tuple[Arrays, Options, Prepared 
 def _with_limits(arrays: Arrays, options: Options, renorm: Any) -> tuple[Arrays, Options]:
     """The arrays with an array of limits, or the options with these as numbers; neither in inference."""
     limits = None
-    if hasattr(renorm, "shape"):
+    flag("training", options[_TRAINING])
+    if hasattr(renorm, "shape") or hasattr(renorm, "__dlpack__"):
         renorm, limits = Renorm(), renorm
     renorm = renorm_of(renorm)
     if not options[_TRAINING]:

@@ -20,6 +20,7 @@ from .._plan.program import Program
 from .._ranks.exchange import signature
 from .._saved import dtypes_of, saved_of
 from .._values import sms_within
+from ..reference import raised_count
 
 ARRAYS = (
     "x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "renorm",
@@ -62,7 +63,7 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
     x, count, y = arrays[0], arrays[_COUNT], arrays[-1]
     y = kind.empty((0, features), x) if y is None else y
     if options[_TRAINING] and count is not None:
-        count += options[_GROUPS]
+        count += int(options[_GROUPS])
     if not options[_SAVES]:
         return y
     rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
@@ -154,13 +155,15 @@ def on_cpu(
         if momentum is None or (renorm is not None and renorm.warmup):
             words += f", after {host['num_batches_tracked'].item()} batches"
     elif len(x) == 0:
+        if training and host["num_batches_tracked"] is not None:
+            raised_count(host["num_batches_tracked"].item(), momentum, int(groups))
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
     kept = _cpu.forward(
         host,
         y,
         training=training,
-        momentum=momentum,
+        momentum=None if momentum is None else float(momentum),  # 1 - momentum of a float16 would be a float16
         eps=float(eps),
         keep=return_saved,
         activation=activation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,63 @@ def test_a_scale_that_is_no_array(kind: Kind, scale: Any, training: bool) -> Non
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
 def test_a_scale_of_one_element(kind: Kind, shape: tuple[int, ...]) -> None:
     assert_right(kind, arguments(kind, scale=kind.put(np.full(shape, 0.5, np.float32))))
+
+
+@pytest.mark.parametrize("momentum", [np.float16(2e-4), np.float32(0.1), np.int8(1), True + 0])
+def test_a_momentum_of_numpy_is_a_number(kind: Kind, momentum: Any) -> None:
+    """1 - momentum of a float16 would be a float16."""
+    states = []
+    for given in (momentum, float(momentum)):
+        call = arguments(kind, training=True, momentum=given)
+        gsbn.forward(**call)
+        states.append([kind.get(call[name]) for name in ("running_mean", "running_var")])
+        arrays = {name: kind.get(a) for name, a in call.items() if name in SHAPES and name != "out" and a is not None}
+        states[-1].append(reference.forward(**arrays, training=True, momentum=given).running_mean)
+    for ours, theirs in zip(*states, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("groups", [1, 2, np.uint64(2)])
+@pytest.mark.parametrize(("count", "momentum"), [(2**63 - 1, 0.1), (-5, None)])
+def test_an_empty_batch_refuses_a_count_as_others_do(count: int, momentum: float | None, groups: Any) -> None:
+    state = {"running_mean": np.zeros(O), "running_var": np.ones(O), "num_batches_tracked": np.array(count)}
+    with pytest.raises(ValueError, match=r"^num_batches_tracked: expected a count"):
+        gsbn.forward(np.ones((0, I)), np.ones((O, I)), **state, training=True, momentum=momentum, groups=groups)
+    assert state["num_batches_tracked"] == count
+    state["num_batches_tracked"][...] = 3
+    gsbn.forward(np.ones((0, I)), np.ones((O, I)), **state, training=True, groups=groups)
+    assert state["num_batches_tracked"] == 3 + int(groups)
+
+
+def test_infinity_is_no_warning() -> None:
+    x, weight = np.full((8, I), 1e30, "f4"), np.full((O, I), 1e30, "f4")
+    state = {"running_mean": np.zeros(O, "f4"), "running_var": np.ones(O, "f4")}
+    with np.errstate(all="raise"):
+        y, saved = gsbn.forward(x, weight, **state, training=True, groups=2, return_saved=True)
+        gsbn.backward(y, saved)
+        gsbn.matmul(np.full((1, 1), np.inf, "f4"), np.zeros((1, 1), "f4"))
+
+
+def test_equal_options_of_another_type_are_refused_after_a_good_call(kind: Kind) -> None:
+    a, b = kind.put(np.ones((3, 4), "f4")), kind.put(np.ones((4, 2), "f4"))
+    gsbn.matmul(a, b, sms=1)
+    for sms in (True, 1.0):
+        with pytest.raises(TypeError, match=r"^sms: expected a number of SMs"):
+            gsbn.matmul(a, b, sms=sms)  # type: ignore[arg-type]
+
+
+def test_a_y_of_few_rows_is_rounded_once() -> None:
+    """1 + 2⁻⁸ is halfway between two numbers of bfloat16, and 2⁻⁴⁰ above it is not."""
+    x, weight = np.array([[1, 2**-8]], DTYPES["bfloat16"]), np.ones((1, 2), DTYPES["bfloat16"])
+    state = {"running_mean": np.zeros(1, "f4"), "running_var": np.ones(1, "f4")}
+    y = gsbn.forward(x, weight, **state, eps=0, beta=np.array([2**-40], "f4"))
+    assert float(y[0, 0]) == 1 + 2**-7
+
+
+def test_a_copy_of_what_was_saved_notices_changes() -> None:
+    torch = pytest.importorskip("torch")
+    x, weight = torch.randn(8, I), torch.randn(O, I)
+    y, saved = gsbn.forward(x, weight, training=True, return_saved=True)
+    x += 1
+    with pytest.raises(RuntimeError, match=r"^x: modified by an inplace operation"):
+        gsbn.backward(y, copy.copy(saved))

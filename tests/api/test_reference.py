@@ -233,14 +233,14 @@ def test_a_large_mean_costs_no_digits() -> None:
     np.testing.assert_allclose(far.y, near.y, rtol=0, atol=64 * U64 * np.abs(near.y).max())
 
 
-def test_an_empty_batch_changes_nothing() -> None:
+def test_an_empty_batch_is_counted_and_changes_nothing_else() -> None:
     given_ = {"running_mean": [1.0, 2.0], "running_var": [3.0, 4.0], "num_batches_tracked": 5}
     for training in (False, True):
         got = reference.forward(np.empty((0, 3)), np.ones((2, 3)), [1, 1], **given_, training=training)
         assert got.y.shape == (0, 2)
         assert got.mean is got.var is None
         np.testing.assert_array_equal([got.running_mean, got.running_var], [[1, 2], [3, 4]])
-        assert got.num_batches_tracked == 5
+        assert got.num_batches_tracked == 5 + training
 
 
 def test_nothing_is_written() -> None:
