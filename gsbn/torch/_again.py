@@ -44,14 +44,13 @@ def _versions(arguments: Any) -> tuple[int, ...]:
 def apart(create: bool, *arguments: Any) -> list[Any]:
     """Each argument as a variable of its own: a gradient then is that of this argument alone, though another one may
     have been computed from it. With `create` they are functions of the arguments."""
-    return [
-        a
-        if not isinstance(a, torch.Tensor) or not a.is_floating_point()
-        else a.view_as(a)
-        if create
-        else a.detach().requires_grad_()
-        for a in arguments
-    ]
+
+    def alone(a: Any) -> Any:
+        if not isinstance(a, torch.Tensor) or not a.is_floating_point():
+            return a
+        return a.view_as(a) if create else a.detach().requires_grad_()
+
+    return list(map(alone, arguments))
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:

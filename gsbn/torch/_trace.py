@@ -104,7 +104,7 @@ def trace(module: Any, scales: tuple[type, ...], precision: Precision) -> Trace:
             raise ValueError("it depends on the grad mode or autocast")
     except Exception as error:  # of any kind: the forward is anyone's code, and its arguments are not tensors here
         failed = f"torch.fx cannot trace the forward of {title(module)}: {' '.join(str(error).split()):.80}"
-    for each, own in before:
+    for each, own in before:  # of the module and of those in it
         after = vars(each)
         if own.keys() != after.keys() or any(after[name] is not value for name, value in own.items()):
             after.clear()
