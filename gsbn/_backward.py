@@ -157,7 +157,7 @@ class How(NamedTuple):
     wide: bool = False  # dweight is float32 although the operands have 16 bits
     in_place: bool = False  # dg overwrites the deviations, which have its dtype
     identity: bool = False  # of `gsbn.linear`: y takes the place of the deviations
-    groups: int = 1  # of rows with statistics of their own
+    groups: int = 1  # ghost batches
 
     @classmethod
     def of(

@@ -10,7 +10,6 @@ from ._plan.problem import RENORM_ROWS as RENORM_ROWS
 from ._plan.problem import SAVED_ROWS as SAVED_ROWS
 from ._plan.problem import VECTOR_PARAMETERS as VECTOR_PARAMETERS
 from ._plan.problem import deviations_dtype as deviations_dtype
-from ._plan.problem import ghost_pitch as ghost_pitch
 from ._ranks.group import Group
 from ._typing import Activation, Gemm, Precision
 
@@ -32,9 +31,8 @@ class Saved(NamedTuple):
     deviations : (B, P) array
         On a GPU in training: g - mean(g) in x's dtype. float16 deviations are divided, per feature, by a power of two
         near the standard deviation, so that none overflows or underflows. With up to 16 rows (of a ghost batch) 16-bit
-        dtypes use float64:
-        normalisation cancels most of so few rows, and 16 bits would lose what it leaves. On a GPU in inference: g in
-        float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
+        dtypes use float64: normalisation cancels most of so few rows, and 16 bits would lose what it leaves. On a GPU
+        in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
         On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
         or, with an activation, g itself. Empty if an earlier version pickled it on a CPU: the backward then computes
         the deviations again.

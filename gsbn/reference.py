@@ -31,7 +31,7 @@ normalisation, ``f`` the activation, the identity by default::
     renorm:     u = ρ a (g − m) + γ δ + β,  with σ = sqrt(s² v + eps), σ′ = sqrt(running_var + eps) and the constants
                 ρ = clip(σ/σ′, 1/r_max, r_max),  δ = clip((s (m + b) − running_mean)/σ′, −d_max, d_max)
                 dg, dγ and ds are ρ times those of training, and dγ has δ S in addition
-    groups:     each run of B/groups rows is a batch of training; dw and the gradients of vectors are sums over them
+    groups:     each ghost batch of B/groups rows is as in training; dw and the gradients of vectors are sums over them
     both:       dx = dg w,  dw = dgᵀ x;  if one number is the scale of all features, its gradient is Σ_O ds
 """
 

@@ -1,6 +1,6 @@
-"""Ghost batches on the CPU: a call of `passes` for each run of rows, and what these calls share.
+"""Ghost batches on the CPU: a call of `passes` for each, and what these calls share.
 
-The running statistics are float64 between the runs, and the gradients are rounded once, after all of them.
+The running statistics are float64 between the ghost batches, and the gradients are rounded once, after all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @np.errstate(all="ignore")
 def forward(arrays: dict[str, Any], y: Array, *, groups: int, **options: Any) -> tuple[Array, Array] | None:
-    """`passes.forward` for each of `groups` runs of rows."""
+    """`passes.forward` for each of `groups` ghost batches."""
     if groups == 1:
         return passes.forward(arrays, y, **options)
     count = arrays["num_batches_tracked"]

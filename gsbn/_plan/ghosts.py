@@ -1,4 +1,4 @@
-"""The plan of a forward with ghost batches: passes that know them, or a call for each run of rows."""
+"""The plan of a forward with ghost batches: passes that know them, or a call for each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _saves_alike(p: Matmul, options: dict[str, Any]) -> bool:
 
 
 def _one_after_the_other(p: Matmul, one: Program, groups: int) -> Program:
-    """The program `one` for each run of rows, in the order of the rows: each updates what the one before left."""
+    """The program `one` for each ghost batch, in the order of the rows: each updates what the one before left."""
     m = p.m // groups
     made = {array.name: array for array in one.arrays}
     x, y = (m * at.strides[0] * ITEMSIZE[p.dtype] for at in (p.x, p.y))  # bytes of a run

@@ -27,11 +27,7 @@ TALL_SIDE, TALL_THREADS = _TALL["SIDE"], _TALL["THREADS_HERE"]  # rows and colum
 _DUAL = Constants("dual_gemm.cu", {})
 DUAL_ROWS, DUAL_CLUSTERS = (32, 64, 128), (1, 2, 4, 8)  # variants of dual_gemm: its ROWS, and CTAs of a cluster
 DUAL_INPUTS, DUAL_STEP, DUAL_THREADS = _DUAL["INPUTS"], _DUAL["STEP"], _DUAL["THREADS"]
-GHOST_KERNELS = (
-    "backward_sums",
-    "backward_dg",
-    "backward_fused",
-)  # of a backward, those with variants for ghost batches
+GHOST_KERNELS = ("backward_sums", "backward_dg", "backward_fused")  # they have variants for ghost batches
 GHOST_FEATURES = Constants("ghosts.cu", {})["LANES"]  # of an item of track_ghosts and of sum_ghosts
 NARROW = 8  # columns of the tile for few features
 TILES: dict[

@@ -144,9 +144,9 @@ def _markdown(report: Report) -> str:
     return "\n\n".join([*parts, _caption(report)])
 
 
-def _both(result: Result) -> str:
+def _both(result: Result | None) -> str:
     """The time and the error of a result."""
-    return f"{milliseconds(result)}, {error_of(result)}" if result.times else NOTHING
+    return f"{milliseconds(result)}, {error_of(result)}" if result is not None and result.times else NOTHING
 
 
 def _product_table(table: Mapping[Case, Results]) -> str:
@@ -156,18 +156,14 @@ def _product_table(table: Mapping[Case, Results]) -> str:
         return ""
     columns = [
         Column("M, K, N", lambda case, results: ", ".join(map(str, case.shape)), left=True),
-        Column("dtype", lambda case, results: _kind(case), left=True),
-        Column("cuBLAS", lambda case, results: _both_or_none(fastest(results, BARE_GEMMS))),
+        layer_columns()[1],
+        Column("cuBLAS", lambda case, results: _both(fastest(results, BARE_GEMMS))),
         *(Column(NAMES[name].removeprefix("GEMM, "), of(name, _both)) for name in EMULATED_GEMMS),
         Column("**gsbn.matmul**", of("gsbn-matmul", _both), strong=True),
         Column("× cuBLAS", lambda case, results: speedup(fastest(results, BARE_GEMMS), results["gsbn-matmul"])),
         Column("× XLA", lambda case, results: speedup(fastest(results, EMULATED_GEMMS), results["gsbn-matmul"])),
     ]
     return markdown_table(columns, found.items())
-
-
-def _both_or_none(result: Result | None) -> str:
-    return NOTHING if result is None else _both(result)
 
 
 def _float32_table(table: Mapping[Case, Results]) -> str:
