@@ -124,12 +124,18 @@ def backward_within(
 
 @outside_graphs
 def backward_of(
-    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None = None, limits: _plan.Limits = ANY
+    dy: Any,
+    saved: Saved,
+    wanted: tuple[str, ...],
+    sms: int | None = None,
+    limits: _plan.Limits = ANY,
+    *,
+    wide: bool = False,
 ) -> Gradients[Any]:
-    """`backward` that checks dy alone; the names in `wanted` are in the order of `Gradients`."""
+    """`backward` that checks dy alone; the names in `wanted` are in the order of `Gradients`. `wide`: as in `How`."""
     if saved.group is not None:
         saved.group.check()
-    how = How.of(saved, wanted, sms, limits)
+    how = How.of(saved, wanted, sms, limits, wide=wide)
     return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
 
 

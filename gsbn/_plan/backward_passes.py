@@ -11,6 +11,9 @@ from .sources import Kernel, with_activation, with_ghosts, with_renorm
 from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
+# In 16 bits, the most threads along a row of dy: up to FEW_ELEMENTS elements of dy, and beyond. A warp leaves more columns
+# of the last block empty, and was up to 10 % slower.
+ROW_THREADS, FEW_ELEMENTS = (8, 16), 8_000_000
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows of a CTA and CTAs on an SM
 # A cluster of backward_fused shares columns if each CTA has at least SHARED_ROWS rows, and dy at most SHARED_ELEMENTS
@@ -48,6 +51,9 @@ def cut_passes(
     # A thread takes 16 bytes of a row of dy. If dg's transpose may be needed, a warp takes a row. This does not depend
     # on which gradients are wanted, so that all have the same bits.
     blocks, row_threads = row_threads_for(n, 16 // size)
+    if size == 2:
+        row_threads = min(row_threads, ROW_THREADS[m * n > FEW_ELEMENTS])
+        blocks = ceil_div(n, row_threads * 16 // size)
     if may_transpose and not skinny:
         blocks, row_threads = ceil_div(n, 128), 32
     step = ROW_STAGES * (THREADS // row_threads)

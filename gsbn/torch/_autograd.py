@@ -28,6 +28,11 @@ def cast(array: Any, dtype: Any) -> Any:
     return array if dtype is None or array.dtype is torch.float64 else array.to(dtype)
 
 
+def widens(dtype: Any, weight: Any) -> bool:
+    """Whether a call in autocast's dtype, or None, makes dweight in float32, so that autograd need not cast it."""
+    return dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+
+
 def in_place(how: How, dy: Any, deviations: Any, at: int) -> How:
     """Let dg overwrite the deviations if nothing will read them again, and if they are still at the address `at` where
     the forward made them: hooks on saved tensors may return other memory."""

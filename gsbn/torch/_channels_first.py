@@ -20,7 +20,7 @@ from .._host.run import call, run
 from .._plan import channels_first_obstacle
 from ..reference import Gradients
 from ._again import Given, gradients_again
-from ._autograd import cast, goes_again, in_place, is_watched, kind_of_tensor
+from ._autograd import cast, goes_again, in_place, is_watched, kind_of_tensor, widens
 
 
 def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
@@ -79,7 +79,7 @@ class _ChannelsFirst(Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, more: Any) -> Any:
         vectors, state, options, activation, dtype = more
-        wide = dtype is not None and weight.dtype is torch.float32
+        wide = widens(dtype, weight)
         of_x, of_weight, *_ = ctx.needs_input_grad
         ctx.given = Given.of((weight, bias, None, gamma, beta), options[2], connected=dtype is None)
         x, weight = cast(x, dtype), cast(weight, dtype)

@@ -23,7 +23,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
 from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
-from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
+from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms, widens
 from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
@@ -184,7 +184,10 @@ def call(
         if getattr(torch.compiler, "_is_exporting_flag", False) and not training:
             differentiate = False  # an exported inference keeps nothing for a backward
         scale, number = (None, float(scale)) if isinstance(scale, NUMBERS) else (scale, 1.0)
-        tensors = (cast(x, dtype), cast(weight, dtype), bias, scale, gamma, beta, *state)
+        # A compiled backward makes dweight of a weight that autocast casts in float32: a cast of its own would read and
+        # write it again.
+        wide = differentiate and x.is_cuda and is_compiling() and widens(dtype, weight)
+        tensors = (cast(x, dtype), weight if wide else cast(weight, dtype), bias, scale, gamma, beta, *state)
         name = name_of(process_group) if training else None
         options = number, *more, name, *_recorded_limits(renorm), groups
         return recorded(tensors, training, differentiate, activation, *options)
@@ -344,7 +347,7 @@ _FOUR = (False,) * 4
 def _forward(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, dtype: Any
 ) -> tuple[Any, Saved, How]:
-    wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+    wide = widens(dtype, weight)
     x, weight = cast(x, dtype), cast(weight, dtype)
     y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)

@@ -21,7 +21,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
 from ._again import apart
-from ._autograd import cast, goes_again, is_watched, kind_of_tensor
+from ._autograd import cast, goes_again, is_watched, kind_of_tensor, widens
 from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
@@ -93,7 +93,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, more: Any) -> Any:
         activation, precision, gemm, dtype = more
         of_x, of_weight, *_ = ctx.needs_input_grad
-        wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
+        wide = widens(dtype, weight)
         operands = cast(x, dtype), cast(weight, dtype)
         ctx.connected = operands[0] is x and operands[1] is weight
         x, weight = operands

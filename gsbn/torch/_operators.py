@@ -113,19 +113,20 @@ INFER = _operator("infer", f"{_READ}Tensor", _run(False, False), _fake_y)
 
 def _backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
     training, precision, gemm, name, dtypes, scale_shape, needs, *rest = more
-    of_group, parameter, groups = (*rest, *[None] * 3)[:3]
+    of_group, parameter, groups, wide = (*rest, *[None] * 4)[:4]
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     of_vectors: Any = tuple(None if name == "None" else name for name in dtypes.split())
     one, wanted = None if scale_shape is None else tuple(scale_shape), tuple(needs.split())
     how = How(training, precision, gemm, of_vectors, activation, one, group, wanted, groups=groups or 1)
     with torch.no_grad():
-        found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted)
+        found = backward_of(dy, how.saved(x, weight, deviations, vectors), wanted, wide=bool(wide))
     return [gradient for gradient in found if gradient is not None]
 
 
 def _fake_backward(dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any, *more: Any) -> Any:
-    dtypes, scale_shape, needs = more[4:7]
-    made = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape)}
+    dtypes, scale_shape, needs, *rest = more[4:]
+    of_weight = torch.float32 if (*rest, *[None] * 4)[3] else weight.dtype
+    made = {"x": x.new_empty(x.shape), "weight": weight.new_empty(weight.shape, dtype=of_weight)}
     for name, dtype in zip(VECTOR_PARAMETERS, dtypes.split(), strict=True):
         shape = scale_shape if name == "scale" and scale_shape is not None else (weight.shape[0],)
         made[name] = None if dtype == "None" else dy.new_empty(shape, dtype=getattr(torch, dtype))
@@ -137,7 +138,7 @@ BACKWARD = _operator(
     "backward",
     "(Tensor dy, Tensor x, Tensor weight, Tensor deviations, Tensor vectors, bool training, str precision, str gemm, "
     "str? activation, str dtypes, int[]? scale_shape, str needs, str? group=None, float? parameter=None, "
-    "int groups=1) -> Tensor[]",
+    "int groups=1, bool wide=False) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -151,12 +152,14 @@ class _Recorded(torch.autograd.Function):
         tensors, (training, *options) = arguments[:9], arguments[9:]
         number, _, eps, precision, gemm, activation, group, *_, parameter, groups = options
         run = TRAIN if training else INFER_SAVED
-        y, deviations, vectors = run(*tensors, *options)
         x, weight, bias, scale, gamma, beta = tensors[:6]
+        wide = weight.dtype is not x.dtype  # autocast's cast, which `recorded` leaves to this node
+        weight = weight.to(x.dtype)
+        y, deviations, vectors = run(x, weight, *tensors[2:], *options)
         ctx.save_for_backward(x, weight, deviations, vectors)
         dtypes = " ".join(["None" if a is None else str(a.dtype)[6:] for a in (bias, scale, gamma, beta)])
         one = None if scale is None or scale.shape == (weight.shape[0],) else list(scale.shape)
-        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups)
+        ctx.rest, ctx.last = (training, precision, gemm, activation, dtypes, one), (group, parameter, groups, wide)
         if not is_compiling():  # a compiled backward is differentiated by its compiler, if at all
             factor = number if scale is None else scale
             ctx.given = Given.of((weight, bias, factor, gamma, beta), eps, connected=True)
@@ -176,7 +179,7 @@ class _Recorded(torch.autograd.Function):
 def _again(ctx: Any, dy: Any) -> list[Any]:
     """The gradients by PyTorch's operators, of a call that was watched and not compiled."""
     training, precision, gemm, name, dtypes, scale_shape = ctx.rest
-    of_group, parameter, groups = ctx.last
+    of_group, parameter, groups, _ = ctx.last
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
     one = None if scale_shape is None else tuple(scale_shape)
     needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
@@ -188,7 +191,8 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
 
 def recorded(tensors: tuple[Any, ...], training: bool, differentiate: bool, activation: Any, *options: Any) -> Any:
     """Record a call. `tensors`: x, weight, bias, scale, gamma, beta and the statistics; `options`: the operator's from
-    number on, without the activation and its parameter."""
+    number on, without the activation and its parameter. To `differentiate`, a float32 weight may come with an x of 16
+    bits: it is then cast, and its gradient is float32."""
     name, parameter = activation if isinstance(activation, tuple) else (activation, None)
     *more, group, renorm, limits, groups = options
     options = (*more, name, group, renorm, limits, None if parameter is None else float(parameter), groups)

@@ -46,6 +46,22 @@ def test_compiled_under_autocast(device: str, dynamic: bool) -> None:
         assert_same(found, wanted, 1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_under_autocast_dweight_is_not_rounded(backend: str) -> None:
+    """It is made in float32, as in an eager call: no element has been rounded to bfloat16."""
+    eager = LinearBatchNorm1d(256, 256, activation="relu", device="cuda")
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend=backend)
+    x = batch("cuda", torch.float32, (512, 256))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert_same(step(compiled, x, run), step(eager, x), 1e-2)
+    for model in (eager, compiled):
+        dweight = model.linear.weight.grad
+        assert dweight is not None and dweight.dtype == torch.float32
+        assert (dweight != dweight.to(torch.bfloat16).float()).float().mean() > 0.5
+
+
 def test_compiled_with_limits_for_any_number_of_rows() -> None:
     """Numbers are symbols then."""
     eager, _ = pair(renorm=(1.25, 0.5))
