@@ -72,6 +72,10 @@ class Checked:
         self.call: Call | None = None  # on a GPU
         self.returns: Any = None  # the result of `Operation.returns`
 
+    def returned(self, made: list[Any]) -> list[Any]:
+        """Of the arrays that a call made those at the places in `returns`; None for a place that is None."""
+        return [None if place is None else made[place] for place in self.returns]
+
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether the span of a written array overlaps another's. The full check then decides if that is an error."""
         where = tuple(pointers)

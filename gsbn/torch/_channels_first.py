@@ -112,7 +112,7 @@ class _ChannelsFirst(Function):
             of_call = how, prod(sizes)
             checked, made = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(dy), arrays, of_call)
             assert checked is not None
-            found = [None if place is None else made[place] for place in checked.returns]
+            found = checked.returned(made)
             if found[0] is not None:
                 found[0] = found[0].view(ctx.shape)
         dx, dweight, dbias, _, dgamma, dbeta = found

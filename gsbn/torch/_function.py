@@ -366,22 +366,20 @@ def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors:
     """All six gradients."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
-    found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)
-    return [None if place is None else made[place] for place in found.returns]
+    return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)[0]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
     """dg and the gradients of bias, scale, gamma and beta."""
-    found, made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
+    (_, _, *of_vectors), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
     dg = None
     if how.needs[:1] == ("x",):
         dg = deviations if how.in_place and len(dy) else made[-1]
         if dg.shape[1] != dy.shape[1]:
             dg = dg[:, : dy.shape[1]]
-    return [dg, *(None if place is None else made[place] for place in found.returns[2:])]
+    return [dg, *of_vectors]
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
-    found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
-    return [None if place is None else made[place] for place in found.returns[:2]]
+    return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)[0][:2]

@@ -125,8 +125,8 @@ class _Linear(Function):
                 return dx, dweight, dg.sum(0) if "bias" in needs else None, None
         dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
         arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
-        found, made = backward_run(kind_of_tensor(dy), arrays, how)
-        return *(None if place is None else made[place] for place in found.returns[:3]), None
+        (dx, dweight, dbias, *_), _ = backward_run(kind_of_tensor(dy), arrays, how)
+        return dx, dweight, dbias, None
 
 
 def _before(activation: Any, dy: Any, y: Any) -> Any:
