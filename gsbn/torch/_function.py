@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +21,21 @@ from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
-from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
-from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
+from ._autograd import (
+    cast,
+    drop_given,
+    goes_again,
+    in_place,
+    is_watched,
+    keeps_graph,
+    kind_of_tensor,
+    needed_of,
+    transforms,
+)
 from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
-
-# The names of the needed gradients, by autograd's needs_input_grad
-_WANTED = {
-    needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
-    for needed in product((False, True), repeat=len(Gradients._fields))
-}
-
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -243,12 +245,11 @@ class _Whole(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
-        how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
+        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:6]))
         x, weight, deviations, vectors = ctx.saved_tensors
         if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
-        if not keeps_graph():
-            ctx.given = None  # as autograd frees what it saved
+        drop_given(ctx)
         dy = dy.resolve_neg()
         return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
@@ -270,11 +271,10 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
+        how = ctx.how._replace(needs=needed_of((of_x, of_weight, *_FOUR)), norm=False, group=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
-        if not keeps_graph():
-            ctx.given = None
+        drop_given(ctx)
         dg = dg.resolve_neg()
         if not how.wide:
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
@@ -303,15 +303,14 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         through, *vectors, _ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
+        how = ctx.how._replace(needs=needed_of((through, False, *vectors)), linear=False)
         deviations, of_features = ctx.saved_tensors
         if goes_again(dy):
             linear, _ = ctx.next_functions[0]  # this node has x if any has
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
-        if not keeps_graph():
-            ctx.given = None
+        drop_given(ctx)
         dy = dy.resolve_neg()
         return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 

@@ -21,7 +21,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
 from ._again import apart
-from ._autograd import cast, goes_again, is_watched, kind_of_tensor
+from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of
 from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
@@ -108,9 +108,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight, bias, deviations = ctx.saved_tensors
-        needs = tuple(
-            name for name, needed in zip(("x", "weight", "bias"), ctx.needs_input_grad, strict=False) if needed
-        )
+        needs = needed_of((*ctx.needs_input_grad[:3], False, False, False))
         if goes_again(dy):
             if torch.is_grad_enabled() and not ctx.connected:
                 raise RuntimeError(
