@@ -26,7 +26,7 @@ from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
-from gsbn._plan.forward_path import passes_over_g
+from gsbn._plan.forward_path import after_product
 from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.skinny import serves_skinny, skinny_forward
@@ -237,8 +237,8 @@ def expected(line, rates):
     """The times that the model expects of all measured choices."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
-    q, passes = for_cublas(p, element), passes_over_g(p, mode == "training")
-    found = {"cublas": cublas_us(q, element, passes, saves=False, rates=rates) + copies_us(q, rates=rates)}
+    q, after = for_cublas(p, element), after_product(p, mode == "training")
+    found = {"cublas": cublas_us(q, element, after, saves=False, rates=rates) + copies_us(q, rates=rates)}
     if "narrow" in line["us"]:
         found["narrow"] = skinny_forward(p, precision, training=mode == "training", saves=False, rates=rates).us
     q = for_sm90(p, element)
