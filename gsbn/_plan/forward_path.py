@@ -10,7 +10,7 @@ from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cubla
 from .problem import ITEMSIZE, Matmul
 from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
-from .variants import NARROW
+from .variants import FEW_FEATURES
 
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
 
@@ -89,7 +89,7 @@ def _fastest(
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours
-    if p.dtype == "float64" and 1 < p.n <= NARROW:
+    if p.dtype == "float64" and 1 < p.n <= FEW_FEATURES:
         return "tiled", "more accurate for few features", 0.0
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]
