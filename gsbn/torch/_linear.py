@@ -82,11 +82,11 @@ def linear(
         return y if activation is None else apply(y, activation)
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = _Linear.apply(rows, weight, bias, (activation, precision, gemm, dtype))
+    y = _LinearCall.apply(rows, weight, bias, (activation, precision, gemm, dtype))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-class _Linear(Function):
+class _LinearCall(Function):
     """The layer as one autograd node."""
 
     @staticmethod
