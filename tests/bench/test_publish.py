@@ -290,6 +290,14 @@ def test_the_published_results_are_of_one_version() -> None:
         warnings.warn(f"the tables are not of one version: {said}: run `make bench`", stacklevel=1)
 
 
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/guide/groups.md"])
+def test_prose_quotes_no_time_that_a_table_has(page: str) -> None:
+    """`make bench` rewrites what is between markers, and nothing else."""
+    text = re.sub(r"<!-- results:(\w+) -->.*?<!-- /results:\1 -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert re.findall(r".*\d ?(?:ms|µs|us)\b.*", text) == []
+
+
 def test_the_published_results_describe_these_sources() -> None:
     """Warn, without failing, if the README's table is older than the code: run `make bench` on a GPU."""
     saved = ROOT / "docs" / "results" / "kernelbench.json"
