@@ -233,7 +233,7 @@ def run(
 
 
 def _find(
-    operation: Operation, kind: Kind, arrays: Arrays, options: Any, *more: Any
+    operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str], extra: bool, within: Any
 ) -> tuple[Checked | None, Any, list[int]]:
     """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
     try:
@@ -243,7 +243,7 @@ def _find(
         if kind.on_gpu:
             i, j, k = operation.aligned
             aligned = (pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0)
-        key = (operation.name, alike, options, types, aligned, *more)
+        key = (operation.name, alike, options, types, aligned, read_only, extra, within)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None, None, []  # the checks will raise an error
