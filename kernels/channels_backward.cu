@@ -20,6 +20,7 @@ using Words = Vector<T, VEC>;
 // The words of an item: those of its feature in its split. All words of a feature are counted sample after sample.
 struct Strip {
     unsigned begin, count, of_sample;  // words
+    unsigned long long reciprocal;     // of of_sample
     long long start, per_sample;       // the feature's first word; from sample to sample
 
     __device__ Strip(const BackwardProblem& p, long long feature, long long split) {
@@ -27,19 +28,32 @@ struct Strip {
         begin = static_cast<unsigned>(first);
         count = static_cast<unsigned>(max(min(p.sums_rows, p.m / VEC - first), 0LL));
         of_sample = static_cast<unsigned>(p.ldd / VEC);
+        reciprocal = p.reciprocal;
         start = feature * of_sample;
         per_sample = p.n * of_sample;
     }
     __device__ long long at(unsigned i) const {
-        const unsigned word = begin + i;
-        return start + word / of_sample * per_sample + word % of_sample;
+        const unsigned word = begin + i, sample = quotient(word, reciprocal);
+        return start + sample * per_sample + (word - sample * of_sample);
     }
 };
 
-__device__ inline Words load(const T* from, long long word) {
-    const uint4 v = reinterpret_cast<const uint4*>(from)[word];
-    return *reinterpret_cast<const Words*>(&v);
-}
+// Words of dy and of d that a thread has in flight, THREADS apart, from word i of a strip on; zeros beyond its end.
+struct InFlight {
+    Words dy[AT_ONCE], d[AT_ONCE];
+
+    __device__ void load(const Strip& strip, const T* dy_, const D* d_, unsigned i) {
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            dy[j] = d[j] = {};
+            if (i + j * THREADS < strip.count) {
+                const long long at = strip.at(i + j * THREADS);
+                *reinterpret_cast<uint4*>(&dy[j]) = reinterpret_cast<const uint4*>(dy_)[at];
+                *reinterpret_cast<uint4*>(&d[j]) = reinterpret_cast<const uint4*>(d_)[at];
+            }
+        }
+    }
+};
 
 // workspace (splits, SUMS, n): the sums of each split, in float64
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -54,14 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         double sums[SUMS] = {};
 #pragma unroll 1
         for (unsigned i = threadIdx.x; i < strip.count; i += AT_ONCE * THREADS) {
-            Words of_dy[AT_ONCE] = {}, of_d[AT_ONCE] = {};
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j)
-                if (i + j * THREADS < strip.count) {
-                    const long long at = strip.at(i + j * THREADS);
-                    of_dy[j] = load(dy, at);
-                    of_d[j] = load(d, at);
-                }
+            InFlight of;
+            of.load(strip, dy, d, i);
 #pragma unroll
             for (int pair = 0; pair < AT_ONCE; pair += 2) {
                 float part[SUMS] = {};
@@ -69,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 for (int j = pair; j < pair + 2; ++j)
 #pragma unroll
                     for (int e = 0; e < VEC; ++e) {
-                        const float v = to_float(of_d[j].at[e]), u = before.gradient(0, to_float(of_dy[j].at[e]), v);
+                        const float v = to_float(of.d[j].at[e]), u = before.gradient(0, to_float(of.dy[j].at[e]), v);
                         part[0] += u;
                         part[1] = fmaf(u, v, part[1]);
                         part[2] += v;
@@ -95,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
     channel_dg(const __grid_constant__ BackwardProblem p, const T* dy, const D* d, const double* saved,
                const double* workspace, T* dg, void* to_bias, void* to_scale, void* to_gamma, void* to_beta) {
     await_kernel_ahead();
@@ -104,6 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for_each_item(items, [&](unsigned turn) {
         const unsigned item = items - 1 - turn;
         const long long split = item / features, feature = item % features;
+        const Strip strip(p, feature, split);
+        InFlight of;  // loaded while the sums are merged
+        if (dg != nullptr) of.load(strip, dy, d, threadIdx.x);
         if (threadIdx.x < LANES) {
             double sums[SUMS] = {};
 #pragma unroll 1
@@ -124,30 +135,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
         __syncthreads();
         const float a = stored[DG_A], mean = stored[DG_MEAN], mean_low = stored[DG_MEAN_LOW], rate = stored[DG_RATE];
-        const Strip strip(p, feature, split);
         const BeforeY before(p, saved, feature, 1);
         if (dg != nullptr)
 #pragma unroll 1
-            for (unsigned i = threadIdx.x; i < strip.count; i += AT_ONCE * THREADS) {
-                Words of_dy[AT_ONCE] = {}, of_d[AT_ONCE] = {};
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j)
-                    if (i + j * THREADS < strip.count) {
-                        const long long at = strip.at(i + j * THREADS);
-                        of_dy[j] = load(dy, at);
-                        of_d[j] = load(d, at);
-                    }
+            for (unsigned i = threadIdx.x; i < strip.count;) {
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; ++j) {
                     if (i + j * THREADS >= strip.count) break;
                     Words out;
 #pragma unroll
                     for (int e = 0; e < VEC; ++e) {
-                        const float v = to_float(of_d[j].at[e]), u = before.gradient(0, to_float(of_dy[j].at[e]), v);
+                        const float v = to_float(of.d[j].at[e]), u = before.gradient(0, to_float(of.dy[j].at[e]), v);
                         from_float(a * fmaf(-rate, v, (u - mean) - mean_low), out.at[e]);
                     }
                     store_whole(dg + strip.at(i + j * THREADS) * VEC, out);
                 }
+                i += AT_ONCE * THREADS;
+                of.load(strip, dy, d, i);
             }
     });
 }

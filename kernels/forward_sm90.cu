@@ -75,7 +75,7 @@
 // length): what a 1x1 convolution has. m counts the rows of all samples. A tile lies in one sample, and the last one of a
 // sample may be short (sm90/samples.cuh). x is MN-major, and TMA takes the sample as a third dimension: it never crosses
 // a sample. An accumulator row is a feature, as always, so y is stored as it lies in registers, without the transposition.
-// In MODE_RECOMPUTE a CTA has neighbouring tiles, so that the rows of its part follow from two of their numbers. MODE_GEMM
+// In MODE_RECOMPUTE a CTA has neighbouring tiles, so that the rows of its part follow from two of them. MODE_GEMM
 // makes dx of it, w being MN-major. For dw both operands are (samples, features, length): with K_IN_SAMPLES k runs over
 // the lengths of all samples, in steps that do not cross a sample, and is split into parts_alone parts of equally many
 // steps, each of which makes an (m, n) of y; reduce_split_k adds them.
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const void* renorm  // r_max and d_max, or null
 #endif
 ) {
-    const long long m = p.m, n = p.n, k = p.k, panel = p.panel, y_pitch = p.y_row * Y_BYTES;
+    const long long m = p.m, n = p.n, k = p.k, y_pitch = p.y_row * Y_BYTES;
     extern __shared__ __align__(1024) char raw[];
     Shared& sh = *(Shared*)raw;
     // the shuffle tells the compiler that all lanes of a warp have the same index
@@ -169,9 +169,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
     const size_t features = (size_t)blocks * BLOCK_N;
     const int rows = BLOCK_M * W_SHARERS;  // of the tiles of a cluster
     const int splits = K_IN_SAMPLES ? (int)p.parts_alone : 1;
-    const int rows_of_tiles = CHANNELS_FIRST ? (int)(m / p.y_row) * ((int)(p.y_row + BLOCK_M - 1) / BLOCK_M)
-                                             : splits * (int)((m + rows - 1) / rows);
-    const TileScheduler scheduler = {rows_of_tiles, (blocks + X_SHARERS - 1) / X_SHARERS, (int)panel};
+#if CHANNELS_FIRST
+    const int rows_of_tiles = (int)p.tiles;
+#else
+    const int rows_of_tiles = splits * (int)((m + rows - 1) / rows);
+#endif
+    const TileScheduler scheduler = {rows_of_tiles,   (blocks + X_SHARERS - 1) / X_SHARERS,
+                                     (int)p.panel,    (int)p.grouped,
+                                     (u64)p.of_panel, (u64)p.of_columns,
+                                     (u64)p.of_rest};
     const Features f = {.bias = bias,
                         .bias_code = p.bias,
                         .scale = scale,
@@ -221,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, OCCUPANCY) __cluster_dims_
                      .steps = steps,
                      .blocks = blocks,
                      .features = features,
-                     .scheduler = scheduler};
+                     .scheduler = scheduler,
+                     .own_tiles = MODE == MODE_RECOMPUTE ? OwnTiles(p, scheduler.cols) : OwnTiles()};
 
     if (threadIdx.x == 0) {
         tma_prefetch(&x_map), tma_prefetch(&w_map), tma_prefetch(&y_map);

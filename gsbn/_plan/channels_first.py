@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from . import declared
 from .copies import in_rows, on_words
-from .gemm import MAX_TERMS
+from .gemm import MAX_TERMS, TileOrder
 from .problem import INT32_MAX, ITEMSIZE, SAVED_ROWS, VECTOR_PARAMETERS, VECTORS, Device, Matmul, ceil_div, round_up
 from .products import SM90_WORDS, reduce_split_k
 from .program import ABSENT, Builder, Program, place
@@ -31,7 +31,7 @@ from .variants import THREADS, channels_backward, column_sums
 LEAST_LENGTH = 64  # rows of a sample; tiles of shorter ones would be more than half empty
 WORD = 8  # elements of 16 bytes
 WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # that a CTA of channel_sums has in flight
-ITEMS = 8  # of an SM, in channel_sums and channel_dg: what is resident at once
+ITEMS = 8  # of an SM, in channel_sums and channel_dg: two or three times what is resident at once
 TILE_ELEMENTS = 16384  # what a tile's fixed costs are worth, in elements that a CTA moves
 
 
@@ -115,7 +115,7 @@ def plan_forward_channels_first(
         epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
         build.reserve(epoch + 8 * (1 + tile.clusters * tile.cluster))
         words = {"partial": place(0), "merged": place(merged), "epoch": place(epoch)}
-    fields = _fields(p, length, tile.columns) | {"eps": eps, "number": number, **vectors}
+    fields = _fields(p, length, tile) | {"eps": eps, "number": number, **vectors}
     fields |= {"momentum": 0.0 if momentum is None else momentum}
     fields["flags"] = declared.flags(vector_y=True, cumulative=momentum is None, alone=not cooperative)
     maps = [("x", _samples(p, p.k, length)), (of_w, _k_major(p, w_at)), (y, _samples(p, p.n, length, L2_NONE))]
@@ -171,6 +171,7 @@ def plan_backward_channels_first(
 
     fields: dict[str, Any] = dict.fromkeys(declared.record_dtype(of_sums).names or (), 0)
     fields |= {"m": m, "n": n, "k": k, "ldd": length, "sums_rows": rows, "splits": splits}
+    fields |= {"reciprocal": declared.reciprocal(length // WORD)}
     fields |= {f"to_{name}": 8 + declared.kind_code(dtypes[name]) for name in VECTOR_PARAMETERS if made[name] != ABSENT}
     reads = {"dy": "dy", "d": "deviations", "saved": "vectors", "workspace": place(0)}
     build.launch(of_sums, p.device.grid(n * splits), fields, reads)
@@ -184,19 +185,22 @@ def plan_backward_channels_first(
         kernel = channels_first_sm90(p.dtype, "gemm", tile.block_m, tile.cluster, w_mn_major=True)
         of_weight = n, k, w_at.strides[0] * size, p.dtype, COLUMN, COLUMN, L2_256B
         maps = (dg, _samples(p, n, length)), (of_w, of_weight), (made["x"], _samples(p, k, length, L2_NONE))
-        fields = _fields(q, length, tile.columns) | {"flags": declared.flags(vector_y=True)}
+        fields = _fields(q, length, tile) | {"flags": declared.flags(vector_y=True)}
         grid = tile.clusters * tile.cluster
         build.launch(kernel, grid, fields, absent | {"y": made["x"]}, SM90_THREADS, maps=maps)
     if "weight" in needs:
         q = p._replace(m=n, n=k, k=split.splits * split.steps * COLUMN)
-        fields = _fields(q, length, split.columns) | {"flags": declared.flags(vector_y=True)}
-        fields |= {"parts_alone": split.splits}
+        kernel = k_in_samples_sm90(p.dtype, split.block_m)
+        fields = dict.fromkeys(declared.record_dtype(kernel).names or (), 0)
+        fields |= {"m": q.m, "n": q.n, "k": q.k, "y_row": length, "flags": declared.flags(vector_y=True)}
+        rows = split.splits * ceil_div(n, split.block_m)
+        fields |= TileOrder.of(rows, split.columns, split.columns)._replace(parts_alone=split.splits)._asdict()
         of_parts = n, k, 4 * parts.pitch, "float32", 32, 32, L2_NONE, 0, split.splits
         maps = (dg, _samples(p, n, length, box=split.block_m)), ("x", _samples(p, k, length, box=SM90_BLOCK_N)), (
             place(parts_at), of_parts,
         )  # fmt: skip
         passed = absent | {"y": place(parts_at)}
-        build.launch(k_in_samples_sm90(p.dtype, split.block_m), split.grid, fields, passed, SM90_THREADS, maps=maps)
+        build.launch(kernel, split.grid, fields, passed, SM90_THREADS, maps=maps)
         reduce_split_k(build, parts, place(parts_at), made["weight"], (n, k), of["weight"])
     return build.program("backward", "channels first")
 
@@ -227,10 +231,15 @@ def _weight(build: Builder, p: Matmul) -> tuple[Any, str]:
     return at, build.operand("weight", (p.n, p.k), p.w, at, p.dtype)
 
 
-def _fields(p: Matmul, length: int, columns: int) -> dict[str, Any]:
+def _fields(p: Matmul, length: int, tile: _Tile) -> dict[str, Any]:
     """ForwardSm90Problem of a call with neither vectors nor statistics."""
-    names = declared.record_dtype(k_in_samples_sm90(p.dtype, 64)).names or ()
-    return dict.fromkeys(names, 0) | {"m": p.m, "n": p.n, "k": p.k, "y_row": length, "panel": columns}
+    names = declared.record_dtype(channels_first_sm90(p.dtype, "gemm", 64, 1)).names or ()
+    of_sample = ceil_div(length, tile.block_m)
+    order = TileOrder.of(tile.tiles, tile.columns, tile.columns)
+    order = order.in_parts(max(1, tile.clusters // tile.columns), tile.tiles)
+    fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": length, "tiles": tile.tiles, **order._asdict()}
+    fields |= {"tiles_of_sample": of_sample, "of_sample": declared.reciprocal(of_sample)}
+    return dict.fromkeys(names, 0) | fields
 
 
 def _k_major(p: Matmul, at: Any) -> tuple[Any, ...]:

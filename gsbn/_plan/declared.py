@@ -59,6 +59,11 @@ def kind_code(dtype: str) -> int:
     return _COMMON[f"KIND_{dtype.upper()}"]
 
 
+def reciprocal(divisor: int) -> int:
+    """What `quotient` in kernels/common/common.cuh takes in the place of a divisor below 2^31."""
+    return 2**62 // divisor + 1
+
+
 @cache
 def parameters(kernel: Kernel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of a kernel's parameters in order: those passed by value, and the 64-bit words after them."""

@@ -214,8 +214,7 @@ def _in_one_launch(build: Builder, call: _Call) -> None:
     at_y = round_up(one.workspace, 256)
     build.reserve(at_y + (p.m * taken.y.strides[0] * size if taken.y.own else 0))
     of_y = place(at_y) if taken.y.own else y
-    fields = call.fields | {"y_row": taken.y.strides[0], "ld_deviations": ldg}
-    fields |= {name: getattr(one, name) for name in ("panel", "in_panels", "parts_in_panels", "parts_alone")}
+    fields = call.fields | {"y_row": taken.y.strides[0], "ld_deviations": ldg} | one.order._asdict()
     fields["flags"] = _flags(call, vector_y=vector_y, alone=not one.cooperative, limbs=by_limbs(one.element))
     exponents = (ABSENT, ABSENT)
     x_at, w_at = taken.x, taken.w

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .copies import adjacent, copy_along, in_rows, on_words, whole_words
 from .cost import copies_us, copy_us, one_launch_us, product_us, recompute_us, split_us
+from .declared import reciprocal
 from .h200 import H200
 from .h200_products import PRODUCTS
 from .limbs import limb_pitch, split_grid
@@ -56,6 +57,34 @@ class LimbsOfRows(NamedTuple):
     w_exponents: int
 
 
+class TileOrder(NamedTuple):
+    """How clusters of forward_sm90 share its tiles: fields of its struct, which says what they are."""
+
+    panel: int
+    grouped: int
+    of_panel: int
+    of_columns: int
+    of_rest: int
+    in_panels: int = 0
+    parts_in_panels: int = 0
+    parts_alone: int = 0
+    tiles_of_part: int = 0
+    longer_parts: int = 0
+
+    @classmethod
+    def of(cls, rows: int, columns: int, panel: int, *, training: bool = False) -> TileOrder:
+        """Without parts. `rows`: of tiles, those that share k counted once. In mode "training" the columns beyond whole
+        panels come one after the other."""
+        panel = min(panel, columns)
+        grouped = (columns - 1) // panel * panel
+        divisors = rows * panel, panel, rows if training else columns - grouped
+        return cls(panel, grouped, *map(reciprocal, divisors))
+
+    def in_parts(self, parts: int, rows: int) -> TileOrder:
+        """With so many clusters in each column, in mode "recompute"."""
+        return self._replace(parts_alone=parts, tiles_of_part=rows // parts, longer_parts=rows % parts)
+
+
 class OneLaunch(NamedTuple):
     """A launch of forward_sm90, for the whole forward or its GEMM alone; offsets and sizes in bytes."""
 
@@ -67,10 +96,7 @@ class OneLaunch(NamedTuple):
     cluster: int
     clusters: int
     split: int  # CTAs that share k
-    panel: int  # columns of tiles in a panel
-    in_panels: int  # blocks of features that lie in whole panels
-    parts_in_panels: int  # parts of the rows whose statistics are merged, for such a block
-    parts_alone: int  # the same for the other blocks
+    order: TileOrder
     merged: int
     epoch: int
     workspace: int
@@ -225,12 +251,17 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
     by_rows = mode == "recompute" or (mode == "gemm" and mostly_writes(p))
     panel = columns if by_rows else _panel(p, mode, element)
     defers = mode == "training" and split == 1 and rows * columns > clusters
-    in_panels, in_parts = (columns - 1) // panel * panel * cluster, [rows, rows]
+    order = TileOrder.of(ceil_div(rows, split), columns, panel, training=mode == "training")
+    in_panels, in_parts = order.grouped * cluster, [rows, rows]
     if defers:  # a CTA stays in one column of a panel if the panel's width divides the number of clusters
         in_parts = [min(rows, clusters // width) if clusters % width == 0 else rows for width in (panel, 1)]
+    if mode == "recompute":
+        order = order.in_parts(clusters // columns, rows)
+    else:
+        order = order._replace(in_panels=in_panels, parts_in_panels=in_parts[0], parts_alone=in_parts[1])
     merged = epoch = workspace = 0
     if mode not in ("gemm", "cluster_batch"):  # these need no words in the workspace
-        words = (clusters // columns if mode == "recompute" else rows) * blocks
+        words = (order.parts_alone if mode == "recompute" else rows) * blocks
         words += in_panels * in_parts[0] + (blocks - in_panels) * in_parts[1] if defers else 0
         merged = words * SM90_BLOCK_N * 16
         epoch = merged + blocks * SM90_BLOCK_N * 16 * (2 if saves else 1)
@@ -252,10 +283,7 @@ def one_launch(p: Matmul, mode: str, precision: str, call: OfCall = PLAIN, *, wi
         cluster=cluster,
         clusters=clusters,
         split=split,
-        panel=panel,
-        in_panels=in_panels,
-        parts_in_panels=in_parts[0],
-        parts_alone=in_parts[1],
+        order=order,
         merged=merged,
         epoch=epoch,
         workspace=workspace,

@@ -19,7 +19,6 @@ from .variants import split_limbs, tile_kernels
 SPLIT_WORDS = ("x", "x_limbs", "x_exponents", "w", "w_limbs", "w_exponents")
 SM90_WORDS = ("y", "partial", "merged", "epoch", *VECTORS, "batches", "x_exponents", "w_exponents")
 _OF_STATISTICS = ("ld_deviations", "signature", *VECTORS, "momentum", "eps", "number")
-_OF_PARTS = ("in_panels", "parts_in_panels", "parts_alone")
 
 
 def sm90_gemm(
@@ -38,10 +37,10 @@ def sm90_gemm(
     with that launch. `of`: the product whose limbs p's operands are.
     """
     a, b, c = operands
-    fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], "panel": one.panel}
+    fields = {"m": p.m, "n": p.n, "k": p.k, "y_row": p.y.strides[0], **one.order._asdict()}
     by_words = whole_words(p.y, p.n, 4 if one.wide else ITEMSIZE[p.dtype])
     fields["flags"] = declared.flags(independent=independent, vector_y=by_words)
-    fields |= dict.fromkeys((*_OF_PARTS, *_OF_STATISTICS), 0)
+    fields |= dict.fromkeys(_OF_STATISTICS, 0)
     of_a, of_b, of_c = map_arguments(one, p)
     maps = (a, of_a), (b, of_b), (c, of_c) if by_words else (a, of_a)  # without by_words c needs no map
     passed = dict.fromkeys(SM90_WORDS, ABSENT) | {"y": c, "x_exponents": exponents[0], "w_exponents": exponents[1]}

@@ -288,7 +288,7 @@ def backward_kernels(
 def channels_backward(dtype: str) -> tuple[Kernel, Kernel]:
     """channel_sums and channel_dg, for a dy and deviations of `dtype`."""
     t = C_TYPE[dtype]
-    defines = (("T_TYPE", t), ("D_TYPE", t), ("G_TYPE", "float"), ("TRAINING", "true"))
+    defines = (("T_TYPE", t), ("D_TYPE", t), ("G_TYPE", "float"), ("TRAINING", "true"), ("CHANNELS_FIRST", "1"))
     sums, dg = (Kernel(name, "channels_backward", defines, arch=ARCH) for name in ("channel_sums", "channel_dg"))
     return sums, dg
 

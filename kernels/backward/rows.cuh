@@ -15,6 +15,9 @@ using T = T_TYPE;
 using D = D_TYPE;
 using G = G_TYPE;
 
+#ifndef CHANNELS_FIRST
+#define CHANNELS_FIRST 0
+#endif
 #ifndef TRANSPOSED
 #define TRANSPOSED false
 #endif
@@ -38,6 +41,9 @@ struct BackwardProblem {
     long long to_bias, to_scale, to_gamma, to_beta;  // codes of the gradients' vectors, see fetch
 #if GHOST
     long long features, ghost_pitch;  // common/ghost.cuh
+#endif
+#if CHANNELS_FIRST
+    long long reciprocal;  // of the words of 16 bytes of a sample's feature, for quotient()
 #endif
 };
 

@@ -31,6 +31,12 @@ __device__ inline void from_float(float v, __half& out) { out = __float2half_rn(
 __device__ inline void from_float(float v, __nv_bfloat16& out) { out = __float2bfloat16_rn(v); }
 __device__ inline void from_float(double v, double& out) { out = v; }
 
+// a / d without a division, which takes some thirty instructions: for 0 <= a < 2^31 and d < 2^31, of the reciprocal
+// floor(2^62 / d) + 1. It is above 2^62 / d by at most 1, so the quotient by less than 2^-31.
+__device__ __forceinline__ int quotient(unsigned a, unsigned long long reciprocal) {
+    return static_cast<int>(__umul64hi(4ULL * a, reciprocal));
+}
+
 // A product without .ftz, which kernels are compiled with: it does not flush subnormal numbers to zero.
 __device__ __forceinline__ float multiply_no_ftz(float a, float b) {
     float c;

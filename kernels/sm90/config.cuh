@@ -31,12 +31,17 @@ struct ForwardSm90Problem {
     long long m, n, k;        // rows of x, features, what is summed over
     long long y_row;          // row pitch of y, in elements; in samples, their length
     long long ld_deviations;  // and of the deviations
-    long long panel;          // column blocks that are taken row by row, see TileScheduler
+    // The order of tiles (TileScheduler): columns of tiles in a panel, and in all whole panels; the reciprocals, for
+    // quotient(), of the tiles of a panel, of its columns, and of the columns that are left, in MODE_TRAINING of the rows
+    long long panel, grouped, of_panel, of_columns, of_rest;
     // MODE_TRAINING: how many parts the rows have for the first in_panels blocks of features, and for the others
-    // (RowParts). K_IN_SAMPLES: parts_alone is the number of splits of k
-    long long in_panels, parts_in_panels, parts_alone;
+    // (RowParts). MODE_RECOMPUTE: parts_alone of all, and their tiles (OwnTiles). K_IN_SAMPLES: parts_alone splits of k
+    long long in_panels, parts_in_panels, parts_alone, tiles_of_part, longer_parts;
     long long flags;      // FLAG_VECTOR_Y, FLAG_CUMULATIVE, FLAG_ALONE; in MODE_GEMM FLAG_INDEPENDENT
     long long signature;  // what this call is, of a group
+#if CHANNELS_FIRST
+    long long tiles, tiles_of_sample, of_sample;  // rows of tiles; of a sample, and their reciprocal (sm90/samples.cuh)
+#endif
     long long bias, scale, gamma, beta, running_mean, running_var;  // vector codes, see fetch
     double momentum, eps, number;  // number: the scale of all features, where there is no vector
 #if RENORM

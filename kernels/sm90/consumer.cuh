@@ -248,11 +248,11 @@ struct Consumer : Cta {
                     return pack_of(h, e[Accumulator::at(j, h, 0)], e[Accumulator::at(j, h, 1)]);
                 };
                 if constexpr (CHANNELS_FIRST) {  // no transposition: 64 features of 64 rows, 128 bytes each
-                    const u32 start = smem(staging) + (16 * warp + (lane & 15)) * 128;
+                    const u32 start =
+                        smem(staging) + (16 * warp + (lane & 15)) * 128 + (((lane / 16) ^ (lane & 7)) << 4);
 #pragma unroll
                     for (int j = 0; j < PASS_M / 8; j += 2)
-                        stmatrix(start + (((j + lane / 16) ^ (lane & 7)) << 4), packed(j, 0), packed(j, 1),
-                                 packed(j + 1, 0), packed(j + 1, 1));
+                        stmatrix(start ^ (j << 4), packed(j, 0), packed(j, 1), packed(j + 1, 0), packed(j + 1, 1));
                 } else {
                     const u32 start = smem(staging) + (lane / 16 * 8 + (lane & 7)) * 128 +
                                       (((2 * warp + (lane / 8 & 1)) ^ (lane & 7)) << 4);
@@ -267,9 +267,10 @@ struct Consumer : Cta {
             if (TO_Y && !(p.flags & FLAG_VECTOR_Y)) {
                 store_pieces(staging, row * BLOCK_M + pass * PASS_M, block * BLOCK_N + 64 * half, lane);
             } else if (CHANNELS_FIRST) {
-                const Samples::Place at = samples().place(row);
-                if (storer && block < blocks)
+                if (storer && block < blocks) {
+                    const Samples::Place at = samples().place(row);
                     tma_store(&map, staging, at.first + pass * PASS_M, block * BLOCK_N + 64 * half, at.sample);
+                }
             } else if (K_IN_SAMPLES) {
                 const OfSplit at = of_split(row);
                 if (storer && block < blocks)
@@ -422,8 +423,8 @@ struct Consumer : Cta {
 
     __device__ __forceinline__ void run() {
         float d[ACC];
-        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-            const auto [row, block] = scheduler.at(i, rank);
+        for (; has(nth); nth++) {
+            const auto [row, block] = tile(nth, rank);
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);

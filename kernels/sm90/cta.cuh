@@ -44,11 +44,11 @@ struct Tile {
 
 // The order in which clusters take tiles of BLOCK_M rows by CLUSTER * BLOCK_N features. Columns of tiles come in panels
 // of `panel`, and a panel row by row, so that one reading of x serves a panel. In MODE_TRAINING the last columns come
-// one at a time: less is then left for the deferred epilogue at the end. In MODE_RECOMPUTE all columns are one panel,
-// and their number divides the number of clusters, so that a cluster keeps to its column. In MODE_CLUSTER_BATCH cluster
-// i has all rows of block i.
+// one at a time: less is then left for the deferred epilogue at the end. In MODE_CLUSTER_BATCH cluster i has all rows of
+// block i. MODE_RECOMPUTE has OwnTiles.
 struct TileScheduler {
-    int rows, cols, panel;
+    int rows, cols, panel, grouped;
+    u64 of_panel, of_columns, of_rest;
     __device__ int groups() const { return (rows + SPLIT_K - 1) / SPLIT_K; }  // of SPLIT_K rows of tiles
     __device__ int count() const { return groups() * cols; }
     // tile i of its cluster, for the CTA of this rank
@@ -56,16 +56,40 @@ struct TileScheduler {
         if constexpr (MODE == MODE_CLUSTER_BATCH) return {rank, i};
         const int height = groups();
         int r = 0, c = i;
-        if (height > 1) {  // otherwise no divisions: the first load would wait for them
-            const int grouped =
-                (cols - 1) / panel * panel;  // columns in whole panels, with at least one column left over
-            int first = i / (height * panel) * panel, width = min(panel, cols - first);
-            if (MODE == MODE_TRAINING && first >= grouped) width = 1, first = i / height;
-            i -= first * height;
-            r = i / width, c = first + i % width;
+        if (height > 1) {
+            const int first = quotient(i, of_panel) * panel;
+            if (MODE == MODE_TRAINING && first >= grouped) {
+                c = quotient(i, of_rest), r = i - c * height;
+            } else {
+                i -= first * height;
+                r = quotient(i, first < grouped ? of_columns : of_rest);
+                c = first + i - r * (first < grouped ? panel : cols - grouped);
+            }
         }
         return {r * SPLIT_K + rank % SPLIT_K, c * CLUSTER + rank / SPLIT_K};
     }
+};
+
+// The tiles of a cluster in MODE_RECOMPUTE, where it keeps to one column. The clusters of a column share its rows in
+// `parts`, as evenly as possible: the first longer_parts have one more. The rows of part i are i, i + parts, ...; with
+// CHANNELS_FIRST they are neighbours, so that the rows of x in a part follow from two tiles.
+struct OwnTiles {
+    int col, part;
+    int first, step, count;  // the rows of tiles that the cluster has: first, first + step, ...
+
+    __device__ OwnTiles() = default;
+    __device__ explicit OwnTiles(const ForwardSm90Problem& p, int cols) {
+        part = quotient(cluster_id(), p.of_rest), col = cluster_id() - part * cols;
+        const int of_part = (int)p.tiles_of_part, longer = (int)p.longer_parts;
+        first = CHANNELS_FIRST ? part * of_part + min(part, longer) : part;
+        step = CHANNELS_FIRST ? 1 : (int)p.parts_alone;
+        count = of_part + (part < longer);
+    }
+    // All tiles but the last come again, from the end: what was read last is still in L2.
+    __device__ __forceinline__ int row(int nth) const {
+        return first + (nth < count ? nth : 2 * count - 2 - nth) * step;
+    }
+    __device__ __forceinline__ int visits() const { return 2 * count - 1; }
 };
 
 // A run is tiles of a CTA that follow each other and have the same features. In inference their constants are loaded
@@ -103,13 +127,9 @@ struct Cta {
     const int clusters, first_step, steps, blocks;  // steps: of k, for this CTA; blocks: of features
     const size_t features;
     const TileScheduler scheduler;
+    const OwnTiles own_tiles;
 
-    // CHANNELS_FIRST: the tiles of the samples,
-    __device__ __forceinline__ Samples samples() const {
-        return {(int)p.y_row, scheduler.rows, clusters / scheduler.cols};
-    }
-    // and the part of them that a CTA has in MODE_RECOMPUTE.
-    __device__ __forceinline__ int part() const { return cluster_id() / scheduler.cols; }
+    __device__ __forceinline__ Samples samples() const { return samples_of(p); }
 
     // K_IN_SAMPLES: rows of tiles come split by split.
     struct OfSplit {
@@ -122,29 +142,25 @@ struct Cta {
 
     // How many tiles this CTA has,
     __device__ __forceinline__ int tiles() const {
-        if constexpr (CHANNELS_FIRST && MODE == MODE_RECOMPUTE)
-            return samples().first(part() + 1) - samples().first(part());
+        if constexpr (MODE == MODE_RECOMPUTE) return own_tiles.count;
         return (scheduler.count() - 1 - cluster_id()) / clusters + 1;
     }
 
     // and how many it multiplies.
-    __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? 2 * tiles() - 1 : tiles(); }
+    __device__ __forceinline__ int products() const { return MODE == MODE_RECOMPUTE ? own_tiles.visits() : tiles(); }
 
     __device__ __forceinline__ bool is_there(int row, int block) const {
         return block < blocks && (SPLIT_K == 1 || MODE == MODE_CLUSTER_BATCH || row < scheduler.rows);
     }
 
-    // The number of this CTA's nth tile; there is one if it is below scheduler.count(). In MODE_RECOMPUTE all tiles but
-    // the last come again, from the end: what was read last is still in L2.
-    __device__ __forceinline__ int tile(int nth) const {
-        if constexpr (MODE == MODE_RECOMPUTE) {
-            const int last = tiles() - 1;
-            if (nth > last) nth = nth <= 2 * last ? 2 * last - nth : last + 1;
-            if constexpr (CHANNELS_FIRST)
-                return nth > last ? scheduler.count()
-                                  : (samples().first(part()) + nth) * scheduler.cols + cluster_id() % scheduler.cols;
-        }
-        return cluster_id() + nth * clusters;
+    // Whether there is an nth tile for this CTA to multiply, and which it is.
+    __device__ __forceinline__ bool has(int nth) const {
+        if constexpr (MODE == MODE_RECOMPUTE) return nth < own_tiles.visits();
+        return cluster_id() + nth * clusters < scheduler.count();
+    }
+    __device__ __forceinline__ Tile tile(int nth, int rank) const {
+        if constexpr (MODE == MODE_RECOMPUTE) return {own_tiles.row(nth), own_tiles.col * CLUSTER + rank};
+        return scheduler.at(cluster_id() + nth * clusters, rank);
     }
 
     // The parts of the rows of a block's features: each tile is one, or, if merges_tiles(block), all tiles that a CTA
@@ -152,9 +168,7 @@ struct Cta {
     // end, when all CTAs wait.
     __device__ __forceinline__ RowParts parts(int block) const {
         const int tiles = MODE == MODE_CLUSTER_BATCH ? ((int)m + BLOCK_M - 1) / BLOCK_M : scheduler.rows;
-        const int count = MODE == MODE_CLUSTER_BATCH ? tiles
-                          : MODE == MODE_RECOMPUTE   ? clusters / scheduler.cols
-                                                     : part_count(block);
+        const int count = MODE == MODE_CLUSTER_BATCH ? tiles : part_count(block);
         const int each = count == tiles ? 1 : tiles / count, rest = tiles - each * count, most = each + (rest > 0);
         return {count,
                 (int)m,
@@ -177,7 +191,7 @@ struct Cta {
     // The statistics of the parts of a block's features, [part][BLOCK_N]. Those of merged tiles lie behind those of all
     // tiles.
     __device__ __forceinline__ Word* words_of(int block) const {
-        size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? clusters / scheduler.cols : scheduler.rows);
+        size_t before = (size_t)block * (MODE == MODE_RECOMPUTE ? (int)p.parts_alone : scheduler.rows);
         if (merges_tiles(block)) {
             const int in_panels = min(block, (int)p.in_panels);
             before =

@@ -56,7 +56,7 @@ __device__ inline void Cta::load_epilogue(Epilogue (&coef)[CHUNK], int row, int 
 // order. A ticket hands them out. One warp does a piece alone: no warp waits for another.
 __device__ inline void Cta::epilogue_of_deferred_rows(int unit, int backoff) const {
     const int nth = unit / DEFERRED_PIECES;
-    const auto [row, block] = scheduler.at(tile(nth), cluster_rank());
+    const auto [row, block] = tile(nth, cluster_rank());
     if (block >= blocks) return;
     // wait first for this CTA, then for one word, the last that is merged, then for all: polling must not crowd others
     // out of L2
@@ -119,9 +119,7 @@ __device__ inline void Cta::epilogue_of_deferred_tiles(int backoff) const {
 
 // Loads what the consumers need for the epilogue of the CTA's last tile. By one warp.
 __device__ __forceinline__ void Cta::load_last_tile_arguments(int lane) const {
-    // with CHANNELS_FIRST a CTA has one block, and its tiles are not `clusters` apart
-    const int last = CHANNELS_FIRST ? tile(0) : (tiles() - 1) * clusters + cluster_id();
-    const auto [row, block] = scheduler.at(last, cluster_rank());
+    const auto [row, block] = tile(tiles() - 1, cluster_rank());
 #pragma unroll
     for (int c = lane; c < BLOCK_N; c += 32)
         if (block * BLOCK_N + c < n) {

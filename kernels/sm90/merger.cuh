@@ -59,18 +59,17 @@ __device__ __forceinline__ void Cta::merge(int lane, int rank, int which) const 
     const bool tracked = !RANKS && (f.running_mean_code & 7) != KIND_ABSENT;
     Welford own[BLOCK_N / 32];
     int nth = 0;
-    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-        if (MODE == MODE_RECOMPUTE && nth > 0)
-            break;  // all tiles are one part, which has the number of the first one's row
-        const auto [row, block] = scheduler.at(i, rank);
+    for (; has(nth); nth++) {
+        if (MODE == MODE_RECOMPUTE && nth > 0) break;  // all tiles are one part
+        const auto [row, block] = tile(nth, rank);
         if (block >= blocks) continue;
         const bool merges_tiles = this->merges_tiles(block);
         const RowParts parts = this->parts(block);
         const int share = parts.share(), lanes = parts.lanes(),
-                  first = share * (CHANNELS_FIRST ? part()
-                                   : merges_tiles ? row % parts.count
-                                                  : row);
-        const int backoff = MODE == MODE_RECOMPUTE || i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
+                  first = share * (MODE == MODE_RECOMPUTE ? own_tiles.part
+                                   : merges_tiles         ? row % parts.count
+                                                          : row);
+        const int backoff = MODE == MODE_RECOMPUTE || !has(nth + 1) ? SHORT_BACKOFF : LONG_BACKOFF;
         if (merges_tiles) {
             merge(own, nth, row, block, backoff);
             if (row + parts.count < scheduler.rows) continue;  // more of its tiles come
@@ -165,16 +164,16 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     struct Share {
         int block, first, end;
     };
-    const auto share_of = [&](int i) -> Share {
-        const auto [row, block] = scheduler.at(i, rank);
+    const auto share_of = [&](int nth) -> Share {
+        const auto [row, block] = tile(nth, rank);
         const int count = part_count(block);
         if (block >= blocks || (merges_tiles(block) && row + count < scheduler.rows)) return {block, 0, 0};
         const int share = parts(block).share(), first = share * (merges_tiles(block) ? row % count : row);
         return {block, first, min(first + share, BLOCK_N)};
     };
-    for (int i, nth = 0; (i = tile(nth)) < scheduler.count(); nth++) {
-        const auto [block, first, end] = share_of(i);
-        const int backoff = i + clusters >= scheduler.count() ? SHORT_BACKOFF : LONG_BACKOFF;
+    for (int nth = 0; has(nth); nth++) {
+        const auto [block, first, end] = share_of(nth);
+        const int backoff = !has(nth + 1) ? SHORT_BACKOFF : LONG_BACKOFF;
 #pragma unroll 1
         for (int base = first; base < end; base += 32) {
             const int c = base + lane_id(), feature = block * BLOCK_N + c;
@@ -207,7 +206,7 @@ __device__ __forceinline__ void Cta::join(int lane, int rank) const {
     const int left = SAVE_DEVIATIONS || tracked ? tiles() * most : 0;
 #pragma unroll 1
     for (int i = lane; i < left; i += 32) {
-        const auto [block, first, end] = share_of(tile(i / most));
+        const auto [block, first, end] = share_of(i / most);
         const int c = first + i % most, feature = block * BLOCK_N + c;
         if (c >= end || feature >= n) continue;
         const double s = fetch(f.scale, f.scale_code, feature).or_else(p.number);

@@ -6,9 +6,8 @@
 
 __device__ __forceinline__ void Cta::produce(int rank) const {
     int phase = 0, s = 0;
-    int nth = 0;
-    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-        const auto [row, block] = scheduler.at(i, rank);
+    for (int nth = 0; has(nth); nth++) {
+        const auto [row, block] = tile(nth, rank);
         // If CTAs share x, each loads half of the rows, or one limb of all rows. If they share w, each loads some rows
         // of each limb.
         const int x_part = X_SHARERS > 1 ? rank / SPLIT_K : 0,
@@ -20,16 +19,19 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
             x_row = at.first + x_part * (PRODUCT_M / X_SHARERS), depth = at.sample;
         }
         int first = first_step;
+        const int each = ((int)p.y_row + BLOCK_K - 1) / BLOCK_K;  // K_IN_SAMPLES: steps of a sample
+        int sample = 0, in_sample = 0;
         if constexpr (K_IN_SAMPLES) {
             const OfSplit at = of_split(row);
             x_row = at.row * BLOCK_M + x_part * (PRODUCT_M / X_SHARERS), first = at.split * steps;
+            sample = first / each, in_sample = first % each;
         }
 #pragma unroll 1
         for (int of_all = first; of_all < first + steps; of_all++) {
             int step = of_all, w_depth = 0;
             if constexpr (K_IN_SAMPLES) {
-                const int each = ((int)p.y_row + BLOCK_K - 1) / BLOCK_K;
-                depth = w_depth = of_all / each, step = of_all % each;
+                depth = w_depth = sample, step = in_sample;
+                if (++in_sample == each) in_sample = 0, sample++;
             }
             mbar_wait(&sh.empty[s], phase ^ 1);
             mbar_expect(&sh.full[s], STAGE_BYTES);
@@ -62,8 +64,8 @@ __device__ __forceinline__ void Cta::produce(int rank) const {
 __device__ __forceinline__ void Cta::load_constants(int warp, int lane, int rank) const {
     Run run;
     int nth = 0, start = 0;  // the first tile of the run
-    for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-        const auto [row, block] = scheduler.at(i, rank);
+    for (; has(nth); nth++) {
+        const auto [row, block] = tile(nth, rank);
         if (block >= blocks || !run.ends_before(block)) continue;
         // the run before has begun: nobody reads this slot
         for (int half = 0; half < WARPGROUPS; half++) wait_count(&sh.stored[half], start, LONG_BACKOFF);

@@ -26,13 +26,13 @@ struct Recomputer : Consumer {
         __syncwarp();
     }
 
-    // Stores y and, with SAVE_DEVIATIONS, deviations, of d = g - own.
-    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&own)[2], int row, int block) const {
+    // Stores y and, with SAVE_DEVIATIONS, deviations, of d = g - removed.
+    __device__ __forceinline__ void epilogue(float (&d)[ACC], const float (&removed)[2], int row, int block) const {
         float2 to_y[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const Centred u = sh.centred[within + 8 * h];
-            const float shift = own[h] - u.mean;
+            const float shift = removed[h] - u.mean;
             to_y[h] = make_float2(u.slope, u.offset);
 #pragma unroll
             for (int j = 0; j < ACC / 4; j++)
@@ -53,7 +53,7 @@ struct Recomputer : Consumer {
     // A warpgroup whose 64 features are beyond n: it publishes zeros, and releases all stages.
     __device__ __forceinline__ void pass_by(int part, int block) {
         if (block < blocks) publish_statistics(part, block, lane_id(), false);
-        for (; tile(nth) < scheduler.count(); nth++)
+        for (; has(nth); nth++)
             for (int step = 0; step < steps; step++) {
                 mbar_wait(&sh.full[s], phase);
                 release(s);
@@ -62,14 +62,12 @@ struct Recomputer : Consumer {
     }
 
     __device__ __forceinline__ void run() {
-        const int last = tiles() - 1;
-        const auto [part, block] =
-            scheduler.at(cluster_id(), rank);  // the row of the first tile is the number of the part
+        const int last = tiles() - 1, block = tile(0, rank).block;
         within = 64 * half + 16 * warp + lane / 4;
-        if (block * BLOCK_N + 64 * half >= n) return pass_by(part, block);
+        if (block * BLOCK_N + 64 * half >= n) return pass_by(own_tiles.part, block);
         float d[ACC];
-        for (int i; (i = tile(nth)) < scheduler.count(); nth++) {
-            const int row = scheduler.at(i, rank).row;
+        for (; has(nth); nth++) {
+            const int row = own_tiles.row(nth);
             float sum[ACC];
             int of_w[2];
             make(d, sum, of_w);
@@ -78,20 +76,18 @@ struct Recomputer : Consumer {
                 load_exponents(w_exponents, (int)n, block * BLOCK_N + within, of_w);
                 unscale(sum, d, x_exponents, (int)m, row * BLOCK_M + 2 * (lane & 3), of_w);
             }
-            float own[2] = {};  // what has been subtracted from g
+            float removed[2] = {};  // what has been subtracted from g
             if (nth <= last) {
                 const int rows = CHANNELS_FIRST ? samples().rows_of(row) : min((int)m - row * BLOCK_M, BLOCK_M);
+                const int before = CHANNELS_FIRST ? samples().rows_between(own_tiles.first, row) : nth * BLOCK_M;
                 float of_tile[2];
-                centre(d, rows, lane, own, of_tile);
-                const auto before = [&] {  // rows of the tiles that so_far has
-                    return CHANNELS_FIRST ? samples().rows_between(samples().first(part), row) : nth * BLOCK_M;
-                };
+                centre(d, rows, lane, removed, of_tile);
 #pragma unroll
-                for (int h = 0; h < 2; h++) so_far[h].merge(own[h], of_tile[h], before(), rows);
+                for (int h = 0; h < 2; h++) so_far[h].merge(removed[h], of_tile[h], before, rows);
                 if (nth < last) continue;
-                publish_statistics(part, block, lane, true);
+                publish_statistics(own_tiles.part, block, lane, true);
             }
-            epilogue(d, own, row, block);
+            epilogue(d, removed, row, block);
         }
         if (storer) tma_store_wait_read<0>();  // shared memory must outlive the stores that read it
     }

@@ -146,6 +146,11 @@ def assert_copied_or_given(given: Matrix, at: Matrix, rows: int, columns: int, s
     assert pitch >= (columns if at.strides[1] == 1 else rows)
 
 
+def quotient(a: int, reciprocal: int) -> int:
+    """As `quotient` in kernels/common/common.cuh."""
+    return 4 * a * reciprocal >> 64
+
+
 def is_recompute(one: OneLaunch) -> bool:
     return dict(one.kernel.defines)["MODE"] == MODES["recompute"]
 
@@ -168,9 +173,9 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
         assert one.clusters == tiles and p.k > one.split and not is_recompute(one)
     features, parts = -(-p.n // SM90_BLOCK_N) * SM90_BLOCK_N, -(-p.m // one.block_m)
     if is_recompute(one):  # all tiles of a cluster have the same features
-        assert one.clusters % one.panel == 0 and one.cooperative
-        assert one.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
-        parts = one.clusters // one.panel
+        assert one.clusters % one.order.panel == 0 and one.cooperative
+        assert one.order.panel == -(-p.n // (SM90_BLOCK_N * one.cluster))
+        parts = one.clusters // one.order.panel
     end = 0
     if is_cluster_batch(one):  # each cluster has one tile
         assert p.m <= one.block_m * of_rows and one.clusters == tiles and one.shares_weight and not one.cooperative
@@ -204,9 +209,11 @@ def assert_one_launch_fits(p: Matmul, one: OneLaunch) -> None:
 def assert_merged_parts_fit(p: Matmul, one: OneLaunch) -> None:
     """After the words of all tiles there is room for those of merged parts."""
     rows, blocks = -(-p.m // one.block_m), -(-p.n // SM90_BLOCK_N)
-    counts = [one.parts_in_panels if block < one.in_panels else one.parts_alone for block in range(blocks)]
+    counts = [
+        one.order.parts_in_panels if block < one.order.in_panels else one.order.parts_alone for block in range(blocks)
+    ]
     if not is_recompute(one) and any(count != rows for count in counts):
-        assert one.defers and one.in_panels < blocks and all(1 <= count <= rows for count in counts)
+        assert one.defers and one.order.in_panels < blocks and all(1 <= count <= rows for count in counts)
         assert (rows * blocks + sum(counts)) * SM90_BLOCK_N * 16 <= one.merged
 
 

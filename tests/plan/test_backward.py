@@ -256,7 +256,7 @@ def test_a_product_of_few_terms_is_written_row_by_row(dtype: str) -> None:
         decided = backward_plan(contiguous(B, 8192, 8192, dtype), training=True, needs=("weight",), gemm="sm90").weight
         assert decided is not None and decided.one is not None
         columns = -(-8192 // (SM90_BLOCK_N * decided.one.cluster))
-        assert (decided.one.panel == columns) == (B <= FEW_TERMS)
+        assert (decided.one.order.panel == columns) == (B <= FEW_TERMS)
 
 
 @pytest.mark.parametrize(

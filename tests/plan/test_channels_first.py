@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from gsbn._plan import (
 from gsbn._plan.problem import ITEMSIZE, VECTORS, ceil_div
 from gsbn._plan.program import Launch, Program
 from gsbn._plan.sm90_variants import CHANNELS_FIRST_TILES, SM90_BLOCK_N
-from tests.plan.fits import known
+from tests.plan.fits import known, quotient
 from tests.plan.seen import assert_steps_fit
 from tests.support.fake_gpu import HOPPER, Array, gpu
 
@@ -59,11 +60,11 @@ def defines(launch: Launch) -> dict[str, str]:
     return dict(launch.kernel.defines)
 
 
-def first(length: int, tiles: int, parts: int, part: int, block_m: int) -> tuple[int, int]:
+def first(fields: Mapping[str, int], part: int, block_m: int) -> tuple[int, int]:
     """As Samples in kernels/sm90/samples.cuh: the first tile of a part, and the rows before it."""
-    tile = tiles * part // parts
-    each = ceil_div(length, block_m)
-    return tile, tile // each * length + tile % each * block_m
+    tile = part * fields["tiles_of_part"] + min(part, fields["longer_parts"])
+    sample = quotient(tile, fields["of_sample"])
+    return tile, sample * fields["y_row"] + (tile - sample * fields["tiles_of_sample"]) * block_m
 
 
 @given(
@@ -95,6 +96,7 @@ def test_every_plan_fits(
         sums, dg = program.launches("channel_sums")[0], program.launches("channel_dg")[0]
         rows, splits = sums.fields["sums_rows"], sums.fields["splits"]
         assert (splits - 1) * rows < p.m // 8 <= splits * rows and sums.fields == dg.fields
+        assert all(quotient(word, sums.fields["reciprocal"]) == word // eighths for word in (0, eighths, p.m // 8 - 1))
         assert_split_fits(program.launches("forward_sm90")[-1], p, length)
 
 
@@ -127,7 +129,8 @@ def assert_forward_fits(launch: Launch, p: Matmul, length: int) -> None:
         return
     parts, rest = divmod(clusters, columns)
     assert rest == 0 and 1 <= parts <= tiles
-    bounds = [first(length, tiles, parts, part, block_m) for part in range(parts + 1)]
+    assert (launch.fields["tiles"], launch.fields["parts_alone"], launch.fields["y_row"]) == (tiles, parts, length)
+    bounds = [first(launch.fields, part, block_m) for part in range(parts + 1)]
     assert bounds[0] == (0, 0) and bounds[-1] == (tiles, p.m)
     assert all(b > a and rows_b > rows_a for (a, rows_a), (b, rows_b) in pairwise(bounds))
 

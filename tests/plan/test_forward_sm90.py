@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 from gsbn._cuda import driver as _driver
 from gsbn._plan import ITEMSIZE, SM90_BLOCK_N, Device, Limits, Matmul, Matrix
 from gsbn._plan.backward_passes import FUSED_CTAS, FUSED_ROWS
-from gsbn._plan.gemm import OfCall, candidates
+from gsbn._plan.declared import reciprocal
+from gsbn._plan.gemm import OfCall, TileOrder, candidates
 from gsbn._plan.sm90_variants import ELEMENTS, LIMBS_RS_TILES, MODES, SPLIT_K_TILES, SPLIT_K_TILES_BY_MODE
-from tests.plan.fits import FIELDS, H200, assert_limb_gemm_fits, assert_one_launch_fits, contiguous, is_cluster_batch
+from tests.plan.fits import (
+    FIELDS,
+    H200,
+    assert_limb_gemm_fits,
+    assert_one_launch_fits,
+    contiguous,
+    is_cluster_batch,
+    quotient,
+)  # fmt: skip
 from tests.plan.seen import backward_plan, plan
 
 
@@ -172,19 +181,20 @@ def test_a_part_has_all_tiles_of_a_cluster_in_a_column(
     one = plan(contiguous(m, n, 512, element)._replace(limits=limits), training=True, gemm="sm90").one
     assert one is not None and one.defers and (one.block_m, one.cluster) == tile
     rows, columns = -(-m // one.block_m), -(-n // (SM90_BLOCK_N * one.cluster))
-    grouped = (columns - 1) // one.panel * one.panel
+    grouped = (columns - 1) // one.order.panel * one.order.panel
     order = [
         (row, column)
-        for first in range(0, grouped, one.panel)
+        for first in range(0, grouped, one.order.panel)
         for row in range(rows)
-        for column in range(first, first + one.panel)
+        for column in range(first, first + one.order.panel)
     ]
     order += [(row, column) for column in range(grouped, columns) for row in range(rows)]
-    assert len(order) == rows * columns and one.in_panels == grouped * one.cluster
+    assert len(order) == rows * columns and one.order.in_panels == grouped * one.cluster
+    assert order == [tile_at(one.order, i, rows, columns, training=True) for i in range(len(order))]
     of_parts: dict[tuple[int, int], tuple[int, list[int]]] = {}
     for cluster in range(one.clusters):
         for nth, (row, column) in enumerate(order[cluster :: one.clusters]):
-            count = one.parts_in_panels if column < grouped else one.parts_alone
+            count = one.order.parts_in_panels if column < grouped else one.order.parts_alone
             if count != rows:
                 owner, rows_of_it = of_parts.setdefault((column, row % count), (cluster, []))
                 assert owner == cluster and row == row % count + count * len(rows_of_it)
@@ -195,6 +205,49 @@ def test_a_part_has_all_tiles_of_a_cluster_in_a_column(
         for (column, _), (_, rows_of_it) in of_parts.items()
     )
     assert of_parts or rows <= one.clusters
+
+
+def tile_at(order: TileOrder, i: int, height: int, columns: int, *, training: bool) -> tuple[int, int]:
+    """As TileScheduler in kernels/sm90/cta.cuh: the row and the column of tile i."""
+    if height == 1:
+        return 0, i
+    first = quotient(i, order.of_panel) * order.panel
+    if training and first >= order.grouped:
+        column = quotient(i, order.of_rest)
+        return i - column * height, column
+    i -= first * height
+    whole = first < order.grouped
+    row = quotient(i, order.of_columns if whole else order.of_rest)
+    return row, first + i - row * (order.panel if whole else columns - order.grouped)
+
+
+@given(st.integers(1, 60), st.integers(1, 30), st.sampled_from([1, 2, 4, 8, 100]), st.booleans())
+def test_every_tile_comes_once(height: int, columns: int, panel: int, training: bool) -> None:
+    order = TileOrder.of(height, columns, panel, training=training)
+    found = [tile_at(order, i, height, columns, training=training) for i in range(height * columns)]
+    assert sorted(found) == [(row, column) for row in range(height) for column in range(columns)]
+    panels = [column // order.panel for _, column in found]
+    assert panels == sorted(panels)  # panel by panel, and a panel row by row
+    if not training and height > 1:
+        assert found == sorted(found, key=lambda at: (at[1] // order.panel, at))
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1))
+def test_a_reciprocal_divides_exactly(a: int, divisor: int) -> None:
+    assert quotient(a, reciprocal(divisor)) == a // divisor
+    for near in (a // divisor * divisor, a // divisor * divisor - 1):  # where a quotient that is too large would show
+        assert near < 0 or quotient(near, reciprocal(divisor)) == near // divisor
+
+
+@given(st.integers(1, 5000), st.integers(1, 132))
+def test_parts_have_all_tiles(rows: int, parts: int) -> None:
+    """As OwnTiles in kernels/sm90/cta.cuh: with rows `parts` apart, and with neighbouring ones."""
+    order = TileOrder.of(rows, 1, 1).in_parts(parts, rows)
+    counts = [order.tiles_of_part + (part < order.longer_parts) for part in range(parts)]
+    assert sorted(row for part, count in enumerate(counts) for row in range(part, part + count * parts, parts)) == list(
+        range(rows)
+    )
+    assert sum(counts) == rows
 
 
 def test_few_features_take_clusters_of_one() -> None:
