@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 
 from .._arrays.kinds import Kind, kind_of
 from .._backward import How
-from ..reference import Gradients
+from .._saved import VECTOR_PARAMETERS
 
 transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 # Whether the graph is kept for another backward; True if torch cannot tell.
@@ -19,9 +19,10 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
+_NAMES = ("x", "weight", *VECTOR_PARAMETERS)
 _NEEDED = {
-    needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
-    for needed in product((False, True), repeat=len(Gradients._fields))
+    needed: tuple(name for name, need in zip(_NAMES, needed, strict=True) if need)
+    for needed in product((False, True), repeat=len(_NAMES))
 }
 
 
@@ -31,7 +32,7 @@ def goes_again(dy: Any) -> bool:
 
 
 def needed_of(needs_input_grad: tuple[bool, ...]) -> tuple[str, ...]:
-    """The names of the gradients that a node must compute: of six inputs, in the order of `Gradients`."""
+    """The names of the gradients that a node must compute, of x, weight, bias, scale, gamma and beta."""
     return _NEEDED[needs_input_grad]
 
 

@@ -18,7 +18,7 @@ from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
 from ..reference import Gradients
 from ._again import Given, gradients_again
-from ._autograd import goes_again, needed_of
+from ._autograd import goes_again
 from ._groups import group_named
 
 _SCHEMA = (
@@ -179,7 +179,7 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
     of_group, parameter, groups = ctx.last
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
     one = None if scale_shape is None else tuple(scale_shape)
-    needs = needed_of(ctx.needs_input_grad[: len(Gradients._fields)])
+    needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
     x, _, _, vectors = ctx.saved_tensors
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     how = How(training, precision, gemm, of_vectors, activation, one, group, needs, groups=groups)
