@@ -2,7 +2,7 @@
 # make test    run the tests, 10 minutes on two cores; GPU tests skip, and say why, where there is no GPU
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
-# make ranks   of these the tables of GPUs that share a batch: of two, and of four where there are four; part of bench
+# make ranks   of these the table of two GPUs that share a batch; part of bench where there are two
 # make h100    the tables of an H100, on one
 # make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
@@ -90,27 +90,27 @@ table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
 table_models_h100 = $(table_models)
 tables = kernelbench matmul autotune step many few many_step few_step inference models convolutions
 
-bench: $(tables:%=table-%) table-compare
-	$(run) examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
-		--plot docs/results/barlow_twins.png
+# Programs whose output goes into docs/results.md as it is
+text_compare = examples/compare_models.py
+text_barlow_twins = examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
+	--plot docs/results/barlow_twins.png
+texts = compare barlow_twins
+
+bench: $(tables:%=table-%) $(texts:%=table-%)
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi
 
 table-%: $(ready_test)
 	$(run) -m gsbn bench $(table_$*) --gpus 0 --json docs/results/$*.json $(ARGS)
 	$(run) tools/publish.py $*
 
-table-compare: $(ready_test)
+$(texts:%=table-%): table-%: $(ready_test)
 	mkdir -p build
-	$(run) examples/compare_models.py > build/compare.txt
-	$(run) tools/publish.py --text compare < build/compare.txt
+	$(run) $(text_$*) > build/$*.txt
+	$(run) tools/publish.py --text $* < build/$*.txt
 
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 1.5 --settle 0.5 --json docs/results/ranks.json $(ARGS)
 	$(run) tools/publish.py ranks
-	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 4 ]; then \
-		$(run) -m gsbn bench --ranks 4 --dtype bfloat16 --dtype float32 --shape 1024,8192,8192 --shape 16384,4096,4096 \
-			--shape 4096,1024,1024 --shape 1024,2048,8192 --shape 64,2048,8192 --json docs/results/ranks4.json $(ARGS) && \
-		$(run) tools/publish.py ranks4; fi
 
 h100: table-h100 table-models_h100
 

@@ -62,7 +62,7 @@ GSBN = {
     "Forward": [
         Launch(
             "forward_sm90",
-            "all of it; d, the deviations from the mean, is for the backward",
+            "all of it; d = z − mean, for the backward",
             "x weight",
             "y d",
             again=0.5,
@@ -99,7 +99,7 @@ def drawn(launch: Launch, x: float, y: float) -> list[str]:
     shapes = [f'<text x="{x:g}" y="{y:g}" font-size="12.5" fill="{INK}">{name}  {escape(launch.does)}</text>']
     read, written = launch.megabytes()
     if not read + written:
-        return [*shapes, text(x, y + 15, "vectors alone", 11, FAINT)]
+        return [*shapes, text(x, y + 15, "only vectors", 11, FAINT)]
     shapes += [bar(x, y + 6, SCALE * read, READ), bar(x + SCALE * read, y + 6, SCALE * written, WRITTEN)]
     said = f"{read + written:.0f} MB: {', '.join(launch.reads.split())}"
     said += f" → {', '.join(launch.writes.split())}" if launch.writes else ""

@@ -188,9 +188,9 @@ class How(NamedTuple):
         return Saved(x, weight, deviations, vectors, *of_call)
 
 
-def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tuple[Checked, list[Any]]:
-    """Compute on the GPU, from the arrays named ARGUMENTS. Returns the checked call and the arrays that it made;
-    `returns` of the checked call has the index of each gradient among them, in the order of `Gradients`.
+def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tuple[list[Any], list[Any]]:
+    """Compute on the GPU, from the arrays named ARGUMENTS. Returns the gradients, in the order of `Gradients`, and all
+    arrays that the call made.
 
     With `saved` the arrays are the caller's, else autograd kept them. Half a backward gets None for the arrays that it
     does not read. The first half makes dg as its last array; the second half takes dg in the place of dy.
@@ -198,12 +198,12 @@ def run(kind: Kind, arrays: Arrays, how: How, saved: Saved | None = None) -> tup
     group = how.group if how.norm else None
     found, made = run_on_gpu(BACKWARD, kind, arrays, how, group, how.limits, saved)
     assert found is not None
-    return found, made
+    return found.returned(made), made
 
 
 def _result(kind: Kind, arrays: Arrays, how: How, found: Checked | None, made: list[Any]) -> Gradients[Any]:
     assert found is not None
-    return Gradients(*(None if place is None else made[place] for place in found.returns))
+    return Gradients(*found.returned(made))
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------

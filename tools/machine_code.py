@@ -2,7 +2,7 @@
 
 python tools/machine_code.py > before.txt                       # then edit kernels/
 python tools/machine_code.py --against before.txt               # exit status 1 if any variant differs
-python tools/machine_code.py forward_sm90 MODE=2 BLOCK_M=64     # variants that have all of these words
+python tools/machine_code.py forward_sm90 MODE=MODE_TRAINING     # variants that have all of these words
 python tools/machine_code.py --arch sm_80                       # for another architecture than sm_90a
 
 Prints a line for each variant: a hash, registers per thread, bytes of stack per thread, instructions that write to the

@@ -5,10 +5,10 @@ python tools/sweep.py judge FILE                             anywhere: what this
 python tools/sweep.py fit FILE [rounds]                      anywhere: fits gsbn/_plan/h200.py to those times
 
 A problem is a shape, a dtype (bfloat16, tf32, or float32 for "highest") and a mode. Its choices are the tiles of
-forward_sm90, named BLOCK_MxCLUSTER, with xSPLIT for split-k, "of x" if limbs of the weight are made in registers,
-"twice" if g is computed twice, and "whole" if a cluster has all rows; "narrow", the skinny kernels, which compute g
-twice; and the portable path on cuBLAS. PyTorch eager is measured, too. Times are device times of calls in a row, after
-a kernel that keeps the device busy while the host enqueues; the result of each choice is compared with cuBLAS's.
+forward_sm90, named BLOCK_MxCLUSTER, with xSPLIT for split-k, "rs" if limbs of the weight are made in registers, and
+"recompute" or "cluster batch" for these ways to train; the skinny kernels; and the portable path on cuBLAS. PyTorch
+eager is measured, too. Times are device times of calls in a row, after a kernel that keeps the device busy while the
+host enqueues; the result of each choice is compared with cuBLAS's.
 docs/results/sweep.jsonl has the times of `measure`, and of 278 problems of other shapes, most of them random.
 """
 
@@ -26,7 +26,7 @@ from gsbn import _plan, warm_up
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn._plan.cost import copies_us, cublas_us
-from gsbn._plan.forward_path import passes_over_g
+from gsbn._plan.forward_path import after_product
 from gsbn._plan.gemm import LEAST_TERMS, candidates, for_cublas, for_sm90, tile_of
 from gsbn._plan.h200 import H200
 from gsbn._plan.skinny import serves_skinny, skinny_forward
@@ -38,8 +38,8 @@ DTYPES = {
     "float32": ("float32", "highest"),
 }
 MODES = ("training", "inference")
-WAYS = {"recompute": " twice", "cluster_batch": " whole"}  # ways to train, and the ends of the names of choices
-OF_X = " of x"
+WAYS = {"recompute": " recompute", "cluster_batch": " cluster batch"}  # ways to train: the ends of the names of choices
+RS = " rs"
 NAMED = [
     (1024, 8192, 8192), (16384, 4096, 4096), (4096, 1024, 1024), (128, 1024, 512), (256, 2048, 2048),
     (4096, 4096, 4096), (1024, 1024, 1024), (512, 512, 512), (64, 512, 512), (128, 8192, 8192), (32, 4096, 4096),
@@ -56,11 +56,11 @@ FAMILIES = [  # rows; features in and out, and their common divisor
     ((32, 16384), (32, 16384), 8),
     ((64, 16384), (64, 4200), 1),
 ]
-NARROW = ((4_000, 2_000_000), (8, 128), 8)
+FEW_FEATURES = ((4_000, 2_000_000), (8, 128), 8)
 SHORT = ((1_000, 100_000), (8, 256), 8)
 
 
-def shapes(count=200, narrow=40, more=160):
+def shapes(count=200, skinny=40, more=160):
     """The named shapes, then a low-discrepancy sequence on a log scale, over four families in turn.
 
     The families are few rows, many rows, and all sizes alike, with rows on 16 bytes; and rows that are not. Then come
@@ -68,8 +68,8 @@ def shapes(count=200, narrow=40, more=160):
     """
     found = list(NAMED)
     steps = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)  # of the R3 sequence
-    for index in range(1, count + narrow + more + 1):
-        families = FAMILIES if index <= count else [NARROW] if index <= count + narrow else [*FAMILIES, SHORT]
+    for index in range(1, count + skinny + more + 1):
+        families = FAMILIES if index <= count else [FEW_FEATURES] if index <= count + skinny else [*FAMILIES, SHORT]
         (few, many), (least, most), multiple = families[index % len(families)]
         b, i, o = ((0.5 + index * step) % 1 for step in steps)
         b, i, o = few * (many / few) ** b, *(least * (most / least) ** n for n in (i, o))
@@ -102,21 +102,21 @@ def problem(shape, dtype):
 
 def planned(shape, dtype, mode, among):
     """The choice of "auto" among these names."""
-    twice, whole = (any(name.endswith(how) for name in among) for how in WAYS.values())
+    recompute, cluster_batch = (any(name.endswith(how) for name in among) for how in WAYS.values())
     split = any(name.count("x") == 2 for name in among)
-    allowed = {"recompute": twice, "cluster_batch": whole, "split": split, "skinny": "narrow" in among}
-    allowed["limbs_rs"] = any(OF_X in name for name in among)
+    allowed = {"recompute": recompute, "cluster_batch": cluster_batch, "split": split, "skinny": "skinny" in among}
+    allowed["limbs_rs"] = any(RS in name for name in among)
     p = problem(shape, dtype)._replace(limits=Limits(**{name: None if yes else False for name, yes in allowed.items()}))
     program = _plan.plan_forward(p, training=mode == "training", precision=DTYPES[dtype][1])
     for launch in program.launches("forward_sm90"):
         of_kernel = next(name for name, value in KERNEL_MODES.items() if value == dict(launch.kernel.defines)["MODE"])
         if of_kernel != "gemm":
             return name_of(launch.made_of[0], of_kernel)
-    return "narrow" if program.launch("skinny_normalize") else program.path
+    return "skinny" if program.launch("skinny_normalize") else program.path
 
 
 def name_of(tile, mode):
-    end = OF_X * (tile.element == "limbs_rs") + WAYS.get(mode, "")
+    end = RS * (tile.element == "limbs_rs") + WAYS.get(mode, "")
     return f"{tile.block_m}x{tile.cluster}" + f"x{tile.split}" * (tile.split > 1) + end
 
 
@@ -193,9 +193,9 @@ def measure(limit, skip, dtypes):
                 runs[name] = forced(ours, "sm90", tile)
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
             if serves_skinny(problem(shape, dtype), precision, training, False):
-                runs["narrow"] = partial(ours, Limits(skinny=True), "auto")
+                runs["skinny"] = partial(ours, Limits(skinny=True), "auto")
                 y.fill_(float("nan"))
-                runs["narrow"]()
+                runs["skinny"]()
                 error = max(error, float(torch.linalg.norm((y - truth).float()) / torch.linalg.norm(truth.float())))
             runs["eager"] = eager
             eager()
@@ -218,7 +218,7 @@ def measure(limit, skip, dtypes):
 def choices(line):
     """The choices that "auto" may take: limbs of few terms are fast, but not accurate enough."""
     few = line["dtype"] == "float32" and line["shape"][1] < LEAST_TERMS
-    return [name for name in line["us"] if name in ("cublas", "narrow") or (name != "eager" and not few)]
+    return [name for name in line["us"] if name in ("cublas", "skinny") or (name != "eager" and not few)]
 
 
 def judged(file):
@@ -237,10 +237,10 @@ def expected(line, rates):
     """The times that the model expects of all measured choices."""
     p, precision = problem(line["shape"], line["dtype"]), DTYPES[line["dtype"]][1]
     element, mode = _plan.element_for(p.dtype, precision), line["mode"]
-    q, passes = for_cublas(p, element), passes_over_g(p, mode == "training")
-    found = {"cublas": cublas_us(q, element, passes, saves=False, rates=rates) + copies_us(q, rates=rates)}
-    if "narrow" in line["us"]:
-        found["narrow"] = skinny_forward(p, precision, training=mode == "training", saves=False, rates=rates).us
+    q, after = for_cublas(p, element), after_product(p, mode == "training")
+    found = {"cublas": cublas_us(q, element, after, saves=False, rates=rates) + copies_us(q, rates=rates)}
+    if "skinny" in line["us"]:
+        found["skinny"] = skinny_forward(p, precision, training=mode == "training", saves=False, rates=rates).us
     q = for_sm90(p, element)
     for name, tile in tiles(line["shape"], line["dtype"], mode).items():
         if name in line["us"]:

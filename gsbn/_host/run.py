@@ -72,6 +72,10 @@ class Checked:
         self.call: Call | None = None  # on a GPU
         self.returns: Any = None  # the result of `Operation.returns`
 
+    def returned(self, made: list[Any]) -> list[Any]:
+        """Of the arrays that a call made those at the places in `returns`; None for a place that is None."""
+        return [None if place is None else made[place] for place in self.returns]
+
     def may_overlap(self, pointers: list[int]) -> bool:
         """Whether the span of a written array overlaps another's. The full check then decides if that is an error."""
         where = tuple(pointers)
@@ -229,7 +233,7 @@ def run(
 
 
 def _find(
-    operation: Operation, kind: Kind, arrays: Arrays, options: Any, *more: Any
+    operation: Operation, kind: Kind, arrays: Arrays, options: Any, read_only: frozenset[str], extra: bool, within: Any
 ) -> tuple[Checked | None, Any, list[int]]:
     """What was prepared for such arguments, its key and the addresses; (None, None, []) if something is wrong."""
     try:
@@ -239,7 +243,7 @@ def _find(
         if kind.on_gpu:
             i, j, k = operation.aligned
             aligned = (pointers[i] & 15 == 0, pointers[j] & 15 == 0, pointers[k] & 15 == 0)
-        key = (operation.name, alike, options, types, aligned, *more)
+        key = (operation.name, alike, options, types, aligned, read_only, extra, within)
         return _found.get(key), key, pointers
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None, None, []  # the checks will raise an error

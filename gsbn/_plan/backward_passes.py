@@ -11,8 +11,8 @@ from .sources import Kernel, with_activation, with_ghosts, with_renorm
 from .variants import COLUMN_CLUSTERS, GHOST_KERNELS, ROW_STAGES, SUMS_CLUSTER, THREADS, backward_kernels
 
 SUMS_CTAS, DG_CTAS = 2, 2  # CTAs on an SM, of backward_sums and of backward_dg
-# In 16 bits, the most threads along a row of dy: up to FEW_ELEMENTS elements of dy, and beyond. A warp leaves more columns
-# of the last block empty, and was up to 10 % slower.
+# In 16 bits, the most threads along a row of dy: up to FEW_ELEMENTS elements of dy, and beyond. A warp leaves more
+# columns of the last block empty, and was up to 10 % slower.
 ROW_THREADS, FEW_ELEMENTS = (8, 16), 8_000_000
 SHARED_SPLITS = 4  # backward_sums uses clusters if at least this many fit per block of columns
 FUSED_ROWS, FUSED_CTAS = 1024, 2  # backward_fused does all passes up to these rows of a CTA and CTAs on an SM

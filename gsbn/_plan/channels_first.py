@@ -23,14 +23,14 @@ from .sm90_variants import (
     channels_first_sm90,
     k_in_samples_sm90,
 )
-from .sources import with_activation
+from .sources import Constants, with_activation
 from .split_k import split_k_reduction
 from .tensor_maps import L2_256B, L2_NONE
-from .variants import channels_backward, column_sums
+from .variants import THREADS, channels_backward, column_sums
 
 LEAST_LENGTH = 64  # rows of a sample; tiles of shorter ones would be more than half empty
 WORD = 8  # elements of 16 bytes
-WORDS_AT_ONCE = 1024  # that a CTA of channel_sums has in flight
+WORDS_AT_ONCE = Constants("channels_backward.cu", {})["AT_ONCE"] * THREADS  # that a CTA of channel_sums has in flight
 ITEMS = 8  # of an SM, in channel_sums and channel_dg: two or three times what is resident at once
 TILE_ELEMENTS = 16384  # what a tile's fixed costs are worth, in elements that a CTA moves
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .problem import Device, Matrix, ceil_div, round_up
+from .sources import Constants
 
-COPIES_AT_ONCE = 3  # matrices in a launch of copy_rows
-CLEARED = 16 * 256  # bytes of an item of clear
-TILE = 64  # rows and columns of an item of copy_matrix
-WORDS = 4 * 256  # of 16 bytes, in an item of copy_rows
+_ROWS = Constants("copy_rows.cu", {})
+COPIES_AT_ONCE = _ROWS["MATRICES"]  # matrices in a launch of copy_rows
+WORDS = _ROWS["WORDS"] * _ROWS["THREADS"]  # of 16 bytes, in an item of copy_rows
+CLEARED = 16 * Constants("clear.cu", {})["THREADS"]  # bytes of an item of clear
+TILE = Constants("copy_matrix.cu", {})["TILE"]  # rows and columns of an item of copy_matrix
 
 
 def in_rows(cols: int, itemsize: int) -> Matrix:

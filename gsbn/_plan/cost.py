@@ -166,20 +166,20 @@ def split_us(p: Matmul, element: str, *, prepared: bool, rates: Rates = H200) ->
     return us + (2 * rates.limb_us + mn_major * 4e-6 * p.k / rates.limb_rate if mn_major else 0.0)
 
 
-def cublas_us(p: Matmul, element: str, passes: str, *, saves: bool, rates: Rates = H200) -> float:
-    """The time of a forward by cuBLAS: its product, and the `passes` over g that follow (`passes_over_g`)."""
+def cublas_us(p: Matmul, element: str, after: str, *, saves: bool, rates: Rates = H200) -> float:
+    """The time of a forward by cuBLAS: its product, and the passes over g that follow (`after_product`)."""
     m, n, k, dtype, *_ = p
-    us = passes_us(p, passes, saves=saves, rates=rates) + (rates.ieee_call_us if element == "limbs" else 0.0)
+    us = passes_us(p, after, saves=saves, rates=rates) + (rates.ieee_call_us if element == "limbs" else 0.0)
     us += product_us(p, element, rates=rates)
     return us + (m + n) * k * ITEMSIZE[dtype] * 1e-6 / rates.operand_rate[element == "limbs"]
 
 
-def passes_us(p: Matmul, passes: str, *, saves: bool, rates: Rates = H200) -> float:
+def passes_us(p: Matmul, after: str, *, saves: bool, rates: Rates = H200) -> float:
     """The time of the passes over g, and the fixed cost of all launches of the forward."""
     size, g = ITEMSIZE[p.dtype] * (1 + saves), 4e-6 * p.m * p.n
     cold = g > 0.8 * rates.l2_mb
-    us = rates.cublas_call_us[passes] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
-    return us + (g / rates.g_rate[cold] if passes == "apart" else 0.0)
+    us = rates.cublas_call_us[after] + g * (4 + size) / 4 / rates.y_cublas_rate[cold]
+    return us + (g / rates.g_rate[cold] if after == "apart" else 0.0)
 
 
 def product_us(p: Matmul, element: str, *, to_y: bool = False, rates: Rates = H200) -> float:

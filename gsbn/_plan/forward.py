@@ -35,7 +35,7 @@ from .products import SPLIT_WORDS, Limbs, sm90_gemm
 from .program import ABSENT, Builder, Copy, Program, place
 from .skinny import Skinny, for_skinny, serves_skinny, skinny_forward
 from .sm90_variants import SM90_THREADS, by_limbs, element_for
-from .sources import with_activation, with_ghosts, with_renorm
+from .sources import Constants, with_activation, with_ghosts, with_renorm
 from .tensor_maps import map_arguments
 from .variants import (
     GHOST_FEATURES,
@@ -51,8 +51,8 @@ from .variants import (
 PREPARED = ("limbs of weight", "exponents of weight")  # extra arguments of a call with a prepared weight
 NO_VECTORS = dict.fromkeys(VECTORS, 0)
 # CTAs on an SM, and rows that a thread holds at once
-STATS_CTAS, STATS_GROUP = 2, 16
-NORMALIZE_CTAS, NORMALIZE_GROUP = 4, 4
+STATS_CTAS, STATS_GROUP = 2, Constants("scale_stats.cu", {})["GROUP"]
+NORMALIZE_CTAS, NORMALIZE_GROUP = 4, Constants("normalize.cu", {})["UNROLL"]
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,7 @@ from .gemm import LEAST_TERMS, OfCall, cheapest_tile, cublas_obstacle, for_cubla
 from .problem import ITEMSIZE, Matmul
 from .skinny import serves_skinny, skinny_forward
 from .sm90_variants import element_for
-from .variants import NARROW
+from .variants import FEW_FEATURES
 
 ONE_PASS_ROWS = 1024  # up to this many rows a CTA of normalize_fused has all of them, and computes their statistics
 
@@ -21,7 +21,7 @@ def one_pass_serves(p: Matmul, training: bool, reads_count: bool, ranks: str | N
     return training and ranks is None and not reads_count and p.m <= ONE_PASS_ROWS and p.limits.fused is not False
 
 
-def passes_over_g(p: Matmul, training: bool, reads_count: bool = False, ranks: str | None = None) -> str:
+def after_product(p: Matmul, training: bool, reads_count: bool = False, ranks: str | None = None) -> str:
     """What follows a product of cuBLAS: "inference", "one_pass", or statistics "apart" from normalize."""
     if not training:
         return "inference"
@@ -55,8 +55,8 @@ def gemm_for(
             raise ValueError(f"gemm: expected a choice that can serve this call, got {gemm!r}: {obstacle}")
         return gemm, "asked for", 0.0
     call = OfCall(prepared and apart is None, saved, reads_count, ranks == "inside")  # a bare GEMM makes all limbs
-    passes = passes_over_g(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
-    chosen, why, us = _fastest(p, precision, call, training, passes, apart, obstacles)
+    after = after_product(p._replace(m=p.m // groups), training, reads_count and groups == 1, ranks)
+    chosen, why, us = _fastest(p, precision, call, training, after, apart, obstacles)
     if p.limits.skinny is not False and serves_skinny(p, precision, training, saved):
         of_skinny = skinny_forward(p, precision, training=training, saves=saved).us
         if p.limits.skinny or of_skinny < us:
@@ -65,15 +65,15 @@ def gemm_for(
 
 
 def _fastest(
-    p: Matmul, precision: str, call: OfCall, training: bool, passes: str, apart: str | None,
+    p: Matmul, precision: str, call: OfCall, training: bool, after: str, apart: str | None,
     obstacles: dict[str, str | None],
 ) -> tuple[str, str, float]:  # fmt: skip
-    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `passes`: what
+    """The fastest path other than the skinny kernels, why, and its time in us; 0 if none was compared. `after`: what
     follows a product of cuBLAS; `apart`: why the product is a launch of its own."""
     if obstacles["sm90"] is obstacles["cublas"] is None:
         element = element_for(p.dtype, precision)
         theirs = for_cublas(p, element)
-        by_cublas = cublas_us(theirs, element, passes, saves=call.saves) + copies_us(theirs)
+        by_cublas = cublas_us(theirs, element, after, saves=call.saves) + copies_us(theirs)
         if apart and element != "limbs":
             return "cublas", f"{apart} come between two launches, which leaves a bare GEMM", by_cublas
         if element == "limbs" and p.k < LEAST_TERMS:
@@ -82,14 +82,14 @@ def _fastest(
             return "cublas", "a matrix-vector product, which it adds up in a tree", by_cublas
         taken = for_sm90(p, element)
         if apart:
-            ours = cheapest_tile(taken, "gemm", element, call).us + passes_us(p, passes, saves=call.saves)
+            ours = cheapest_tile(taken, "gemm", element, call).us + passes_us(p, after, saves=call.saves)
         else:
             ours = cheapest_tile(taken, mode_of(training), element, call).us
         ours += copies_us(taken)
         if by_cublas < ours:
             return "cublas", "its GEMM cuts this shape better than tiles of one launch", by_cublas
         return "sm90", "fastest of those that serve", ours
-    if p.dtype == "float64" and 1 < p.n <= NARROW:
+    if p.dtype == "float64" and 1 < p.n <= FEW_FEATURES:
         return "tiled", "more accurate for few features", 0.0
     chosen = next(name for name, obstacle in obstacles.items() if obstacle is None)
     better = [obstacle for obstacle in obstacles.values() if obstacle is not None]

@@ -31,7 +31,7 @@ from .sm90_variants import (
     renormalising,
 )
 from .sources import Kernel
-from .variants import NARROW, TILES, gemm_tiled, split_limbs
+from .variants import FEW_FEATURES, TILES, gemm_tiled, split_limbs
 
 CUBLAS_SMS = 16  # the least SM target given to cuBLAS; with a target of 1 it ended the process (a division by zero)
 LEAST_STEPS = 8  # steps of 128 bytes of k per CTA that split-k needs: with fewer, the exchange of sums costs more
@@ -419,7 +419,7 @@ def tiled(p: Matmul, product: str, *, wide: bool = False) -> tuple[Kernel, int, 
     if p.limits.tiled in choices:
         choices = (p.limits.tiled,)
     elif p.dtype == "float64":
-        choices = choices[-1:] if p.n <= NARROW else choices[:-1]
+        choices = choices[-1:] if p.n <= FEW_FEATURES else choices[:-1]
     for tile in choices:
         block_m, block_n, thread_m, thread_n = tile
         grid = ceil_div(p.m, block_m) * ceil_div(p.n, block_n)

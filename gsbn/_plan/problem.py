@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .sources import Constants
+
 VECTOR_PARAMETERS = ("bias", "scale", "gamma", "beta")  # vectors with gradients, in the order of Gradients
 VECTORS = (*VECTOR_PARAMETERS, "running_mean", "running_var")
 INT32_MAX = 2**31 - 1
@@ -16,9 +18,10 @@ SPLITS = 64  # the most CTAs (without clusters) per column block of scale_stats 
 # sqrt(2 / (B - 2)) roundings of dg. For two rows only eps / var is left, a digit or two in float32. Simulated on normal
 # data, 16-bit deviations pass the accuracy rule from 8 rows on, and beyond 16 rows with a third of it to spare.
 FEW_ROWS = 16
-SAVED_ROWS = 9  # O-vectors that a forward saves for its backward
-RENORM_ROWS = 11  # and with batch renormalisation
-SAVED_RATIO, SAVED_SHIFT = 9, 10  # of these: kernels/common/common.cuh
+SAVED = Constants("common/common.cuh", {})  # SAVED_...: the rows of the vectors that a forward saves for its backward
+SAVED_ROWS = SAVED["SAVED_ROWS"]  # their number
+SAVED_RATIO, SAVED_SHIFT = SAVED["SAVED_RATIO"], SAVED["SAVED_SHIFT"]  # two more, with batch renormalisation
+RENORM_ROWS = SAVED_SHIFT + 1
 
 
 class Device(NamedTuple):

@@ -105,12 +105,6 @@ def place_of(name: str) -> tuple[str, int] | None:
     return (memory, int(offset)) if plus else None
 
 
-def offset_of(name: str) -> int | None:
-    """The offset of a place in the workspace; None for the name of anything else."""
-    found = place_of(name)
-    return found[1] if found is not None and found[0] == "workspace" else None
-
-
 class Builder:
     """Collects the arrays and steps of a program."""
 

@@ -29,12 +29,12 @@ DUAL_ROWS, DUAL_CLUSTERS = (32, 64, 128), (1, 2, 4, 8)  # variants of dual_gemm:
 DUAL_INPUTS, DUAL_STEP, DUAL_THREADS = _DUAL["INPUTS"], _DUAL["STEP"], _DUAL["THREADS"]
 GHOST_KERNELS = ("backward_sums", "backward_dg", "backward_fused")  # they have variants for ghost batches
 GHOST_FEATURES = Constants("ghosts.cu", {})["LANES"]  # of an item of track_ghosts and of sum_ghosts
-NARROW = 8  # columns of the tile for few features
+FEW_FEATURES = 8  # columns of the tile for few features
 TILES: dict[
     str, tuple[tuple[int, int, int, int], ...]
 ] = {  # gemm_tiled: BLOCK_M, BLOCK_N, THREAD_M, THREAD_N, the larger first
     "float": ((128, 128, 8, 8), (64, 64, 4, 4), (32, 32, 2, 2)),
-    "double": ((64, 64, 4, 4), (32, 32, 2, 2), (128, NARROW, 4, 1)),
+    "double": ((64, 64, 4, 4), (32, 32, 2, 2), (128, FEW_FEATURES, 4, 1)),
 }
 
 

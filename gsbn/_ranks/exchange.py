@@ -17,6 +17,7 @@ import numpy as np
 from .._cuda.device import cuda, on_device
 from .._cuda.driver import beside_captures
 from .._plan.problem import letters
+from .._plan.sources import Constants
 from .group import Group
 
 _MAILBOX = 128 << 20  # bytes for all slots and ranks: enough for 131,000 features with 8 ranks
@@ -26,10 +27,13 @@ _NUMBERS = 4  # of each feature, at most: the sums of a backward in 16 bits
 _LONGEST = 1e9  # seconds; in nanoseconds it fits into 64 bits
 _INFO = struct.Struct("16s 16s q q ? 64s")  # host, process, mailbox, device, has an IPC handle, IPC handle
 _NCCL_FLOAT64 = 8
-_STATUS = {  # STATUS_ of kernels/common/ranks.cuh
-    1: "a rank did not come within {timeout:g} s",
-    2: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a backward",
-    3: "Expected more than 1 value per channel when training, got one row on all ranks together",
+_STATUS = Constants("common/ranks.cuh", {})
+_TIMEOUT, _OTHER_CALL, _ONE_ROW = (_STATUS[f"STATUS_{name}"] for name in ("TIMEOUT", "OTHER_CALL", "ONE_ROW"))
+_ERRORS = {
+    _TIMEOUT: "a rank did not come within {timeout:g} s",
+    _OTHER_CALL: "a rank makes another call: of other features, dtype or options, or a forward where this one makes a "
+    "backward",
+    _ONE_ROW: "Expected more than 1 value per channel when training, got one row on all ranks together",
 }
 
 
@@ -172,8 +176,8 @@ class Exchange:
         """The error of a call so far; empty if there is none."""
         status = ctypes.c_longlong.from_address(self._status.ptr).value
         if self._watch is not None and self._watch.late:
-            status = 1  # after an aborted NCCL call any other status may follow from it
-        return _STATUS[status].format(timeout=self._group.timeout) if status else ""
+            status = _TIMEOUT  # after an aborted NCCL call any other status may follow from it
+        return _ERRORS[status].format(timeout=self._group.timeout) if status else ""
 
     # ---- the end
 

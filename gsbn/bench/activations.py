@@ -1,4 +1,4 @@
-"""What an activation makes of the error of its input, and the gradient before it."""
+"""How an activation changes the error of its input; and the gradient with respect to that input."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OF_F, OF_SLOPE = 16, 32  # roundings in f, of |u| times the largest |f′|, and 
 
 
 def steepest(activation: Any) -> float:
-    """How much further apart two numbers can be after the activation."""
+    """The largest |f′|: by this factor at most the activation moves two numbers apart."""
     name, parameter = parts(activation)
     return _STEEPEST.get(name, max(1.0, abs(parameter or 0.0)))
 
 
 def bent(activation: Any) -> float:
-    """How much the derivative can change per change of u, on one side of its jump."""
+    """The largest |f″| on one side of a jump of f′."""
     name, parameter = parts(activation)
     return abs(parameter or 0.0) if name == "elu" else _BENT.get(name, 0.0)
 

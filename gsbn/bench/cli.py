@@ -64,7 +64,7 @@ Shape = tuple[int, int, int]
 
 
 class _Command(TyperCommand):
-    """A command that says what ``--json`` without its file could have."""
+    """A command that hints at ``-`` if ``--json`` has no file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(this == "--json" and after.startswith("--") for this, after in pairwise([*args, "--"])):
@@ -92,7 +92,7 @@ def _picture(file: Path | None) -> Path | None:
 
 
 def _list(names: Iterable[str]) -> str:
-    """What an option takes, for its help: in the column of types the terminal would break the names."""
+    """The values of an option, for its help. Typer's own list, in the column of types, would break names."""
     return ", ".join(names)
 
 
@@ -109,7 +109,7 @@ OfScale = Annotated[bool, typer.Option("--scale/--no-scale", help="Whether the l
 
 
 def main() -> None:
-    """Run the command line. What a stream's encoding lacks becomes a question mark."""
+    """Run the command line. A character that a stream cannot encode is printed as a question mark."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what replaces sys.stdout need not be a file
             stream.reconfigure(errors="replace")
@@ -132,7 +132,7 @@ def common(
 @app.command(cls=_Command)
 def info(
     as_json: AsJson = None,
-    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes that the paths are told for.")] = "1024,8192,8192",
+    shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes whose paths are shown.")] = "1024,8192,8192",
 ) -> None:
     """What this machine has, and what it lacks. Which path each dtype takes, and why."""
     sizes = _shape(shape)
@@ -152,9 +152,9 @@ def info(
 def check(
     as_json: AsJson = None,
     dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help=(
-        f"Only this of {_list(DTYPES)}; may be given again."))] = None,
+        f"One of {_list(DTYPES)}; may be repeated. By default all."))] = None,
     family: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
-        f"Only this input of {_list(FAMILIES)}; may be given again."))] = None,
+        f"One input of {_list(FAMILIES)}; may be repeated. By default all."))] = None,
     shape: Annotated[str, typer.Option(metavar="B,I,O", help="Sizes.")] = ",".join(map(str, selfcheck.SHAPE)),
     seed: Annotated[int, typer.Option(metavar="N", min=0, max=LARGEST_SEED, help="Of the random inputs.")] = 0,
     activation: OfActivation = "",
@@ -197,24 +197,24 @@ def check(
 @app.command(name="bench", cls=_Command)
 def bench_command(
     shape: Annotated[list[str] | None, typer.Option(metavar="B,I,O", help=(
-        "Sizes; may be given again, and beside --preset."))] = None,
+        "Sizes; may be repeated, and added to --preset."))] = None,
     preset: Annotated[str, typer.Option(metavar="NAME", help=(
         f"{_list(PRESETS)}: named shapes, before those of --shape. "
         "With neither: kernelbench, or small without a GPU. "
         "models, convolutions: training steps of PyTorch models, as they are and converted by gsbn.torch."))] = "",
     of_ranks: Annotated[int | None, typer.Option("--ranks", metavar="N", min=2, max=64, help=(
-        "So many processes, with a GPU each, share a batch of B rows a rank: beside "
-        "SyncBatchNorm and beside no sharing."))] = None,
+        "Start N processes, each with a GPU, that share a batch (B rows a rank); compare with "
+        "SyncBatchNorm and with no sharing."))] = None,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=0, help=(
-        "Spread the cases over so many GPUs, each with a process of its own; 0: over all."))] = 1,
+        "Spread the cases over N GPUs, with a process for each; 0: over all."))] = 1,
     model: Annotated[str, typer.Option(metavar="NAME", help=(
         "module:function that returns (model, inputs): your PyTorch model instead, plain, compiled and converted by "
         "gsbn.torch."))] = "",
     dtype: Annotated[list[str] | None, typer.Option("--dtype", metavar="DTYPE", help=(
-        f"{_list(DTYPES)}; may be given again. By default all but float64."))] = None,
+        f"{_list(DTYPES)}; may be repeated. By default all but float64."))] = None,
     mode: Annotated[str, typer.Option(metavar="NAME", help=f"{_list(MODES)}.")] = "training",
     direction: Annotated[list[str] | None, typer.Option(metavar="NAME", help=(
-        f"{_list(GEMMS_BY_DIRECTION)}; may be given again. By default forward."))] = None,
+        f"{_list(GEMMS_BY_DIRECTION)}; may be repeated. By default forward."))] = None,
     activation: OfActivation = "",
     scale: OfScale = True,
     only: Annotated[str, typer.Option(metavar="NAMES", help=f"Candidates, among {_list(NAMES)}.")] = "",
@@ -224,11 +224,11 @@ def bench_command(
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help=(
         "Trials of each candidate in a turn, interleaved."))] = Settings.rounds,
     seconds: Annotated[float, typer.Option("--seconds", metavar="SECONDS", min=0, help=(
-        f"No new round after this long, but {turns.LEAST_ROUNDS} a turn at least."))] = Settings.seconds,
+        f"Start no round after this time, but run at least {turns.LEAST_ROUNDS} a turn."))] = Settings.seconds,
     settle: Annotated[float, typer.Option(metavar="SECONDS", min=0, help=(
-        "Seconds at most until the clocks settle."))] = Settings.settle,
+        "Wait at most this long until the clocks settle."))] = Settings.settle,
     calls: Annotated[int | None, typer.Option(metavar="N", min=1, help=(
-        "Calls a trial; 1 times them cold."))] = None,
+        "Calls a trial; 1: with a cold L2 cache."))] = None,
     as_json: AsJson = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=_picture, help=(
         "Save bars and a roofline: PNG, SVG or PDF."))] = None,
@@ -284,7 +284,7 @@ def bench_command(
 
 
 class _Bench(NamedTuple):
-    """What the options ask for: who shows the report, candidates, and what runs them."""
+    """What the options ask for: what to run, and how to show its report."""
 
     view: page.View
     known: Collection[str]  # candidates by name
@@ -341,7 +341,7 @@ def _of_ranks(count: int, shapes: list[str], kinds: list[str], directions: list[
 
 
 def _refuse(given: dict[str, Any], why: str) -> None:
-    """Options that have a value and must have none."""
+    """Raise BadParameter for the first of these options that has a value."""
     for option in (option for option, value in given.items() if value):
         raise typer.BadParameter(why, param_hint=f"'{option}'")
 

@@ -28,7 +28,7 @@ Trial = Callable[[], float]  # runs one trial, returns seconds per call
 
 
 class Clock:
-    """The wall clock of a CPU, where host and device are one and no cache is flushed; ``GpuClock`` refines it."""
+    """The wall clock, for a CPU: host and device are the same, and no cache is flushed. ``GpuClock`` overrides it."""
 
     xp: Any = np  # the module of the arrays, numpy or cupy
 
@@ -41,7 +41,7 @@ class Clock:
         return lambda: self._wall(candidate, calls), "wall"
 
     def host(self, candidate: Candidate) -> float | None:
-        """Seconds until one call returns to the host, the device being idle and not waited for; None on the CPU."""
+        """Seconds until a call on an idle device returns to the host, which does not wait for it; None on a CPU."""
         return None
 
     def extra_memory(self, candidate: Candidate) -> int | None:

@@ -42,7 +42,7 @@ NOT_CAPTURED = ("pytorch", "pytorch-sync")
 
 
 class Task(NamedTuple):
-    """What the ranks are told to do."""
+    """The work of the ranks."""
 
     size: int
     store: str  # the file through which they meet
@@ -90,7 +90,7 @@ class World:
         }
 
     def say(self, word: Any) -> None:
-        """Tell the process that started the ranks."""
+        """Send this to the process that started the ranks, if this is rank 0."""
         if self.rank == 0:
             self._queue.put(word)
 
@@ -130,7 +130,7 @@ class World:
             raise
 
     def all_reduce(self) -> None:
-        """Reduce one float, for nothing but its time."""
+        """All-reduce one float, only for the time that this takes."""
         self.torch.distributed.all_reduce(self._one)
 
     def free(self) -> None:
@@ -224,14 +224,15 @@ class RankRun(CaseRun):
         return self.world.now()
 
     def attempt(self, entry: Entry, step: Callable[[Entry], None]) -> None:
-        """Let a check fail alone, on all ranks. In any other step the ranks wait for each other: an error ends all."""
+        """Run a step. A check that fails on one rank fails on all, and the other entries go on. In other steps the
+        ranks wait for each other, so an error ends the run."""
         if step == self.check:
             entry.failure = self._together(lambda: step(entry))
         else:
             step(entry)
 
     def _together(self, step: Callable[[], Any]) -> str:
-        """Why a step failed on any rank; empty where it did not."""
+        """Run a step; returns why it failed on any rank, or an empty string."""
         failure = ""
         try:
             step()
@@ -283,7 +284,7 @@ class RankRun(CaseRun):
                 entry.trials["graph"] = lambda: world.trial(replays[0], 1) / CAPTURED
 
     def finish(self) -> None:
-        """See that no group met with an error in a replay, which raises none; then tell the results."""
+        """Check the groups for errors of replays, which raise none; then send the results."""
         for entry in self.live():
             if (group := self.world.groups.get(entry.name)) is not None:
                 entry.failure = self._together(group.check)
@@ -291,7 +292,7 @@ class RankRun(CaseRun):
 
 
 def work(rank: int, task: Task, words: Any) -> None:
-    """Run what the task says; rank 0 puts its progress and results into the queue ``words``."""
+    """Run the task; rank 0 puts its progress and results into the queue ``words``."""
     world = World(rank, task, words)
     with libraries.no_grad():
         for _, alike in itertools.groupby(task.cases, key=lambda case: dataclasses.replace(case, direction="forward")):

@@ -52,7 +52,8 @@ def cases(
     directions: Sequence[str] = (),
     gpu: bool = True,
 ) -> list[Case]:
-    """Shapes (rows a rank, I, O) in these dtypes and directions; for what is empty, the table's, or smaller ones."""
+    """Cases of these shapes (rows a rank, I, O), dtypes and directions. If one is empty, those of the published table
+    take its place; on a CPU smaller shapes."""
     chosen, ways = list(shapes) or (SHAPES if gpu else REDUCED), list(directions) or DIRECTIONS
     found = cases_of(chosen, kinds or ["bfloat16" if gpu else "float32"], directions=ways)
     if gpu and not shapes and not kinds:
@@ -61,7 +62,7 @@ def cases(
 
 
 def device_for(ranks: int) -> str:
-    """Where so many ranks run, cuda or cpu; RuntimeError where they cannot."""
+    """The device of so many ranks, cuda or cpu; RuntimeError if they cannot run."""
     torch = libraries.load(["pytorch"])["torch"]
     if torch is None or not torch.distributed.is_available():
         raise RuntimeError("ranks talk through torch.distributed, which is not installed: pip install torch")
@@ -103,7 +104,7 @@ def run(
 
 
 def _words(task: Task, worker: Callable[..., None]) -> Iterator[Any]:
-    """Start the ranks, and give what rank 0 says, until all have ended. Afterwards they have ended in any case."""
+    """Start the ranks and yield what rank 0 sends. When this returns or raises, all ranks have ended."""
     torch = libraries.load(["pytorch"])["torch"]
     words: Any = multiprocessing.get_context("spawn").SimpleQueue()
     processes = torch.multiprocessing.start_processes(

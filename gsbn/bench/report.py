@@ -182,17 +182,10 @@ class Report:
 
     @classmethod
     def load(cls, file: str | Path) -> Report:
-        """A report that ``save_json`` wrote, but for how many samples its medians are of.
-
-        Those that have ``"schema": 2`` are of layers. They had one turn.
-        """
+        """A report that ``save_json`` wrote, but for how many samples its medians are of."""
         saved = json.loads(Path(file).read_text(encoding="utf-8"))
-        if (schema := saved.pop("schema")) == 2:
-            saved |= {"bench": "layers", "device": "cuda" if saved["environment"]["gpus"] else "cpu"}
-            saved["settings"]["turns"] = 1
-            del saved["settings"]["graph"]
-        elif schema != SCHEMA:
-            raise ValueError(f"{file}: expected a report of schema 2 or {SCHEMA}, got {schema}")
+        if (schema := saved.pop("schema")) != SCHEMA:
+            raise ValueError(f"{file}: expected a report of schema {SCHEMA}, got {schema}")
         saved["results"] = tuple(map(Result.of_row, saved["results"]))
         saved["settings"] = Settings(**saved["settings"])
         saved["rates"] = Rates(**saved["rates"]) if saved["rates"] else None

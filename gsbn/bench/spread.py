@@ -46,7 +46,7 @@ def run(
 
 
 def shares(cases: Sequence[Any], gpus: int) -> list[list[Any]]:
-    """What each GPU gets, where there is something for it: of each dtype as many cases as any other, by turns."""
+    """The cases of each GPU that gets any. They are dealt out in turn, dtype by dtype, so each gets as many of each."""
     by_dtype = sorted(cases, key=lambda case: str(case.kind))
     return [part for number in range(gpus) if (part := by_dtype[number::gpus])]
 
@@ -75,7 +75,7 @@ _progress: list[Progress] = []  # of this process
 
 
 def _begin(number: int, of: int, done: MutableSequence[float]) -> None:
-    """See one GPU alone, and have a share of the cores; called before anything of CUDA is."""
+    """Let this process see one GPU and use its share of the cores. Must run before CUDA is initialised."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(each) for each in range(of)] if seen is None else seen.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number] if number < len(gpus) else ""

@@ -18,7 +18,7 @@ Cell = str | Text
 def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], left: Collection[str] = ()
 ) -> None:
-    """Print a table of which no number is cut: what does not fit beside the others is printed below them.
+    """Print a table without cutting numbers: columns that do not fit are printed below, as another part.
 
     The first column names the rows and stands before each part. A column without any value is left out, and a table
     without any is not printed. Columns named in ``left`` are flush left.

@@ -85,7 +85,7 @@ class CaseRun:
         raise NotImplementedError
 
     def checked(self) -> None:
-        """Called once all are checked."""
+        """Called after the last check."""
 
     def prepare(self, entry: Entry) -> None:
         """Fill ``once`` and ``trials``."""
@@ -120,21 +120,21 @@ class CaseRun:
         return [entry for entry in self.entries if not entry.failure]
 
     def attempt(self, entry: Entry, step: Callable[[Entry], None]) -> None:
-        """Do this with an entry; it may fail in any way, and must not take the others with it."""
+        """Run a step of an entry. If it raises anything, this entry has failed, and the others go on."""
         try:
             step(entry)
         except Exception as error:
             entry.failure = line_of(error)
 
     def round(self, number: int) -> float:
-        """A trial of every candidate; the sum of their times, each divided by what one call took before."""
+        """Run a trial of every candidate. Returns the sum of their times, each relative to its first call."""
         live = self.live()
         for index in balanced_order(len(live), number):
             self.attempt(live[index], Entry.sample)
         return sum(next(iter(entry.times.values()))[-1] / entry.once for entry in self.live())
 
     def forget(self) -> None:
-        """Drop the times of this turn so far: the clocks were settling."""
+        """Drop the times of this turn so far, which were taken while the clocks settled."""
         for entry in self.entries:
             entry.times.clear()
 

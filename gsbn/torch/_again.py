@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from .._arrays.kinds import NUMBERS
 from .._backward import How
-from .._plan.problem import RENORM_ROWS, SAVED_RATIO, SAVED_SHIFT
+from .._plan.problem import RENORM_ROWS, SAVED, SAVED_RATIO, SAVED_SHIFT
 from ..reference import Gradients
 from ._activations import apply
 
-# Rows of the saved vectors in inference, as kernels/common/common.cuh numbers them
-_R, _BIASED, _Z, _S = 2, 4, 5, 6
+# Rows of the saved vectors in inference
+_R, _BIASED, _Z, _S = (SAVED[f"SAVED_{name}"] for name in ("GAMMA", "BIASED", "Z", "S"))
 
 
 class Given(NamedTuple):

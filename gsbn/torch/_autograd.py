@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import is_grad_enabled
 
 from .._arrays.kinds import Kind, kind_of
 from .._backward import How
+from .._saved import VECTOR_PARAMETERS
 
 transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 # Whether the graph is kept for another backward; True if torch cannot tell.
@@ -17,10 +19,27 @@ keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", 
 is_watched: Any = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _is_batched: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # is_grads_batched
 
+_NAMES = ("x", "weight", *VECTOR_PARAMETERS)
+_NEEDED = {
+    needed: tuple(name for name, need in zip(_NAMES, needed, strict=True) if need)
+    for needed in product((False, True), repeat=len(_NAMES))
+}
+
 
 def goes_again(dy: Any) -> bool:
     """Whether PyTorch's operators must compute the gradients: for second derivatives or batched gradients."""
     return bool(is_grad_enabled() or transforms() or _is_batched(dy))
+
+
+def needed_of(needs_input_grad: tuple[bool, ...]) -> tuple[str, ...]:
+    """The names of the gradients that a node must compute, of x, weight, bias, scale, gamma and beta."""
+    return _NEEDED[needs_input_grad]
+
+
+def drop_given(ctx: Any) -> None:
+    """Drop the forward's arguments when autograd frees what it saved: without a graph nothing is computed again."""
+    if not keeps_graph():
+        ctx.given = None
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -18,9 +18,8 @@ from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._forward.operation import WHOLE_BATCH
 from .._host.run import call, run
 from .._plan import channels_first_obstacle
-from ..reference import Gradients
 from ._again import Given, gradients_again
-from ._autograd import cast, goes_again, in_place, is_watched, kind_of_tensor, widens
+from ._autograd import cast, drop_given, goes_again, in_place, is_watched, kind_of_tensor, needed_of, widens
 
 
 def serves_channels_first(x: Any, weight: Any, vectors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
@@ -96,15 +95,14 @@ class _ChannelsFirst(Function):
         n, k, *sizes = ctx.shape
         of_x, of_weight, *of_vectors, _ = ctx.needs_input_grad
         of_bias, of_gamma, of_beta = of_vectors
-        needed = of_x, of_weight, of_bias, False, of_gamma, of_beta
-        needs = tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
-        how = ctx.how._replace(needs=needs)
+        how = ctx.how._replace(needs=needed_of((of_x, of_weight, of_bias, False, of_gamma, of_beta)))
         if goes_again(dy):
             rows = None if x is None else x.movedim(1, -1).reshape(-1, k)
             found = gradients_again(how, ctx.given, dy.movedim(1, -1).reshape(-1, dy.shape[1]), rows, vectors)
             if found[0] is not None:
                 found[0] = found[0].reshape(n, *sizes, k).movedim(-1, 1)
         else:
+            drop_given(ctx)
             dy = dy.resolve_neg().contiguous()
             dy = (dy.clone() if dy.data_ptr() % 16 else dy).view(deviations.shape)  # it is read 16 bytes at a time
             arrays = dy, None if x is None or not of_weight else x.view(len(dy), k), weight, deviations, vectors
@@ -112,7 +110,7 @@ class _ChannelsFirst(Function):
             of_call = how, prod(sizes)
             checked, made = run(BACKWARD_CHANNELS_FIRST, kind_of_tensor(dy), arrays, of_call)
             assert checked is not None
-            found = [None if place is None else made[place] for place in checked.returns]
+            found = checked.returned(made)
             if found[0] is not None:
                 found[0] = found[0].view(ctx.shape)
         dx, dweight, dbias, _, dgamma, dbeta = found

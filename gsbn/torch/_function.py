@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -21,19 +21,22 @@ from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
-from ..reference import Gradients
 from ._again import Given, gradients_again, products_again
-from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms, widens
+from ._autograd import (
+    cast,
+    drop_given,
+    goes_again,
+    in_place,
+    is_watched,
+    keeps_graph,
+    kind_of_tensor,
+    needed_of,
+    transforms,
+    widens,
+)
 from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
-
-# The names of the needed gradients, by autograd's needs_input_grad
-_WANTED = {
-    needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
-    for needed in product((False, True), repeat=len(Gradients._fields))
-}
-
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -246,12 +249,11 @@ class _Whole(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         # If x and weight were cast, autograd casts their gradients to the dtypes of the arguments.
-        how = ctx.how._replace(needs=_WANTED[ctx.needs_input_grad[:6]])
+        how = ctx.how._replace(needs=needed_of(ctx.needs_input_grad[:6]))
         x, weight, deviations, vectors = ctx.saved_tensors
         if goes_again(dy):
             return *gradients_again(how, ctx.given, dy, x, vectors), None
-        if not keeps_graph():
-            ctx.given = None  # as autograd frees what it saved
+        drop_given(ctx)
         dy = dy.resolve_neg()
         return *_gradients(in_place(how, dy, deviations, ctx.at), dy, x, weight, deviations, vectors), None
 
@@ -273,11 +275,10 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dg: Any) -> Any:
         of_x, of_weight, *_ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(of_x, of_weight, *_FOUR)], norm=False, group=None)  # only `_Norm` syncs
+        how = ctx.how._replace(needs=needed_of((of_x, of_weight, *_FOUR)), norm=False, group=None)  # only `_Norm` syncs
         if goes_again(dg):
             return *products_again(how, ctx.given, dg, ctx.saved_tensors[0]), None, None, None
-        if not keeps_graph():
-            ctx.given = None
+        drop_given(ctx)
         dg = dg.resolve_neg()
         if not how.wide:
             return *_products(how, dg, *ctx.saved_tensors), None, None, None
@@ -306,15 +307,14 @@ class _Norm(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         through, *vectors, _ = ctx.needs_input_grad
-        how = ctx.how._replace(needs=_WANTED[(through, False, *vectors)], linear=False)
+        how = ctx.how._replace(needs=needed_of((through, False, *vectors)), linear=False)
         deviations, of_features = ctx.saved_tensors
         if goes_again(dy):
             linear, _ = ctx.next_functions[0]  # this node has x if any has
             x = None if linear is None else linear.saved_tensors[0]
             dg, _, *found = gradients_again(how, ctx.given, dy, x, of_features)
             return dg, *found, None
-        if not keeps_graph():
-            ctx.given = None
+        drop_given(ctx)
         dy = dy.resolve_neg()
         return *_before_norm(in_place(how, dy, deviations, ctx.at), dy, deviations, of_features), None
 
@@ -369,22 +369,20 @@ def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors:
     """All six gradients."""
     if not dy.is_cuda:
         return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
-    found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)
-    return [None if place is None else made[place] for place in found.returns]
+    return backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)[0]
 
 
 def _before_norm(how: How, dy: Any, deviations: Any, vectors: Any) -> Any:
     """dg and the gradients of bias, scale, gamma and beta."""
-    found, made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
+    (_, _, *of_vectors), made = backward_run(kind_of_tensor(dy), (dy, None, None, deviations, vectors), how)
     dg = None
     if how.needs[:1] == ("x",):
         dg = deviations if how.in_place and len(dy) else made[-1]
         if dg.shape[1] != dy.shape[1]:
             dg = dg[:, : dy.shape[1]]
-    return [dg, *(None if place is None else made[place] for place in found.returns[2:])]
+    return [dg, *of_vectors]
 
 
 def _products(how: How, dg: Any, x: Any, weight: Any) -> Any:
     """dx and dweight."""
-    found, made = backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)
-    return [None if place is None else made[place] for place in found.returns[:2]]
+    return backward_run(kind_of_tensor(dg), (dg, x, weight, None, None), how)[0][:2]

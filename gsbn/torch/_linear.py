@@ -21,7 +21,7 @@ from .._typing import Activation, Gemm, Precision
 from .._values import choice
 from ._activations import apply
 from ._again import apart
-from ._autograd import cast, goes_again, is_watched, kind_of_tensor, widens
+from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
 
 # `Linear` calls gsbn from so many multiplications on: with fewer a training step waits for the host, which needs longer
@@ -82,11 +82,11 @@ def linear(
         return y if activation is None else apply(y, activation)
     dtype = get_autocast_dtype("cuda") if is_autocast_enabled("cuda") else None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = _Linear.apply(rows, weight, bias, (activation, precision, gemm, dtype))
+    y = _LinearCall.apply(rows, weight, bias, (activation, precision, gemm, dtype))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-class _Linear(Function):
+class _LinearCall(Function):
     """The layer as one autograd node."""
 
     @staticmethod
@@ -108,9 +108,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight, bias, deviations = ctx.saved_tensors
-        needs = tuple(
-            name for name, needed in zip(("x", "weight", "bias"), ctx.needs_input_grad, strict=False) if needed
-        )
+        needs = needed_of((*ctx.needs_input_grad[:3], False, False, False))
         if goes_again(dy):
             if torch.is_grad_enabled() and not ctx.connected:
                 raise RuntimeError(
@@ -125,8 +123,8 @@ class _Linear(Function):
                 return dx, dweight, dg.sum(0) if "bias" in needs else None, None
         dy, how = dy.resolve_neg(), ctx.how._replace(needs=needs)
         arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
-        found, made = backward_run(kind_of_tensor(dy), arrays, how)
-        return *(None if place is None else made[place] for place in found.returns[:3]), None
+        (dx, dweight, dbias, *_), _ = backward_run(kind_of_tensor(dy), arrays, how)
+        return dx, dweight, dbias, None
 
 
 def _before(activation: Any, dy: Any, y: Any) -> Any:

@@ -203,7 +203,7 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path) -> None:
     assert (again.date, again.environment, again.settings) == (report.date, report.environment, report.settings)
     assert [r.failure for r in again.results] == [r.failure for r in report.results]
     (tmp_path / "old.json").write_text('{"schema": 1}')
-    with pytest.raises(ValueError, match="schema 2 or 3, got 1"):
+    with pytest.raises(ValueError, match="schema 3, got 1"):
         bench.Report.load(tmp_path / "old.json")
 
 
@@ -277,6 +277,9 @@ def test_make_bench_asks_for_what_there_is() -> None:
             assert {*EMULATED, "compile", "jax"} <= wanted
         if name == "autotune":
             assert set(COMPILED) - {"max-autotune"} <= wanted  # its kernels are autotune's
+    texts = re.findall(r"publish.py --text (\w+) < build/(\w+).txt", told.stdout)
+    assert [name for name, _ in texts] == [name for _, name in texts] == ["compare", "barlow_twins"]
+    assert all(tool.split(ROOT / "docs" / "results.md", name) for name, _ in texts)
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
@@ -285,6 +288,14 @@ def test_the_published_results_are_of_one_version() -> None:
     if len(found := stamps((PUBLISHED.parent / "results.md").read_text())) > 1:
         said = "; ".join(f"{', '.join(names)} ({sources})" for sources, names in found.items())
         warnings.warn(f"the tables are not of one version: {said}: run `make bench`", stacklevel=1)
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/guide/groups.md"])
+def test_prose_quotes_no_time_that_a_table_has(page: str) -> None:
+    """`make bench` rewrites what is between markers, and nothing else."""
+    text = re.sub(r"<!-- results:(\w+) -->.*?<!-- /results:\1 -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert re.findall(r".*\d ?(?:ms|µs|us)\b.*", text) == []
 
 
 def test_the_published_results_describe_these_sources() -> None:

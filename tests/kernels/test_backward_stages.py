@@ -49,14 +49,11 @@ def test_give_the_bits_of_the_whole_backward(
     )  # fmt: skip
     expected, kind = gsbn.backward(dy, saved), library_of(x)
     norm, made = run(kind, (dy, None, None, *saved[2:4]), whole(saved)._replace(linear=False))
-    found = {
-        name: made[place] for name, place in zip(Gradients._fields, norm.returns, strict=True) if place is not None
-    }
     dg = made[-1][:, :features]
-    linear, made = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
-    found |= {
-        name: made[place] for name, place in zip(Gradients._fields, linear.returns, strict=True) if place is not None
-    }
+    linear, _ = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
+    found = {}
+    for stage in (norm, linear):
+        found |= {name: a for name, a in zip(Gradients._fields, stage, strict=True) if a is not None}
     assert found.keys() == {name for name, gradient in expected._asdict().items() if gradient is not None}
     for name, gradient in found.items():
         assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(getattr(expected, name)))
@@ -70,11 +67,11 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
     dy = integers((rows, features), dtype)
     _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
     expected = gsbn.backward(dy, saved)
-    prepared, made = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
-    for name, place in zip(Gradients._fields, prepared.returns, strict=True):
-        assert (place is None) == (getattr(expected, name) is None)
-        if place is not None:
-            assert_same_bits(cupy.asnumpy(made[place]), cupy.asnumpy(getattr(expected, name)))
+    found, _ = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert (gradient is None) == (wanted is None)
+        if gradient is not None:
+            assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(wanted))
 
 
 @pytest.mark.parametrize("gemm", ["auto", "cublas", "tiled"])
@@ -93,8 +90,8 @@ def test_products_of_small_integers_are_exact(shape: tuple[int, int, int], dtype
     how = How(True, "highest", gemm, (None,) * 4, None, None, None, ("x", "weight"), None, Limits(), norm=False)
     dx = cupy.asnumpy(dg).astype(np.float64) @ cupy.asnumpy(weight).astype(np.float64)
     dweight = cupy.asnumpy(dg).astype(np.float64).T @ cupy.asnumpy(x).astype(np.float64)
-    prepared, made = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))
-    got = [cupy.asnumpy(made[place]) for place in prepared.returns[:2]]
+    found, _ = run(library_of(x), (dg, x, weight, None, None), how._replace(wide=dtype != "float32"))
+    got = [cupy.asnumpy(gradient) for gradient in found[:2]]
     assert got[1].dtype == np.float32
     np.testing.assert_array_equal(got[1], dweight)
     np.testing.assert_array_equal(got[0], dx.astype(got[0].dtype))

@@ -15,12 +15,12 @@ from gsbn._plan.forward import PREPARED, STATS_GROUP
 from gsbn._plan.gemm import LEAST_TERMS
 from gsbn._plan.limbs import AT_ONCE, Splits, maxima_grid, split_grid, tiles_grid
 from gsbn._plan.problem import VECTORS
-from gsbn._plan.program import Launch, offset_of
+from gsbn._plan.program import Launch
 from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.sources import Kernel
 from gsbn._plan.split_k import SplitKReduction, Tall
 from gsbn._plan.variants import THREADS, split_limbs, tile_kernels
-from tests.plan.seen import Backward, Forward, Made, assert_steps_fit
+from tests.plan.seen import Backward, Forward, Made, assert_steps_fit, offset_of
 from tests.support.harness import DTYPES
 from tests.support.strategies import sides
 

@@ -9,7 +9,7 @@ from gsbn._plan import Kernel, Matmul, Matrix, OneLaunch, plan_backward, plan_fo
 from gsbn._plan.backward import Asked, gradient_of
 from gsbn._plan.limbs import Splits
 from gsbn._plan.problem import Ranks
-from gsbn._plan.program import Array, Gemm, Launch, Program, offset_of
+from gsbn._plan.program import Array, Gemm, Launch, Program, place_of
 from gsbn._plan.sm90_variants import MODES
 from gsbn._plan.split_k import Tall
 
@@ -149,6 +149,12 @@ class Backward(Seen):
         """The offset of an argument of the launch that computes dg."""
         at = None if self.dg_launch is None else self.dg_launch.passed.get(name)
         return None if at is None else offset_of(at)
+
+
+def offset_of(name: str) -> int | None:
+    """The offset of a place in the workspace; None for the name of anything else."""
+    memory, offset = place_of(name) or (name, None)
+    return offset if memory == "workspace" else None
 
 
 def _writes(step: Any, memory: str) -> bool:

@@ -199,9 +199,9 @@ def test_calls_launch_what_was_planned(needs: tuple[str, ...], inputs: int) -> N
         found, made = run(BACKWARD_CHANNELS_FIRST, _kind(), (y, *kept, saved.deviations, saved.vectors), (how, length))
         assert found is not None
         shapes = {"x": (m, inputs), "weight": (n, inputs)}
-        for place, name in zip(found.returns, ("x", "weight", "bias", "scale", "gamma", "beta"), strict=True):
-            assert (place is None) is (name not in needs)
-            assert place is None or made[place].shape == shapes.get(name, (n,))
+        for gradient, name in zip(found.returned(made), ("x", "weight", "bias", "scale", "gamma", "beta"), strict=True):
+            assert (gradient is None) is (name not in needs)
+            assert gradient is None or gradient.shape == shapes.get(name, (n,))
         names = ["copy_rows"] * (copies if "x" in needs else 0) + ["channel_sums", "channel_dg"]
         names += ["forward_sm90"] * ("x" in needs) + ["forward_sm90", "reduce_split_k"] * ("weight" in needs)
         assert [launch.name for launch in log] == names

@@ -253,16 +253,16 @@ def test_dx_of_many_short_rows_is_one_launch(shape: tuple[int, int, int], column
         log.clear()
         kind.made.clear()
         how = How.of(saved, ("x", "weight"))._replace(in_place=in_place)
-        prepared, made = run(kind, (dy, *saved[:4]), how)
+        (dx, dweight, *_), _ = run(kind, (dy, *saved[:4]), how)
     copies = ["copy_matrix"] * (not column_major) + ["copy_rows"] * (O % 4 > 0)  # of the weight, and of dy
     names = [*copies, "backward_sums", "backward_dg", "skinny_product", "tall_product", "reduce_split_k"]
     assert sorted(launch.name for launch in log) == sorted(names) and [launch.name for launch in log[-3:]] == names[-3:]
     kernel, launch, of_dw = skinny_product(128, 2), log[-3], log[-2]
     passed = dict(zip(_declared.parameters(kernel)[1], launch.words, strict=True))
     dg, of_x, parts = of_dw.words
-    assert (of_x, log[-1].words) == (x.pointer, (parts, made[prepared.returns[1]].pointer))
+    assert (of_x, log[-1].words) == (x.pointer, (parts, dweight.pointer))
     copy = next((launch.words[1] for launch in log if launch.name == "copy_matrix"), weight.pointer)
-    assert passed == {"x": dg, "w": copy, "g": made[prepared.returns[0]].pointer}
+    assert passed == {"x": dg, "w": copy, "g": dx.pointer}
     assert (dg == saved.deviations.pointer) == in_place
     record = np.frombuffer(bytes.fromhex(launch.records[0]), _declared.record_dtype(kernel))[0]
     ldw = pitch if column_major else _plan.in_rows(O, 4).strides[0]
