@@ -3,7 +3,6 @@
 # make kernels compile every kernel for every architecture; needs no GPU, but NVIDIA's compiler, which it installs
 # make bench   time gsbn beside its peers, rewrite the tables in README.md and docs/results.md, and docs/results/
 # make ranks   of these the table of two GPUs that share a batch; part of bench where there are two
-# make h100    the tables of an H100, on one
 # make docs    build the site of docs/ and the docstrings into build/docs/
 # make wheel   build the wheel into dist/
 # make lint    ruff, mypy, pyright, clang-format; changes nothing
@@ -22,7 +21,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test tell_test kernels bench ranks h100 docs wheel lint format clean
+.PHONY: help demo test tell_test kernels bench ranks docs wheel lint format clean
 
 ifeq ($(strip $(VENV)),)
 run := $(PYTHON)
@@ -86,8 +85,6 @@ table_few_step = --preset few $(two) $(brief) $(step)
 table_inference = $(inference:%=--shape %) --mode inference $(two) $(brief) --only gsbn,pytorch,compile,addmm
 table_models = --preset models $(once)
 table_convolutions = --preset convolutions --dtype bfloat16 $(once)
-table_h100 = --preset kernelbench $(two) $(brief) $(forward),$(others)
-table_models_h100 = $(table_models)
 tables = kernelbench matmul autotune step many few many_step few_step inference models convolutions
 
 # Programs whose output goes into docs/results.md as it is
@@ -111,8 +108,6 @@ $(texts:%=table-%): table-%: $(ready_test)
 ranks: $(ready_test)
 	$(run) -m gsbn bench --ranks 2 --seconds 1.5 --settle 0.5 --json docs/results/ranks.json $(ARGS)
 	$(run) tools/publish.py ranks
-
-h100: table-h100 table-models_h100
 
 docs: $(ready_docs)
 	$(run) -m sphinx -E -W -q docs build/docs

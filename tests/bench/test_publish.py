@@ -248,7 +248,7 @@ def test_the_digest_sees_every_source_by_its_place(tmp_path: Path, monkeypatch: 
 
 
 PUBLISHED = ROOT / "docs" / "results"
-REPORTS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "inference", "h100", "models")
+REPORTS = ("kernelbench", "step", "many", "many_step", "few", "few_step", "inference", "models")
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the source tree")
@@ -265,9 +265,9 @@ def test_the_tables_are_those_of_the_published_reports() -> None:
 @pytest.mark.skipif(not PUBLISHED.is_dir() or not shutil.which("make"), reason="needs the source tree and make")
 def test_make_bench_asks_for_what_there_is() -> None:
     """Every table that it writes has its place in the page, and every candidate is one."""
-    told = subprocess.run(["make", "-n", "bench", "h100", "VENV="], cwd=ROOT, capture_output=True, text=True)
+    told = subprocess.run(["make", "-n", "bench", "VENV="], cwd=ROOT, capture_output=True, text=True)
     tables = [line for line in told.stdout.replace("\\\n", "").splitlines() if "--gpus 0" in line]
-    assert len(tables) == 13
+    assert len(tables) == 11
     for line in tables:
         (name,) = re.findall(r"--json docs/results/(\w+).json", line)
         assert tool.split(ROOT / "docs" / "results.md", name)
