@@ -64,8 +64,8 @@ kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
 # The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
-once = --turns 1 --seconds 0.8 --settle 0.3
-brief = --turns 2 --seconds 0.8 --settle 0.3
+once = --turns 1 --seconds 0.4 --settle 0.2
+brief = --turns 2 --seconds 0.4 --settle 0.2
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
 forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
