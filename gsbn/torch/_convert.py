@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cache
+from functools import cache, wraps
 from types import new_class
 from typing import Any, NamedTuple
 
@@ -130,7 +130,28 @@ def _class_for(type_: Any, base: Any) -> Any:
     if issubclass(type_, base):
         return type_
     members = {"__module__": type_.__module__, "__qualname__": type_.__qualname__, "__doc__": type_.__doc__}
-    return new_class(type_.__name__, (base, type_), exec_body=lambda body: body.update(members, __reduce_ex__=_reduce))
+    members["__reduce_ex__"] = _reduce
+    if base is Traced:
+        members |= {"forward": _with_signature(type_.forward), "__prepare_scriptable__": _as_it_was}
+    return new_class(type_.__name__, (base, type_), exec_body=lambda body: body.update(members))
+
+
+def _with_signature(own: Any) -> Any:
+    """The forward of a traced module, with the signature of its own one, which torch.export and torch.fx ask for."""
+
+    @wraps(own)
+    def forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        return Traced.forward(self, *inputs, **named)
+
+    return forward
+
+
+def _as_it_was(self: Any) -> nn.Module:
+    """For torch.jit.script, which compiles the forward that the module had before `convert`."""
+    made: nn.Module = _own_class(self).__new__(_own_class(self))
+    made.__dict__.update({name: value for name, value in vars(self).items() if name not in _OURS})
+    made._modules = self._modules.copy()
+    return made
 
 
 def _own_class(module: Any) -> Any:
