@@ -343,9 +343,9 @@ class _Walk:
         return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
 
     def centre(self, x: Array) -> Array:
-        """The column means of x, in the dtype of the products; 0 where they are not finite."""
+        """The column means of x, in the dtype of the products; 0 where x minus them might overflow."""
         means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
-        return np.where(np.isfinite(means), means, 0.0).astype(self.of_products)
+        return np.where(np.abs(means) < 1e-20 * np.finfo(self.of_products).max, means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
         """out = a b, or out += a b, in chains (see CHAIN) of equal length."""
