@@ -10,8 +10,8 @@ underflows. Deviations that a backward needs are stored in float32.
 With an activation f the result is y = f(u), and the backward needs f′(u). It computes u again: the same operations in
 the same dtypes give the same bits, so u agrees with y in every element.
 
-float64 inputs are computed in float64, and with up to 16 rows everything but products. In float32 OpenBLAS' errors of small
-products are larger than PyTorch's: with up to 8 features all are float64, with up to 64 rows that of the forward.
+float64 inputs are computed in float64, and with up to 16 rows everything but products. In small float32 products
+OpenBLAS errs more than PyTorch's BLAS: with up to 8 features all are float64, with up to 64 rows that of the forward.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class _Walk:
     def centre(self, x: Array) -> Array:
         """The column means of x, in the dtype of the products; 0 where x minus them might overflow."""
         means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
-        return np.where(np.abs(means) < 1e-20 * np.finfo(self.of_products).max, means, 0.0).astype(self.of_products)
+        return np.where(np.abs(means) < 1e30, means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
         """out = a b, or out += a b, in chains (see CHAIN) of equal length."""
