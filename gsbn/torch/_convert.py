@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._arrays.check import PRECISIONS
 from .._typing import Precision
@@ -154,9 +155,23 @@ def _as_it_was(self: Any) -> nn.Module:
     return made
 
 
+def _class_of(module: Any) -> Any:
+    """The class of a module without what torch.nn.utils.parametrize has put around it."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _set_class(module: Any, class_: Any) -> None:
+    """Give a module this class. A parametrized one keeps what is around it; copies of it keep the class they share."""
+    around = type(module)
+    if is_parametrized(module):
+        members = {name: value for name, value in vars(around).items() if name not in ("__dict__", "__weakref__")}
+        class_ = type(around.__name__, (class_,), members)
+    module.__class__ = class_
+
+
 def _own_class(module: Any) -> Any:
     """The class that a module had before `convert`."""
-    type_ = type(module)
+    type_ = _class_of(module)
     if type_ is Sequential:
         return nn.Sequential
     return type_.__bases__[1] if vars(type_).get("__reduce_ex__") is _reduce else type_
@@ -359,19 +374,19 @@ def revert(model: nn.Module) -> None:
     """
     _module(model)
     for module in model.modules():
-        if isinstance(module, (Sequential, Traced)) and _own_class(module) is not type(module):
+        if isinstance(module, (Sequential, Traced)) and _own_class(module) is not _class_of(module):
             _restore(module)
-        if module.__class__ is Linear:
-            module.__class__ = nn.Linear
+        if _class_of(module) is Linear:
+            _set_class(module, nn.Linear)
             module.__dict__.pop("_precision", None)
         for child in () if isinstance(module, _LAYERS) else module._modules.values():
-            if child.__class__ is SyncBatchNorm:
-                child.__class__ = nn.SyncBatchNorm
+            if child is not None and _class_of(child) is SyncBatchNorm:
+                _set_class(child, nn.SyncBatchNorm)
 
 
 def _restore(module: Any) -> None:
     """Give a module the class that it had before `convert`."""
-    module.__class__ = _own_class(module)
+    _set_class(module, _own_class(module))
     for name in _OURS:
         module.__dict__.pop(name, None)
 

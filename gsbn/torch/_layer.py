@@ -228,7 +228,7 @@ class LinearBatchNorm1d(nn.Module):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
-        if x.dim() == 3 and linear.__class__ is nn.Linear and not torch.jit.is_tracing():
+        if x.dim() == 3 and isinstance(linear, nn.Linear) and not torch.jit.is_tracing():
             check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
