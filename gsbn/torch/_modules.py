@@ -153,7 +153,10 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
-    if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's are
+    if is_compiling():  # its tensors are plain memory
+        if (linear.training or norm.training) and getattr(torch.compiler, "_is_exporting_flag", False):
+            return False  # an exported program would have no gradients
+    elif not (is_memory(torch, x) and is_memory(torch, weight)):
         return False
     return wins(x, norm) and (isinstance(linear, nn.Linear) or _suits(x, linear, norm))
 
