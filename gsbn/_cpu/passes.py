@@ -10,7 +10,8 @@ underflows. Deviations that a backward needs are stored in float32.
 With an activation f the result is y = f(u), and the backward needs f′(u). It computes u again: the same operations in
 the same dtypes give the same bits, so u agrees with y in every element.
 
-float64 inputs are computed in float64. With up to 16 rows everything but the products is float64.
+float64 inputs are computed in float64, and with up to 16 rows everything but products. In small float32 products
+OpenBLAS errs more than PyTorch's BLAS: with up to 8 features all are float64, with up to 64 rows that of the forward.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Gather = Callable[[Array], Array]  # from this rank's numbers (N,) to those of a
 CHAIN = 192  # terms that one call of BLAS adds up, as in PyTorch: OpenBLAS's own chains of 384 have 1.4 times the error
 ROWS = 32  # rows that are added in float32
 BLOCK = 1 << 18  # elements of a block of rows: 1 MiB of float32, which fits in an L2 cache
+WIDE_ROWS, WIDE_FEATURES = 64, 8  # with up to so many the products are float64
 LEAST = 512  # smallest number of rows of a block: BLAS packs the weight once per block
 WIDTH = 512  # smallest number of elements that a pass takes at a time: narrow rows are combined
 NEUTRAL = {"scale": 1.0, "bias": 0.0, "gamma": 1.0, "beta": 0.0, "running_mean": 0.0, "running_var": 1.0}
@@ -242,7 +244,7 @@ def backward(
         return {name: np.zeros(shapes[name], dtype) for name, dtype in dtypes.items()}
     if not len(kept) and len(x):
         kept, vectors = _kept_anew(x, weight, vectors, training=training)
-    walk = _Walk(len(dy), dy.shape[1], x.dtype)
+    walk = _Walk(len(dy), dy.shape[1], x.dtype, forward=False)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
     f = activation_of(activation)
@@ -331,29 +333,27 @@ def _merge(counts: Array, means: Array, squares: Array) -> tuple[int, Array, Arr
 class _Walk:
     """The blocks of rows of a batch, and the arithmetic on them."""
 
-    def __init__(self, rows: int, features: int, dtype: Any) -> None:
-        self.of_products = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    def __init__(self, rows: int, features: int, dtype: Any, *, forward: bool = True) -> None:
         self.few = rows <= FEW_ROWS
-        self.dtype = np.dtype(np.float64) if self.few else self.of_products
+        self.dtype = np.dtype(np.float64 if self.few or dtype == np.float64 else np.float32)
+        wide = dtype == np.float64 or features <= WIDE_FEATURES or (forward and rows <= WIDE_ROWS)
+        self.of_products = np.dtype(np.float64 if wide else np.float32)
         self.features, self.together = features, max(1, WIDTH // features)
-        step = max(BLOCK // features, LEAST) // ROWS * ROWS
+        step = max(BLOCK // max(features, 64), LEAST) // ROWS * ROWS
         self.blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
     def scratch(self) -> Array:
         return np.empty((self.blocks[0].stop if self.blocks else 0, self.features), self.dtype)
 
     def centre(self, x: Array) -> Array:
-        """The column means of x, in the dtype of the products; 0 where they are not finite."""
+        """The column means of x, in the dtype of the products; 0 where x minus them might overflow."""
         means = x.mean(axis=0, dtype=np.float64) if len(x) else np.zeros(x.shape[1])
-        return np.where(np.isfinite(means), means, 0.0).astype(self.of_products)
+        return np.where(np.abs(means) < 1e30, means, 0.0).astype(self.of_products)
 
     def product(self, a: Array, b: Array, out: Array, *, add: bool = False) -> None:
         """out = a b, or out += a b, in chains (see CHAIN) of equal length."""
         terms, dtype = a.shape[1], self.of_products
         cuts = -(-terms // CHAIN)
-        if cuts == 1 and self.few and not add:  # the same in fewer calls, for tiny batches
-            out[...] = _as(a, dtype) @ _as(b, dtype)
-            return
         step = -(-terms // cuts // 16) * 16
         target = out if out.dtype == dtype else np.empty(out.shape, dtype)
         part = np.empty(out.shape, dtype) if cuts > 1 or add else target
@@ -364,7 +364,7 @@ class _Walk:
             if not first:
                 np.add(target, part, out=target)
         if target is not out:
-            np.copyto(out, target, casting="unsafe")
+            out[...] = rounded(target, out.dtype)
 
     def each(self, ufunc: Any, block: Array, vector: Array, out: Array) -> None:
         """out = ufunc(block, vector) for every row of C-contiguous blocks."""
@@ -422,7 +422,7 @@ def _as(a: Array, dtype: Any) -> Array:
             return a
         if size in strides and min(strides) > 0 and strides[0] % size == strides[1] % size == 0:
             return a
-    return np.ascontiguousarray(a, dtype)
+    return a.astype(dtype, order="K")
 
 
 def rounded(a: Array, dtype: Any) -> Array:

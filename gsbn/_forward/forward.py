@@ -190,8 +190,8 @@ def forward(
     library's allocator; `docs/guide/limits.md` lists what. Memory that a captured call allocates, y included, is freed
     with the graph. The same call gives the same bits in every run, in a CUDA graph or not.
 
-    On the CPU the product is float32 BLAS (float64 for float64), with the threads of BLAS. The rest is computed in
-    blocks of rows, and y is rounded once. With up to 16 rows everything but the product is float64.
+    On the CPU the product is float32 BLAS (float64 for float64, and with up to 64 rows or 8 features), with the threads
+    of BLAS. The rest is computed in blocks of rows, and y is rounded once. With up to 16 rows it is float64.
 
     Examples
     --------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cache
+from functools import cache, wraps
 from types import new_class
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from .._arrays.check import PRECISIONS
 from .._typing import Precision
@@ -130,12 +131,47 @@ def _class_for(type_: Any, base: Any) -> Any:
     if issubclass(type_, base):
         return type_
     members = {"__module__": type_.__module__, "__qualname__": type_.__qualname__, "__doc__": type_.__doc__}
-    return new_class(type_.__name__, (base, type_), exec_body=lambda body: body.update(members, __reduce_ex__=_reduce))
+    members["__reduce_ex__"] = _reduce
+    if base is Traced:
+        members |= {"forward": _with_signature(type_.forward), "__prepare_scriptable__": _as_it_was}
+    return new_class(type_.__name__, (base, type_), exec_body=lambda body: body.update(members))
+
+
+def _with_signature(own: Any) -> Any:
+    """The forward of a traced module, with the signature of its own one, which torch.export and torch.fx ask for."""
+
+    @wraps(own)
+    def forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        return Traced.forward(self, *inputs, **named)
+
+    return forward
+
+
+def _as_it_was(self: Any) -> nn.Module:
+    """For torch.jit.script, which compiles the forward that the module had before `convert`."""
+    made: nn.Module = _own_class(self).__new__(_own_class(self))
+    made.__dict__.update({name: value for name, value in vars(self).items() if name not in _OURS})
+    made._modules = self._modules.copy()
+    return made
+
+
+def _class_of(module: Any) -> Any:
+    """The class of a module without what torch.nn.utils.parametrize has put around it."""
+    return type(module).__bases__[0] if is_parametrized(module) else type(module)
+
+
+def _set_class(module: Any, class_: Any) -> None:
+    """Give a module this class. A parametrized one keeps what is around it; copies of it keep the class they share."""
+    around = type(module)
+    if is_parametrized(module):
+        members = {name: value for name, value in vars(around).items() if name not in ("__dict__", "__weakref__")}
+        class_ = type(around.__name__, (class_,), members)
+    module.__class__ = class_
 
 
 def _own_class(module: Any) -> Any:
     """The class that a module had before `convert`."""
-    type_ = type(module)
+    type_ = _class_of(module)
     if type_ is Sequential:
         return nn.Sequential
     return type_.__bases__[1] if vars(type_).get("__reduce_ex__") is _reduce else type_
@@ -338,19 +374,19 @@ def revert(model: nn.Module) -> None:
     """
     _module(model)
     for module in model.modules():
-        if isinstance(module, (Sequential, Traced)) and _own_class(module) is not type(module):
+        if isinstance(module, (Sequential, Traced)) and _own_class(module) is not _class_of(module):
             _restore(module)
-        if module.__class__ is Linear:
-            module.__class__ = nn.Linear
+        if _class_of(module) is Linear:
+            _set_class(module, nn.Linear)
             module.__dict__.pop("_precision", None)
         for child in () if isinstance(module, _LAYERS) else module._modules.values():
-            if child.__class__ is SyncBatchNorm:
-                child.__class__ = nn.SyncBatchNorm
+            if child is not None and _class_of(child) is SyncBatchNorm:
+                _set_class(child, nn.SyncBatchNorm)
 
 
 def _restore(module: Any) -> None:
     """Give a module the class that it had before `convert`."""
-    module.__class__ = _own_class(module)
+    _set_class(module, _own_class(module))
     for name in _OURS:
         module.__dict__.pop(name, None)
 

@@ -150,6 +150,11 @@ def call(
     if groups.__class__ is not int or groups != 1:
         ghost_count(groups)
         groups = groups if options[0] else 1
+    for of_state, running in zip(("running_mean", "running_var"), state, strict=False):
+        if running is not None and running.requires_grad and is_grad_enabled():
+            raise RuntimeError(
+                f"{of_state}: expected a constant, got a tensor that requires grad: pass {of_state}.detach()"
+            )
     conv = weight.dim() > 2
     if conv or x.dim() == 3:
         if conv and (x.dim() != weight.dim() or any(size != 1 for size in weight.shape[2:])):

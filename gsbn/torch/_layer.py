@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._fold import fold
@@ -13,7 +14,7 @@ from .._renorm import Renorm
 from .._typing import Activation, Gemm, Precision
 from .._values import choice, ghost_count, type_name
 from ._activations import module_of
-from ._function import check_features
+from ._function import check_features, require_tensors
 from ._ghosts import GhostBatchNorm1d
 from ._groups import check_group
 from ._modules import SyncBatchNorm, are_plain, fused
@@ -228,7 +229,12 @@ class LinearBatchNorm1d(nn.Module):
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
             return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
-        if x.dim() == 3 and linear.__class__ is nn.Linear and not torch.jit.is_tracing():
+        if isinstance(x, Proxy) and x.tracer.root is not self:  # torch.fx: one node, as a module of PyTorch's
+            node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+            return cast(Tensor, node)
+        if not isinstance(x, Proxy):
+            require_tensors(x=x)
+        if x.dim() == 3 and isinstance(linear, nn.Linear) and not torch.jit.is_tracing():
             check_features(x, linear.in_features)
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale

@@ -18,6 +18,7 @@ from ._channels_first import serves_channels_first
 from ._function import call, in_rows, is_transformed
 from ._ghosts import GhostBatchNorm1d
 from ._groups import name_of, world
+from ._linear import Linear
 from ._renorm import BatchRenorm1d
 
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: while torch records a program
@@ -73,7 +74,9 @@ NORMS: tuple[Any, ...] = (
 )
 # The norms that may follow each class
 FOLLOWERS: dict[Any, tuple[Any, ...]] = {
-    nn.Linear: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d, GhostBatchNorm1d),
+    **dict.fromkeys(
+        (nn.Linear, Linear), (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm, BatchRenorm1d, GhostBatchNorm1d)
+    ),
     nn.Conv1d: (nn.BatchNorm1d, nn.SyncBatchNorm, SyncBatchNorm),
     nn.Conv2d: (nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm),
 }
@@ -111,7 +114,7 @@ def run(row: Row, x: Any, precision: Precision) -> Any:
 
 def _agree(x: Any, linear: Any, scale: Any, factor: Any) -> bool:
     """Whether the modules after the Linear compute the same as one call of gsbn."""
-    if linear.__class__ is nn.Linear and x.dim() != 2:
+    if isinstance(linear, nn.Linear) and x.dim() != 2:
         return False  # with three, Linear and BatchNorm1d disagree about the dimension of the features
     if scale is None:
         return True
@@ -150,9 +153,12 @@ def are_plain(x: Any, linear: Any, norm: Any) -> bool:
     weight = of_linear.get("weight")
     if x.__class__ not in _TENSORS or weight.__class__ not in _TENSORS or not (x.is_cuda or x.is_cpu):
         return False
-    if not (is_compiling() or (is_memory(torch, x) and is_memory(torch, weight))):  # a compiler's are
+    if is_compiling():  # its tensors are plain memory
+        if (linear.training or norm.training) and getattr(torch.compiler, "_is_exporting_flag", False):
+            return False  # an exported program would have no gradients
+    elif not (is_memory(torch, x) and is_memory(torch, weight)):
         return False
-    return wins(x, norm) and (linear.__class__ is nn.Linear or _suits(x, linear, norm))
+    return wins(x, norm) and (isinstance(linear, nn.Linear) or _suits(x, linear, norm))
 
 
 def _suits(x: Any, conv: Any, norm: Any) -> bool:
@@ -205,6 +211,8 @@ def fused(
         if momentum is None and count is None:
             momentum = 0.0
     elif training or mean is None:
+        if training and norm.track_running_stats and (count := buffers["num_batches_tracked"]) is not None:
+            count.add_(norm.groups if norm.__class__ is GhostBatchNorm1d else 1)  # as BatchNorm1d, which has no others
         training, state, momentum = True, _NO_STATISTICS, 0.0
     else:
         state = mean, buffers["running_var"], None
@@ -231,7 +239,7 @@ def around(children: tuple[Any, ...], i: int, scales: tuple[type, ...]) -> Row |
         return f"it follows a {title(linear)}, not an nn.Linear, an nn.Conv1d, an nn.Conv2d{more}"
     if norm.__class__ not in FOLLOWERS[linear.__class__]:
         return f"a {title(norm)} does not take the output of its {title(linear)}"
-    conv = linear.__class__ is not nn.Linear
+    conv = not isinstance(linear, nn.Linear)
     why = not_pointwise(linear) if conv else None
     if why is None and conv and scaled:
         why = f"a scale stands between it and its {title(linear)}"

@@ -50,6 +50,20 @@ def test_inputs_may_be_the_same_array(kind: Kind) -> None:
     assert_right(kind, arguments(kind, x=square, weight=square, **vectors, out=None))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_x_may_reach_the_end_of_its_dtype(cpu_kind: Kind, dtype: str) -> None:
+    """x minus its means, which the CPU path takes out, would overflow; its product with a small weight does not."""
+    end = np.finfo(dtype).max
+    x = np.full((B, I), 0.9 * end, dtype)
+    x[1] *= -1
+    x[2] *= 0.5
+    x /= 1 if dtype == "float32" else B  # else the sum for its means overflows
+    weight = (np.linspace(8, 16, O * I).reshape(O, I) / end).astype(dtype)
+    y = cpu_kind.get(gsbn.forward(cpu_kind.put(x), cpu_kind.put(weight), training=True))
+    truth = reference.forward(x / end, weight * end, training=True)
+    np.testing.assert_allclose(y, truth.y, rtol=1e-4, atol=1e-4)
+
+
 def test_inputs_may_have_strides_of_zero(kind: Kind) -> None:
     row = kind.put(np.arange(I, dtype=np.float32)[None])
     one = kind.put(np.full(1, 0.5, np.float32))

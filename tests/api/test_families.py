@@ -105,6 +105,12 @@ def test_on_a_cpu(kind: str, family: str) -> None:
         assert_beside_torch(shape, kind, family, device="cpu", libraries=("numpy",), groups=groups)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(16, 512, 512), (5, 400, 3), (24, 400, 40), (100, 65, 3), (300, 64, 8)], ids=str)
+def test_small_products_on_a_cpu(shape: tuple[int, int, int], family: str) -> None:
+    assert_beside_torch(shape, "float32", family, device="cpu", libraries=("numpy",))
+
+
 # ---- the families, and tests of the rule itself
 
 

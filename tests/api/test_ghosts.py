@@ -150,6 +150,21 @@ def test_is_a_loop(kind: Kind, dtype: str, momentum: float | None) -> None:
         )
 
 
+@pytest.mark.parametrize("momentum", [0.5, 1.0])
+def test_a_variance_beyond_float16_between_the_runs(kind: Kind, momentum: float) -> None:
+    """Passes that know ghost batches round the running statistics once, after all runs: no infinity comes between."""
+    arrays = replace(CASE, dtype="float16", narrow=("running",), momentum=momentum).arrays()
+    arrays["x"][:10] *= 256
+    got = forward(kind, arrays, limits=Limits(by_runs=False), training=True, momentum=momentum, groups=4)
+    given = without_out(arrays)
+    form: dict[str, Any] = {"training": True, "momentum": momentum, "groups": 4}
+    truth = reference.forward(**given, **form)
+    first = reference.forward(**{**given, "x": given["x"][:10]}, training=True, momentum=momentum)
+    assert first.running_var is not None
+    assert first.running_var.max() > 65504
+    assert_outcome_within(got, truth, bounds(given, truth, **form, deferred=kind.is_cpu))
+
+
 def test_one_group_is_the_whole_batch(kind: Kind) -> None:
     arrays = replace(CASE, groups=1).arrays()
     plain, one = (forward(kind, arrays, training=True, **more) for more in ({}, {"groups": 1}))

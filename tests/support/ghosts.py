@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gsbn import reference
@@ -33,7 +34,11 @@ def bounds_of_runs(
         after = reference.forward(**of_state, **form, dtype=truth.y.dtype)
         found.append(of_run(of_state, after, **options))
         for name in state:
-            state[name] = np.asarray(getattr(after, name), arrays[name].dtype)
+            dtype, value = arrays[name].dtype, np.asarray(getattr(after, name))
+            if name != "num_batches_tracked":  # passes round after all runs; float16 may overflow before
+                largest = float(ml_dtypes.finfo(dtype).max)
+                value = np.clip(value, -largest, largest)
+            state[name] = value.astype(dtype)
     y, mean, var = zip(*found, strict=True)
     sums = (None if of[0] is None else np.sum(of, axis=0) for of in (mean, var))
     return np.concatenate(y), *sums

@@ -157,6 +157,29 @@ def test_export_of_inference(device: str, converted: bool, strict: bool) -> None
         assert exported.module()(x).equal(model(x))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("converted", [False, True])
+def test_export_of_training(device: str, converted: bool, frozen: bool, strict: bool) -> None:
+    """The program has PyTorch's own operators, which give gradients, for any number of rows."""
+    model: Any = pair(device, **OPTIONS["all"])[0]
+    if converted:
+        model = nn.Sequential(nn.Linear(I, O), nn.BatchNorm1d(O), nn.ReLU()).to(device, torch.float64)
+        gsbn.torch.convert(model)
+    (model[1] if converted else model.norm).train(not frozen)
+    plain = copy.deepcopy(model)
+    shapes = ({0: torch.export.Dim("rows", min=2)},)
+    exported = torch.export.export(model, (batch(device),), dynamic_shapes=shapes, strict=strict).module()
+    assert not [node for node in exported.graph.nodes if str(node.target).startswith("gsbn")]
+    found = []
+    for made in (exported, plain):
+        made(batch(device, shape=(5, I))).square().sum().backward()
+        found.append({name: parameter.grad for name, parameter in made.named_parameters()})
+        found[-1] |= {name: buffer for name, buffer in made.named_buffers() if buffer.is_floating_point()}
+    assert found[0].keys() == found[1].keys()
+    assert_same([found[0][name] for name in found[1]], list(found[1].values()), 1e-9)
+
+
 @pytest.mark.parametrize("mode", ["fake", "make_fx"])
 def test_who_watches_operators_sees_ours(mode: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode

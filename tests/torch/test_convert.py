@@ -201,6 +201,15 @@ def test_frozen_statistics(calls: list[Any]) -> None:
     assert ours[1].num_batches_tracked == 0 and calls == ["relu"]
 
 
+def test_a_norm_whose_statistics_were_taken_away_counts_on() -> None:
+    ours, plain = converted(row())
+    for model in (ours, plain):
+        model[1].running_mean = model[1].running_var = None
+        model(torch.randn(8, I))
+        model.eval()(torch.randn(8, I))
+    assert ours[1].num_batches_tracked == plain[1].num_batches_tracked == 1
+
+
 def test_three_dimensions_are_left_to_the_modules(calls: list[Any]) -> None:
     """There the features are the last dimension for Linear, and the middle one for BatchNorm1d."""
     ours, plain = converted(nn.Sequential(nn.Linear(I, 6), nn.BatchNorm1d(6)).double())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -43,6 +44,61 @@ def test_a_subclass_without_a_forward_of_its_own(calls: list[Any], how: str) -> 
     assert type(made) is Block and set(vars(made)) == set(vars(plain))
     assert_same([made.eval()(batch())], [step(plain, batch()) and plain.eval()(batch())])
     assert calls == ["relu"]
+
+
+class Two(nn.Module):
+    """Calls its modules in a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn = nn.Linear(I, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        y: torch.Tensor = self.bn(self.fc(x)).relu()
+        return y * factor
+
+
+class Outer(nn.Module):
+    """A traced module in a traced module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two, self.fc, self.bn = Two(), nn.Linear(5, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.bn(self.fc(self.two(x)))
+        return y
+
+
+def traced(class_: type) -> tuple[Any, Any]:
+    """A module that was converted by a trace, and the same without."""
+    torch.manual_seed(0)
+    plain = class_().double()
+    ours = copy.deepcopy(plain)
+    assert convert(ours, trace=True).replaced
+    return ours, plain
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("class_", [Two, Outer])
+def test_a_traced_module_becomes_a_script_of_its_own_forward(class_: type, training: bool) -> None:
+    ours, plain = traced(class_)
+    before = [type(module) for module in ours.modules()]
+    script = torch.jit.script(ours.train(training))
+    assert [type(module) for module in ours.modules()] == before
+    assert list(script.state_dict()) == list(plain.state_dict()) and script.training is training
+    assert_same(step(script, batch()), step(plain.train(training), batch()))
+
+
+@pytest.mark.parametrize("class_", [Two, Outer])
+def test_a_traced_module_has_the_signature_of_its_own_forward(class_: type) -> None:
+    """Programs ask for it, and so do torch.fx and torch.export."""
+    ours, plain = traced(class_)
+    assert inspect.signature(ours.forward) == inspect.signature(plain.forward)
+    assert_same(step(torch.fx.symbolic_trace(ours), batch()), step(torch.fx.symbolic_trace(plain), batch()))
+    rows = torch.export.Dim("rows", min=2)
+    exported = torch.export.export(ours.eval(), (batch(),), dynamic_shapes={"x": {0: rows}})
+    assert_same([exported.module()(batch()[:9])], [plain.eval()(batch()[:9])])
 
 
 def test_a_forward_that_an_instance_has_is_seen() -> None:

@@ -148,6 +148,20 @@ def test_errors_are_gsbns() -> None:
     assert layer(batch(shape=(0, I))).shape == (0, O)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_statistics_that_require_grad_are_an_error(device: str, name: str, training: bool) -> None:
+    """As in PyTorch: they would get no gradient, without a word."""
+    x, weight = batch(device), torch.rand(O, I, dtype=torch.float64, device=device, requires_grad=True)
+    state = {each: torch.ones(O, dtype=torch.float64, device=device) for each in ("running_mean", "running_var")}
+    state[name].requires_grad_()
+    for x_of in (x, x[:, :, None]):
+        with pytest.raises(RuntimeError, match=f"^{name}: expected a constant, got a tensor that requires grad"):
+            linear_batch_norm(x_of, weight, **state, training=training)
+    with torch.no_grad():
+        assert linear_batch_norm(x, weight, **state, training=training).shape == (len(x), O)
+
+
 @pytest.mark.parametrize("name", ["x", "weight", "scale", "bias", "gamma", "beta", "running_mean"])
 def test_what_is_no_tensor(name: str) -> None:
     given = {"x": batch(), "weight": torch.rand(O, I, dtype=torch.float64)}

@@ -8,6 +8,7 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -244,6 +245,22 @@ def test_what_looks_into_the_layer_sees_pytorchs_modules() -> None:
     torch.testing.assert_close(along, torch.func.jvp(theirs, (x,), (x,))[1])
     with pytest.raises(RuntimeError, match=r"^linear_batch_norm: .* outside them$"):
         torch.func.grad(lambda x: linear_batch_norm(x, ours.linear.weight.detach(), training=True).sum())(x)
+
+
+def test_torch_fx_takes_the_layer_for_one_module() -> None:
+    model = nn.Sequential(nn.Sequential(pair(activation="relu")[0], nn.Linear(O, 3).double()), nn.Tanh()).eval()
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0.0", "0.1", "1"]
+    for shape in ((20, I), (4, I, O)):
+        x = batch(shape=shape)
+        torch.testing.assert_close(traced.get_submodule("0.0")(x), model[0][0](x))
+    torch.testing.assert_close(traced(batch()), model(batch()))
+
+
+@pytest.mark.parametrize("x", [None, [1.0], np.ones((4, I))], ids=["None", "list", "numpy"])
+def test_what_is_no_tensor_is_an_error(x: Any) -> None:
+    with pytest.raises(TypeError, match=r"^x: expected a torch\.Tensor, got "):
+        pair()[0](x)
 
 
 def test_sync_batch_norm_is_plain() -> None:

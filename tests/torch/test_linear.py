@@ -192,6 +192,48 @@ def test_convert_and_revert(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert made["last"].__dict__.keys() == want["last"].__dict__.keys()
 
 
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.last = nn.Linear(I, O), nn.BatchNorm1d(O), nn.Linear(O, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.norm(self.fc(x)))
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_a_linear_that_was_converted_may_stand_in_a_row(calls: list[Any]) -> None:
+    torch.manual_seed(0)
+    made, x = Row(), torch.randn(B, I)
+    want = copy.deepcopy(made)(x)
+    assert gsbn.torch.convert(made, linear=True).replaced == (("fc",), ("last",))
+    assert gsbn.torch.convert(made, trace=True).replaced == (("fc", "norm"),)
+    torch.testing.assert_close(made(x), want, rtol=1e-4, atol=1e-4)
+    model = nn.Sequential(made.fc, nn.BatchNorm1d(O))
+    assert gsbn.torch.convert(model).replaced == (("0", "1"),)
+    model(x)
+    assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_revert_finds_what_was_parametrized_later() -> None:
+    """Also where a copy shares the class: that keeps it."""
+    torch.manual_seed(0)
+    made, x = Row(), torch.randn(B, I)
+    own = type(made)
+    gsbn.torch.convert(made, trace=True, linear=True)
+    for each in (made.last, made.norm):
+        nn.utils.parametrizations.weight_norm(each, dim=0)
+    reverted = copy.deepcopy(made)
+    gsbn.torch.revert(reverted)
+    assert type(reverted) is own and type(reverted.last).__mro__[1] is nn.Linear
+    assert type(made.last).__mro__[1] is gsbn.torch.Linear
+    torch.testing.assert_close(reverted(x), made(x), rtol=1e-4, atol=1e-4)
+    nn.utils.parametrize.remove_parametrizations(reverted.last, "weight")
+    assert type(reverted.last) is nn.Linear
+    assert "_precision" not in vars(reverted.last)
+
+
 def test_hooks_and_patched_forwards_are_left() -> None:
     made = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     made[0].register_forward_hook(lambda *a: None)
