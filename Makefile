@@ -14,6 +14,7 @@
 #   VENV=path           where the environment lies; `VENV=` (empty) uses PYTHON as it is and installs nothing
 #   EXTRA=cuda13        the extra to install, cuda12 or cuda13; the default asks the NVIDIA driver, and is none without one
 #   ARGS='-m gpu -x'    more arguments for demo, test, bench or ranks
+#   KERNELBENCH_ROOT=path   a checkout of KernelBench: bench asks its evaluator, too
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -88,10 +89,11 @@ table_convolutions = --preset convolutions --dtype bfloat16 $(once)
 tables = kernelbench matmul autotune step many few many_step few_step inference models convolutions
 
 # Programs whose output goes into docs/results.md as it is
+text_evaluator = examples/kernelbench_time.py
 text_compare = examples/compare_models.py
 text_barlow_twins = examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
 	--plot docs/results/barlow_twins.png
-texts = compare barlow_twins
+texts = evaluator compare barlow_twins
 
 bench: $(tables:%=table-%) $(texts:%=table-%)
 	if [ "$$(nvidia-smi --list-gpus | wc -l)" -ge 2 ]; then $(MAKE) ranks; fi

@@ -278,7 +278,7 @@ def test_make_bench_asks_for_what_there_is() -> None:
         if name == "autotune":
             assert set(COMPILED) - {"max-autotune"} <= wanted  # its kernels are autotune's
     texts = re.findall(r"publish.py --text (\w+) < build/(\w+).txt", told.stdout)
-    assert [name for name, _ in texts] == [name for _, name in texts] == ["compare", "barlow_twins"]
+    assert [name for name, _ in texts] == [name for _, name in texts] == ["evaluator", "compare", "barlow_twins"]
     assert all(tool.split(ROOT / "docs" / "results.md", name) for name, _ in texts)
 
 
