@@ -73,14 +73,14 @@ from typing import Any
 
 import numpy as np
 
-from ..reference import Gradients
+from ..reference import OF_LAYER
 from . import activations
 from .case import Case
 from .libraries import as_dtype
 
 EPS, MOMENTUM = 1e-5, 0.1
 LAMBDA = 6.0
-GRADIENTS = Gradients._fields
+GRADIENTS = OF_LAYER
 # gsbn is held to its derived bound; peers are held to their own rounding, norm-wise, on standard normal data
 PEER_TOLERANCE = {"float32": 2e-5, "tf32": 1e-2, "bfloat16": 5e-2, "float16": 1e-2, "float64": 1e-12}
 # unit roundoff, and half of the smallest step above zero (float32: the smallest normal, as CuPy's kernels flush)

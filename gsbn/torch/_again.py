@@ -10,7 +10,7 @@ from torch.nn import functional
 from .._arrays.kinds import NUMBERS
 from .._backward import How
 from .._plan.problem import RENORM_ROWS, SAVED_RATIO, SAVED_SHIFT
-from ..reference import Gradients
+from ..reference import OF_LAYER
 from ._activations import apply
 
 # Rows of the saved vectors in inference, as kernels/common/common.cuh numbers them
@@ -54,7 +54,7 @@ def apart(create: bool, *arguments: Any) -> list[Any]:
 
 
 def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> list[Any]:
-    """The gradients in `how.needs`, in the order of `Gradients`, as functions of x, dy and the arguments in `given`.
+    """The gradients in `how.needs`, in the order of OF_LAYER, as functions of x, dy and the arguments in `given`.
 
     For the first half of a backward the gradient of x is that of g. Raises RuntimeError if x was not kept.
     """
@@ -84,11 +84,11 @@ def gradients_again(how: How, given: Given, dy: Any, x: Any, vectors: Any) -> li
         y = y if gamma is None else y * gamma
         y = y if beta is None else y + beta
         y = (y if how.activation is None else apply(y, how.activation)).to(x.dtype)
-        inputs = dict(zip(Gradients._fields, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
+        inputs = dict(zip(OF_LAYER, (x if how.linear else g, weight, bias, scale, gamma, beta), strict=True))
         wanted = [name for name in how.needs if not isinstance(inputs[name], NUMBERS)]
         found = torch.autograd.grad(y, [inputs[name] for name in wanted], dy, create_graph=create, allow_unused=True)
     gradients = dict(zip(wanted, found, strict=True))
-    return [gradients.get(name) for name in Gradients._fields]
+    return [gradients.get(name) for name in OF_LAYER]
 
 
 def products_again(how: How, given: Given, dg: Any, x: Any) -> tuple[Any, Any]:

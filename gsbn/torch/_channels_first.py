@@ -18,7 +18,7 @@ from .._forward.channels_first import FORWARD_CHANNELS_FIRST
 from .._forward.operation import WHOLE_BATCH
 from .._host.run import call, run
 from .._plan import channels_first_obstacle
-from ..reference import Gradients
+from ..reference import OF_LAYER
 from ._again import Given, gradients_again
 from ._autograd import cast, goes_again, in_place, is_watched, kind_of_tensor
 
@@ -67,7 +67,7 @@ def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activa
     """y, or (y, saved), as the matrices of gsbn/_forward/channels_first.py."""
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
-    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None
+    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None, None
     of_call = *options, saves, None, activation, *WHOLE_BATCH, 1.0, prod(sizes)
     with torch.no_grad():
         return call(FORWARD_CHANNELS_FIRST, arrays, of_call)
@@ -97,7 +97,7 @@ class _ChannelsFirst(Function):
         of_x, of_weight, *of_vectors, _ = ctx.needs_input_grad
         of_bias, of_gamma, of_beta = of_vectors
         needed = of_x, of_weight, of_bias, False, of_gamma, of_beta
-        needs = tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
+        needs = tuple(name for name, need in zip(OF_LAYER, needed, strict=True) if need)
         how = ctx.how._replace(needs=needs)
         if goes_again(dy):
             rows = None if x is None else x.movedim(1, -1).reshape(-1, k)

@@ -21,7 +21,7 @@ from .._renorm import Renorm, renorm_of
 from .._saved import Saved
 from .._typing import Activation, Gemm, Precision
 from .._values import ghost_count, shown
-from ..reference import Gradients
+from ..reference import OF_LAYER
 from ._again import Given, gradients_again, products_again
 from ._autograd import cast, goes_again, in_place, is_watched, keeps_graph, kind_of_tensor, transforms
 from ._channels_first import channels_first, serves_channels_first
@@ -30,8 +30,8 @@ from ._operators import recorded
 
 # The names of the needed gradients, by autograd's needs_input_grad
 _WANTED = {
-    needed: tuple(name for name, need in zip(Gradients._fields, needed, strict=True) if need)
-    for needed in product((False, True), repeat=len(Gradients._fields))
+    needed: tuple(name for name, need in zip(OF_LAYER, needed, strict=True) if need)
+    for needed in product((False, True), repeat=len(OF_LAYER))
 }
 
 
@@ -194,7 +194,7 @@ def call(
         return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype)
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
-    arrays = x, weight, scale, bias, gamma, beta, *state, None, None
+    arrays = x, weight, scale, bias, gamma, beta, *state, None, None, None
     return forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
 
 
@@ -346,7 +346,7 @@ def _forward(
 ) -> tuple[Any, Saved, How]:
     wide = dtype is not None and dtype.itemsize == 2 and weight.dtype is torch.float32
     x, weight = cast(x, dtype), cast(weight, dtype)
-    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None), options)
+    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 
 
@@ -365,7 +365,7 @@ def _operands(saved: Saved, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
 def _gradients(how: How, dy: Any, x: Any, weight: Any, deviations: Any, vectors: Any) -> Any:
     """All six gradients."""
     if not dy.is_cuda:
-        return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)
+        return backward_of(dy, how.saved(x, weight, deviations, vectors), how.needs)[: len(OF_LAYER)]
     found, made = backward_run(kind_of_tensor(dy), (dy, x, weight, deviations, vectors), how)
     return [None if place is None else made[place] for place in found.returns]
 

@@ -16,7 +16,7 @@ from .._backward import How, backward_of
 from .._forward import forward_of
 from .._renorm import Renorm
 from .._saved import FEW_ROWS, RENORM_ROWS, SAVED_ROWS, VECTOR_PARAMETERS, deviations_dtype
-from ..reference import Gradients
+from ..reference import OF_LAYER
 from ._again import Given, gradients_again
 from ._autograd import goes_again
 from ._groups import group_named
@@ -37,7 +37,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
         activation, name, renorm, groups = _last(more)
         group = group_named(x.device, name)
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             made = forward_of(arrays, options)
@@ -166,10 +166,10 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         wanted = ctx.needs_input_grad
         if not is_compiling() and goes_again(dy):
-            return *_again(ctx, dy), *[None] * (len(wanted) - len(Gradients._fields))
-        needs = [name for name, needed in zip(Gradients._fields, wanted, strict=False) if needed]
+            return *_again(ctx, dy), *[None] * (len(wanted) - len(OF_LAYER))
+        needs = [name for name, needed in zip(OF_LAYER, wanted, strict=False) if needed]
         found = iter(BACKWARD(dy, *ctx.saved_tensors, *ctx.rest, " ".join(needs), *ctx.last))
-        gradients = [next(found) if name in needs else None for name in Gradients._fields]
+        gradients = [next(found) if name in needs else None for name in OF_LAYER]
         return *gradients, *[None] * (len(wanted) - len(gradients))
 
 
@@ -179,7 +179,7 @@ def _again(ctx: Any, dy: Any) -> list[Any]:
     of_group, parameter, groups = ctx.last
     of_vectors: Any = tuple(None if dtype == "None" else dtype for dtype in dtypes.split())
     one = None if scale_shape is None else tuple(scale_shape)
-    needs = tuple(name for name, need in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if need)
+    needs = tuple(name for name, need in zip(OF_LAYER, ctx.needs_input_grad, strict=False) if need)
     x, _, _, vectors = ctx.saved_tensors
     activation, group = _with_number(name, parameter), group_named(dy.device, of_group)
     how = How(training, precision, gemm, of_vectors, activation, one, group, needs, groups=groups)

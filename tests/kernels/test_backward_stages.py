@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import Gradients
 from gsbn._arrays.kinds import kind_of as library_of
 from gsbn._backward import How, run
 from gsbn._plan import Limits
+from gsbn.reference import OF_LAYER
 from tests.support.harness import DTYPES, assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ cupy = pytest.importorskip("cupy")
 
 
 def whole(saved: gsbn.Saved) -> How:
-    return How.of(saved, Gradients._fields)
+    return How.of(saved, OF_LAYER)
 
 
 def integers(shape: tuple[int, int], dtype: str) -> Any:
@@ -49,14 +49,10 @@ def test_give_the_bits_of_the_whole_backward(
     )  # fmt: skip
     expected, kind = gsbn.backward(dy, saved), library_of(x)
     norm, made = run(kind, (dy, None, None, *saved[2:4]), whole(saved)._replace(linear=False))
-    found = {
-        name: made[place] for name, place in zip(Gradients._fields, norm.returns, strict=True) if place is not None
-    }
+    found = {name: made[place] for name, place in zip(OF_LAYER, norm.returns, strict=True) if place is not None}
     dg = made[-1][:, :features]
     linear, made = run(kind, (dg, x, weight, None, None), whole(saved)._replace(norm=False))
-    found |= {
-        name: made[place] for name, place in zip(Gradients._fields, linear.returns, strict=True) if place is not None
-    }
+    found |= {name: made[place] for name, place in zip(OF_LAYER, linear.returns, strict=True) if place is not None}
     assert found.keys() == {name for name, gradient in expected._asdict().items() if gradient is not None}
     for name, gradient in found.items():
         assert_same_bits(cupy.asnumpy(gradient), cupy.asnumpy(getattr(expected, name)))
@@ -71,7 +67,7 @@ def test_in_place_gives_the_same(shape: tuple[int, int, int], dtype: str) -> Non
     _, saved = gsbn.forward(x, weight, training=True, activation="relu", return_saved=True)
     expected = gsbn.backward(dy, saved)
     prepared, made = run(library_of(x), (dy, *saved[:4]), whole(saved)._replace(in_place=True))
-    for name, place in zip(Gradients._fields, prepared.returns, strict=True):
+    for name, place in zip(OF_LAYER, prepared.returns, strict=True):
         assert (place is None) == (getattr(expected, name) is None)
         if place is not None:
             assert_same_bits(cupy.asnumpy(made[place]), cupy.asnumpy(getattr(expected, name)))

@@ -13,6 +13,7 @@ from gsbn import reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
+from gsbn.reference import OF_LAYER
 from tests.kernels.test_forward_sm90 import CHOICES, ELEMENTS, SHAPES, name_of, skip_what_others_do
 from tests.support.forwards import recompute_on_few_sms
 from tests.support.gradients import before_relu, draw_dy, gradient_bounds, truth_of
@@ -40,7 +41,7 @@ def assert_right(case: Case, precision: str, limits: Limits = ANY, gemm: str = "
             saved = saved._replace(gemm="auto")
         gradients = backward_within(ANY, cupy.asarray(dy), saved)
         written = (call[name] for name in ("running_mean", "running_var", "num_batches_tracked"))
-        return [cupy.asnumpy(a) for a in (y, *written, *gradients)]
+        return [cupy.asnumpy(a) for a in (y, *written, *gradients[:6])]
 
     found, again = results(), results()
     for one, other in zip(found, again, strict=True):
@@ -58,7 +59,7 @@ def assert_right(case: Case, precision: str, limits: Limits = ANY, gemm: str = "
     form = {"training": True, "renorm": case.renorm}
     want = truth_of(arrays, dy, **form)
     allowed = gradient_bounds(arrays, dy, want, **form, operand=operand, deferred=True, activation=case.activation)
-    for name, gradient in zip(gsbn.Gradients._fields, gradients, strict=True):
+    for name, gradient in zip(OF_LAYER, gradients, strict=True):
         assert_within(gradient, np.asarray(getattr(want, name)), allowed[name], name)
 
 
