@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, overload
 
 from . import _cpu, _plan
+from ._activate import before_activation
 from ._arrays import check
 from ._arrays.dynamo import outside_graphs
 from ._arrays.kinds import Kind, kinds_of
@@ -20,25 +21,23 @@ from ._plan.program import Program
 from ._plan.skinny import serves_skinny_backward
 from ._ranks.exchange import signature
 from ._ranks.group import Group
-from ._saved import Saved
+from ._saved import Saved, check_versions
 from ._typing import A, AnyArray, Array
 from ._values import shown, sm_count, sms_within
-from .reference import Gradients
+from .reference import NEEDS, Gradients
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 
 
 @overload
-def backward(
-    dy: Array[A], saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
-) -> Gradients[A]: ...
+def backward(dy: Array[A], saved: Saved, *, needs: Collection[str] = NEEDS, sms: int | None = None) -> Gradients[A]: ...
 @overload
 def backward(
-    dy: AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+    dy: AnyArray, saved: Saved, *, needs: Collection[str] = NEEDS, sms: int | None = None
 ) -> Gradients[Any]: ...
 @outside_graphs
 def backward(
-    dy: Array[Any] | AnyArray, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+    dy: Array[Any] | AnyArray, saved: Saved, *, needs: Collection[str] = NEEDS, sms: int | None = None
 ) -> Gradients[Any]:
     """Compute the gradients of `forward`'s y from what the forward saved.
 
@@ -54,7 +53,8 @@ def backward(
     In training dbias is exactly zero, and dscale has no sum that cancels; `gsbn.reference` has the derivation.
 
     With an activation, dy in these formulas is the gradient before it, its derivative times dy: for "relu" 0 where
-    y <= 0, and dy elsewhere, also where y is NaN. A scale of one element has one gradient, the sum over all features.
+    y <= 0, and dy elsewhere, also where y is NaN. It is the residual's gradient, too; with a residual, one launch more
+    makes it in x's dtype. A scale of one element has one gradient, the sum over all features.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def backward(
     saved : Saved
         From ``forward(..., return_saved=True)``, or from `linear`: its formulas are those of inference with a = 1. None
         of its arrays may have changed since.
-    needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta"}
+    needs : collection of {"x", "weight", "bias", "scale", "gamma", "beta", "residual"}
         The gradients to compute. The others are None, and cost no time.
     sms : int, optional
         The largest number of the GPU's streaming multiprocessors that a launch of this call may occupy, as in
@@ -72,8 +72,9 @@ def backward(
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``: new C-contiguous arrays of dy's library, each with the dtype and the
-        shape of its argument. None if not in `needs`, or if the argument of the forward was absent or a number.
+        ``(x, weight, bias, scale, gamma, beta)``, and `residual` as an attribute: new C-contiguous arrays of dy's
+        library, each with the dtype and the shape of its argument. None if not in `needs`, or if the argument was
+        absent or a number.
 
     Raises
     ------
@@ -112,10 +113,10 @@ def backward(
 
 
 def backward_within(
-    limits: _plan.Limits, dy: Any, saved: Saved, *, needs: Collection[str] = Gradients._fields, sms: int | None = None
+    limits: _plan.Limits, dy: Any, saved: Saved, *, needs: Collection[str] = NEEDS, sms: int | None = None
 ) -> Gradients[Any]:
     """`backward` with limits on the planner's choice; they have no effect on the CPU."""
-    wanted = needs if needs is Gradients._fields else check.needs(needs, Gradients._fields)
+    wanted = needs if needs is NEEDS else check.needs(needs, NEEDS)
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: expected what gsbn.forward(..., return_saved=True) returned, got {shown(saved)}")
     sm_count(sms)
@@ -135,8 +136,26 @@ def backward_of(
     """`backward` that checks dy alone; the names in `wanted` are in the order of `Gradients`. `wide`: as in `How`."""
     if saved.group is not None:
         saved.group.check()
+    if saved.residual:
+        return _before_residual(dy, saved, wanted, sms, limits)
     how = How.of(saved, wanted, sms, limits, wide=wide)
     return call(BACKWARD, (dy, *saved[:4]), how, group=saved.group, limits=limits, context=saved)  # type: ignore[no-any-return]
+
+
+def _before_residual(
+    dy: Any, saved: Saved, wanted: tuple[str, ...], sms: int | None, limits: _plan.Limits
+) -> Gradients[Any]:
+    """The backward of a forward with a residual: its gradient is dy before the activation, for all that follows."""
+    of_layer = tuple(name for name in wanted if name != "residual")
+    plain = saved._replace(activation=None, residual=False, kept=None)
+    if saved.activation is None and "residual" not in wanted:
+        return backward_of(dy, plain, of_layer, sms, limits)
+    dv = before_activation(dy, saved, sms, limits)
+    made: Any = [None] * len(Gradients._fields)
+    if of_layer or saved.group is not None:  # whose ranks wait for each other
+        made = backward_of(dv, plain, of_layer, sms, limits)
+    of_all: Any = (*made, dv if "residual" in wanted else None)
+    return Gradients(*of_all)
 
 
 def makes_both_products(dtype: str, rows: int, features: int, inputs: int) -> bool:
@@ -176,7 +195,7 @@ class How(NamedTuple):
         wide: bool = False,
     ) -> How:
         """The options of a backward from `saved`, for the gradients named in `needs`."""
-        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups = saved
+        *_, vectors, training, precision, gemm, dtypes, _, activation, scale_shape, group, groups, _, _ = saved
         of_call = training, precision, gemm, dtypes, activation, scale_shape, group, needs, sms, limits
         made = cls(*of_call, wide=wide, groups=groups)
         return made if vectors is not None else made._replace(identity=True)
@@ -270,18 +289,6 @@ def _renorms(vectors: check.View) -> bool:
     return vectors.shape[-2:-1] == (_plan.RENORM_ROWS,)
 
 
-def _check_versions(kind: Kind, saved: Saved | None) -> None:
-    """Raise, as autograd does, if x or weight was changed in place since the forward."""
-    if saved is None:
-        return
-    for name, expected in zip(("x", "weight"), saved.versions, strict=True):
-        if expected is not None and (found := kind.version(getattr(saved, name))) != expected:
-            raise RuntimeError(
-                f"{name}: modified by an inplace operation since the forward: it is at version {found}, expected "
-                f"version {expected}"
-            )
-
-
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +344,7 @@ def _returns(program: Program, views: Views, how: How) -> tuple[int | None, ...]
 
 def _on_cpu(kind: Kind, arrays: Arrays, how: How, _: frozenset[str], saved: Saved) -> Gradients[Any]:
     _check_arguments(kind, arrays)
-    _check_versions(kind, saved)
+    check_versions(kind, saved)
     dy, needs = arrays[0], how.needs
     dtypes = dict(zip(Gradients._fields, (kind.dtype(saved.x), kind.dtype(saved.x), *saved.dtypes), strict=True))
     wanted = {name: dtype for name, dtype in dtypes.items() if name in needs and dtype is not None}
@@ -372,7 +379,7 @@ BACKWARD = Operation(
     result=_result,
     on_cpu=_on_cpu,
     within=_within,
-    before=_check_versions,
+    before=check_versions,
 )
 
 

@@ -56,6 +56,11 @@ class Saved(NamedTuple):
         As given to the forward: all its ranks must call the backward, too.
     groups : int
         As given to the forward; 1 in inference.
+    residual : bool
+        Whether the forward had a residual. The deviations are then those of a forward without an activation.
+    kept : (B, O) array or None
+        With a residual and an activation, what tells the activation's gradient: y itself ("relu", and "leaky_relu" with
+        a slope of at least 0), else what the activation was applied to, in x's dtype.
     """
 
     x: Any
@@ -71,6 +76,8 @@ class Saved(NamedTuple):
     scale_shape: tuple[int, ...] | None = None
     group: Group | None = None
     groups: int = 1
+    residual: bool = False
+    kept: Any = None
 
     def __copy__(self) -> Saved:
         return self  # of the same tensors, so their counts hold
@@ -80,19 +87,34 @@ class Saved(NamedTuple):
 
 
 def saved_of(
-    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any
-) -> Saved:
-    """What a forward with these arrays and options saves; both are in the order of `forward`."""
+    kind: Kind, arrays: tuple[Any, ...], options: tuple[Any, ...], deviations: Any, vectors: Any, dtypes: Any,
+    kept: Any = None,
+) -> Saved:  # fmt: skip
+    """What a forward with these arrays and options saves; both are in the order of `forward`. `kept` matters with a
+    residual and an activation."""
     training, _, _, precision, gemm, _, _, activation, group, _, groups, _ = options
-    x, weight, scale, *_ = arrays
+    x, weight, scale, *_, residual, _ = arrays
     versions = kind.version(x), kind.version(weight)
     one = scale is not None and tuple(scale.shape) != (weight.shape[0],)
     scale_shape = tuple(scale.shape) if one else None
     of_call = bool(training), precision, gemm, dtypes, versions, activation, scale_shape, group, int(groups)
-    return Saved(x, weight, deviations, vectors, *of_call)
+    adds = residual is not None
+    return Saved(x, weight, deviations, vectors, *of_call, adds, kept if adds and activation is not None else None)
 
 
 def dtypes_of(kind: Kind, arrays: tuple[Any, ...]) -> tuple[str | None, ...]:
     """The dtypes of bias, scale, gamma and beta; None for one that is not given."""
     _, _, scale, bias, gamma, beta, *_ = arrays
     return tuple(None if array is None else kind.dtype(array) for array in (bias, scale, gamma, beta))
+
+
+def check_versions(kind: Kind, saved: Saved | None) -> None:
+    """Raise, as autograd does, if x or weight was changed in place since the forward."""
+    if saved is None:
+        return
+    for name, expected in zip(("x", "weight"), saved.versions, strict=True):
+        if expected is not None and (found := kind.version(getattr(saved, name))) != expected:
+            raise RuntimeError(
+                f"{name}: modified by an inplace operation since the forward: it is at version {found}, expected "
+                f"version {expected}"
+            )

@@ -1,4 +1,4 @@
-"""The NumPy reference: Linear -> per-feature scale -> BatchNorm1d -> activation, written like the formulas.
+"""The NumPy reference: Linear, per-feature scale, BatchNorm1d, residual and activation, written like the formulas.
 
 The tests compare every kernel of gsbn, and its path on the CPU, with this module. It needs only NumPy, computes in
 float64 (or in ``np.longdouble``, to test float64) and never writes to its arguments. Import it in your own tests::
@@ -9,7 +9,7 @@ float64 (or in ``np.longdouble``, to test float64) and never writes to its argum
 
 The symbols are the same in Python and in CUDA: ``x (B, I)`` input, ``w (O, I)`` weight, ``b (O)`` linear bias,
 ``s (O)`` per-feature scale (one number may serve all features), ``γ, β (O)`` the affine parameters of batch
-normalisation, ``f`` the activation, the identity by default::
+normalisation, ``h (B, O)`` the residual, 0 by default, ``f`` the activation, the identity by default::
 
     g = x wᵀ                          (B, O)   the GEMM, without bias and without scale
     z = s · (g + b)
@@ -18,11 +18,11 @@ normalisation, ``f`` the activation, the identity by default::
                 u = a (g − m) + β          with a = γ s r
     inference:  r = 1 / sqrt(running_var + eps)
                 u = γ r (s g + (s b − running_mean)) + β       the O(O) constants in float64
-    both:       y = f(u)                   `gsbn._activations` has the formulas; relu: max(u, 0), NaN passes
+    both:       y = f(u + h)               `gsbn._activations` has the formulas; relu: max(u, 0), NaN passes
     update:     running_mean ← (1−μ) running_mean + μ s (m + b)
                 running_var  ← (1−μ) running_var  + μ s² v · B/(B−1)     unbiased, as PyTorch
                 momentum μ weights the new value; momentum=None is the cumulative average, μ = 1/num_batches_tracked
-    gradients:  du = f′(u) dy              relu: 0 where u ≤ 0, and dy elsewhere, also where u is NaN
+    gradients:  du = dh = f′(u + h) dy     relu: 0 where u + h ≤ 0, and dy elsewhere, also where u + h is NaN
                 S = Σ_B du,  D = Σ_B du (g − m),  a = γ s r
     training:   dg = a (du − S/B − (g − m) s² r² D/B)
                 dβ = S,  dγ = s r D,  ds = γ eps r³ D,  db = 0
@@ -98,9 +98,10 @@ def forward(
     activation: Activation | None = None,
     renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
     groups: int = 1,
+    residual: ArrayLike | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Forward:
-    """``activation(BatchNorm1d(Linear(x) * scale))``, by the formulas at the head of this module.
+    """``activation(BatchNorm1d(Linear(x) * scale) + residual)``, by the formulas at the head of this module.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def forward(
     weight : (O, I) array_like
     scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked : array_like, optional
         As in `gsbn.forward`. The statistics and the count are not written: the result has the updated ones.
-    training, momentum, eps, activation, renorm, groups
+    training, momentum, eps, activation, renorm, groups, residual
         As in `gsbn.forward`.
     dtype : dtype
         The dtype of the computation: ``np.float64``, or ``np.longdouble`` to test float64.
@@ -144,6 +145,7 @@ def forward(
     s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
     old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
     count = None if num_batches_tracked is None else count_of(num_batches_tracked)
+    h = None if residual is None else _rows_of("residual", residual, dtype, rows, features)
 
     if not training:
         if old_mean is None or old_var is None:
@@ -153,6 +155,7 @@ def forward(
         y += s * b - old_mean
         y *= gamma / np.sqrt(old_var + eps)
         y += beta
+        y += 0 if h is None else h
         return Forward(y if f is None else f.of(y, y), None, None, old_mean, old_var, count)
 
     if rows == 1:
@@ -167,9 +170,10 @@ def forward(
         options: Any = {"bias": b, "gamma": gamma, "beta": beta, "training": True, "momentum": momentum, "eps": eps}
         options |= {"activation": activation, "dtype": dtype}
         runs = []
-        for run in _ghost_batches(x, groups, renorm):
+        of_runs = [None] * groups if h is None else np.split(h, groups)
+        for run, of_run in zip(_ghost_batches(x, groups, renorm), of_runs, strict=True):
             state: Any = {"running_mean": old_mean, "running_var": old_var, "num_batches_tracked": count}
-            runs.append(forward(run, weight, s, **state, **options))
+            runs.append(forward(run, weight, s, residual=of_run, **state, **options))
             *_, old_mean, old_var, count = runs[-1]
         y, mean, var = (np.stack([np.asarray(run[i]) for run in runs]) for i in range(3))
         return Forward(y.reshape(rows, features), mean, var, old_mean, old_var, count)
@@ -185,6 +189,7 @@ def forward(
     ratio, shift = _correction_of(renorm, count, s * (mean + b), sigma, old_mean, old_var, eps)
     d *= gamma * s / sigma * ratio
     d += beta if renorm is None else gamma * shift + beta
+    d += 0 if h is None else h
     if f is not None:
         f.of(d, d)
 
@@ -214,7 +219,16 @@ def raised_count(count: int, momentum: float | None, batches: int) -> int:
     return next_count(count + int(batches) - 1, momentum)
 
 
-class Gradients(NamedTuple, Generic[A_co]):
+class _Gradients(NamedTuple, Generic[A_co]):
+    x: A_co | Any  # Any, not None: users need not check the gradients that they asked for
+    weight: A_co | Any
+    bias: A_co | Any
+    scale: A_co | Any
+    gamma: A_co | Any
+    beta: A_co | Any
+
+
+class Gradients(_Gradients[A_co]):
     """The gradients of the forward: one new array per differentiable argument, None if not in `needs`.
 
     Attributes
@@ -224,14 +238,24 @@ class Gradients(NamedTuple, Generic[A_co]):
     bias, gamma, beta : (O,) array or None
     scale : (O,) array or None
         For a scale of one element that serves all features, an array of its shape.
+    residual : (B, O) array or None
+        An attribute, and not in the tuple: without a residual there are six gradients.
     """
 
-    x: A_co | Any  # Any, not None: users need not check the gradients that they asked for
-    weight: A_co | Any
-    bias: A_co | Any
-    scale: A_co | Any
-    gamma: A_co | Any
-    beta: A_co | Any
+    residual: A_co | Any = None
+
+    def __new__(
+        cls, x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, residual: Any = None
+    ) -> Gradients[A_co]:
+        made = super().__new__(cls, x, weight, bias, scale, gamma, beta)
+        made.residual = residual
+        return made
+
+    def __reduce__(self) -> Any:
+        return Gradients, (*self, self.residual)
+
+
+NEEDS = (*Gradients._fields, "residual")  # the names of all gradients
 
 
 @np.errstate(all="ignore")
@@ -252,7 +276,8 @@ def backward(
     activation: Activation | None = None,
     renorm: Renorm | tuple[float, float] | ArrayLike | None = None,
     groups: int = 1,
-    needs: Collection[str] = Gradients._fields,
+    residual: ArrayLike | None = None,
+    needs: Collection[str] = NEEDS,
     dtype: DTypeLike = np.float64,
 ) -> Gradients[Array]:
     """Compute the gradients of :func:`forward`'s ``y``, by the formulas at the head of this module.
@@ -264,17 +289,17 @@ def backward(
     x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, training, eps, activation
         As in :func:`forward`, with the statistics and the count before it. Training uses these only with `renorm`, and
         only an activation makes ``beta`` matter.
-    renorm, groups, dtype
+    renorm, groups, residual, dtype
         As in :func:`forward`.
     needs : collection of str
-        The fields of the result to compute; the others are None.
+        The gradients to compute; the others are None.
 
     Returns
     -------
     Gradients
-        ``(x, weight, bias, scale, gamma, beta)``, in ``dtype``, also for absent arguments (with respect to their
-        default value; for the scale that is a vector of ones). The gradient of a scale of one element has the shape of
-        that scale, ``()`` for a number. Zeros for ``B = 0``.
+        ``(x, weight, bias, scale, gamma, beta)`` and its attribute ``residual``, in ``dtype``, also for absent
+        arguments (with respect to their default value; for the scale that is a vector of ones). The gradient of a scale
+        of one element has the shape of that scale, ``()`` for a number. Zeros for ``B = 0``.
 
     Raises
     ------
@@ -288,16 +313,16 @@ def backward(
     which has no cancellation.
 
     With an activation the forward is computed again, so that the gradient is that of the same ``u`` as its ``y``.
+    Without one the gradient of the residual is a copy of ``dy``.
     """
-    needs = checked_needs(needs, Gradients._fields)
+    needs = checked_needs(needs, NEEDS)
     f = activation_of(checked_activation(activation))
     ghost_count(groups)
     x = matrix_of("x", x, dtype)
     weight = matrix_of("weight", weight, dtype, columns=x.shape[1])
     rows, features = len(x), len(weight)
-    dy = matrix_of("dy", dy, dtype, columns=features)
-    if len(dy) != rows:
-        raise ValueError(f"dy: expected shape {(rows, features)}, got {dy.shape}")
+    dy = _rows_of("dy", dy, dtype, rows, features)
+    h = np.zeros_like(dy) if residual is None else _rows_of("residual", residual, dtype, rows, features)
     s, b, gamma, beta = affine_of(features, dtype, scale, bias, gamma, beta)
     old_mean, old_var = statistics_of(features, dtype, running_mean, running_var)
     if training and rows == 1:
@@ -306,15 +331,16 @@ def backward(
     if groups != 1 and training and rows:
         options: Any = {"bias": b, "gamma": gamma, "beta": beta, "training": True, "eps": eps}
         options |= {"activation": activation, "dtype": dtype}
-        runs = zip(*(_ghost_batches(a, groups, renorm) for a in (dy, x)), strict=True)
-        found = [backward(of_dy, of_x, weight, scale, **options) for of_dy, of_x in runs]
+        runs = zip(*(_ghost_batches(a, groups, renorm) for a in (dy, x, h)), strict=True)
+        found = [backward(of_dy, of_x, weight, scale, residual=of_h, **options) for of_dy, of_x, of_h in runs]
         of_x, *others = zip(*found, strict=True)
-        made = Gradients(np.concatenate(of_x), *(np.sum(of_run, axis=0) for of_run in others))
-        return Gradients(*(part if name in needs else None for name, part in made._asdict().items()))
+        parts = [np.concatenate(of_x), *(np.sum(of_run, axis=0) for of_run in others)]
+        parts += [np.concatenate([of_run.residual for of_run in found])]
+        return Gradients(*(part if name in needs else None for name, part in zip(NEEDS, parts, strict=True)))
     if f is not None:
         u = forward(
             x, weight, s, bias=b, gamma=gamma, beta=beta, running_mean=old_mean, running_var=old_var,
-            num_batches_tracked=num_batches_tracked, training=training, eps=eps, renorm=renorm, dtype=dtype,
+            num_batches_tracked=num_batches_tracked, training=training, eps=eps, renorm=renorm, residual=h, dtype=dtype,
         ).y  # fmt: skip
         dy = f.gradient(dy, u)
     g = x @ weight.T
@@ -350,6 +376,7 @@ def backward(
         of_scale if "scale" in needs else None,
         of_gamma if "gamma" in needs else None,
         dy_sum if "beta" in needs else None,
+        dy.copy() if "residual" in needs else None,
     )
 
 
@@ -433,6 +460,14 @@ def round_to(a: ArrayLike, dtype: DTypeLike) -> Array:
     bits = odd.view(np.uint32)
     bits |= inexact
     return odd.astype(dtype)
+
+
+def _rows_of(name: str, a: ArrayLike, dtype: DTypeLike, rows: int, features: int) -> Array:
+    """An array of y's shape."""
+    made = matrix_of(name, a, dtype, columns=features)
+    if len(made) != rows:
+        raise ValueError(f"{name}: expected shape {(rows, features)}, got {made.shape}")
+    return made
 
 
 def _ghost_batches(a: Array, groups: int, renorm: Any) -> list[Array]:

@@ -95,7 +95,7 @@ def lines():
             y, saved = gsbn.forward(**arrays, **options, return_saved=True)
             kept = saved.deviations[:, : shape[2]]
             gradients = gsbn.backward(dy, saved, sms=options.get("sms"))
-            yield f"{what} step: {digest([y, kept, *gradients])}"
+            yield f"{what} step: {digest([y, kept, *gradients[:6]])}"
 
 
 def main():

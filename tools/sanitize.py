@@ -223,6 +223,24 @@ def activate(dtype):
         agree(y, want.y)
 
 
+def residual(dtype, activation):
+    """y of a sum that is kept or not, and its gradient: in whole words, and from and into rows with a gap."""
+    host, native = operands((300, 40, 45), dtype)
+    h = host["x"][:, :1] * host["weight"][:, 0]
+    dy = bounds.draw_dy(np, bounds.make_operands(np, 300, 40, 45, dtype))
+    options = {"training": True, "activation": activation}
+    want = reference.forward(**host, **options, residual=h)
+    for columns in (45, 46):
+        added, out, of_y = (cp.zeros((300, columns), native["x"].dtype)[:, :45] for _ in range(3))
+        added[...], of_y[...] = cp.asarray(h), cp.asarray(dy)
+        agree(gsbn.forward(**native, **options, residual=added, out=out), want.y)
+        y, saved = gsbn.forward(**native, **options, residual=added, out=out, return_saved=True)
+        agree(y, want.y)
+        point = cp.asnumpy(y if saved.kept is None else saved.kept).astype("f8")
+        before = bounds.activations.before(np, dy.astype("f8"), point, point > 0, activation)
+        agree(gsbn.backward(of_y, saved).residual, before)
+
+
 def fold(dtype):
     host, native = operands((8, 41, 37), dtype)
     frozen = ("weight", "scale", "running_mean", "running_var", "bias", "gamma", "beta")
@@ -287,6 +305,8 @@ def variants():
     for dtype in _plan.C_TYPE:
         yield f"fold {dtype}", fold, (dtype,)
         yield f"activate {dtype}", activate, (dtype,)
+        for of_sum in (None, "relu", "silu"):
+            yield f"residual {dtype}{f' {of_sum}' if of_sum else ''}", residual, (dtype, of_sum)
         for tile in TILES["double" if dtype == "float64" else "float"]:
             for activation in (None, "relu"):
                 end = f" {activation}" if activation else ""

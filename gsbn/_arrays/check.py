@@ -57,7 +57,7 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
     if group is not None and not training:
         raise ValueError("group: expected None in inference (training=False), whose statistics are given")
 
-    mean, count, out = views["running_mean"], views["num_batches_tracked"], views["out"]
+    mean, count = views["running_mean"], views["num_batches_tracked"]
     if mean is None and not training and not identity:
         raise ValueError(
             "running_mean: expected an array, got None: inference (training=False) needs the running statistics"
@@ -76,12 +76,15 @@ def forward_arguments(views: Mapping[str, View | None], options: tuple[Any, ...]
         )
     if renorm is not None:
         _renorm(views, x, renorm.warmup)
-    if out is not None:
-        if out.shape != (batch, features):
-            raise ValueError(f"out: expected shape {(batch, features)}, got {out.shape}")
-        if out.dtype != x.dtype:
-            raise TypeError(f"out: expected x's dtype {x.dtype}, got {out.dtype}")
-        _device("out", out, x)
+    for name in ("residual", "out"):
+        view = views[name]
+        if view is None:
+            continue
+        if view.shape != (batch, features):
+            raise ValueError(f"{name}: expected shape {(batch, features)}, got {view.shape}")
+        if view.dtype != x.dtype:
+            raise TypeError(f"{name}: expected x's dtype {x.dtype}, got {view.dtype}")
+        _device(name, view, x)
 
     for name in written(views, training=bool(training)):
         view = views[name]

@@ -303,15 +303,6 @@ def backward(
     return {name: rounded(found[name], dtype) for name, dtype in dtypes.items()}
 
 
-@np.errstate(all="ignore")
-def activate(u: Array, y: Array, activation: Any) -> None:
-    """y = f(u), both (B, O) and of one dtype."""
-    walk, f = _Walk(len(y), y.shape[1], y.dtype), activation_of(activation)
-    assert f is not None
-    for block in walk.blocks:
-        np.copyto(y[block], f.of(u[block].astype(walk.dtype)), casting="unsafe")
-
-
 def without_norm(y: Array) -> tuple[Array, Array]:
     """`kept` and `vectors` for the `backward` of a layer without a norm, which keeps y or u: u is this, and a = 1."""
     kept = y.astype(np.float32) if y.itemsize < 4 else y

@@ -36,8 +36,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
-    return_saved: Literal[False] = False,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, residual: AnyArray | None = None,
+    out: AnyArray | None = None, return_saved: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
 def forward(
@@ -46,8 +46,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
-    return_saved: Literal[True],
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, residual: AnyArray | None = None,
+    out: AnyArray | None = None, return_saved: Literal[True],
 ) -> tuple[A, Saved]: ...  # fmt: skip
 @overload
 def forward(
@@ -56,8 +56,8 @@ def forward(
     running_var: AnyArray | None = None, num_batches_tracked: AnyArray | None = None, training: bool = False,
     momentum: float | None = 0.1, eps: float = 1e-5, activation: Activation | None = None,
     precision: Precision = "highest", gemm: Gemm = "auto", sms: int | None = None, group: Group | None = None,
-    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, out: AnyArray | None = None,
-    return_saved: bool = False,
+    renorm: Renorm | tuple[float, float] | AnyArray | None = None, groups: int = 1, residual: AnyArray | None = None,
+    out: AnyArray | None = None, return_saved: bool = False,
 ) -> Any: ...  # fmt: skip
 @outside_graphs
 def forward(
@@ -81,10 +81,11 @@ def forward(
     group: Group | None = None,
     renorm: Renorm | tuple[float, float] | AnyArray | None = None,
     groups: int = 1,
+    residual: AnyArray | None = None,
     out: AnyArray | None = None,
     return_saved: bool = False,
 ) -> Any:
-    """Compute ``activation(BatchNorm1d(Linear(x) * scale))``, with each step as in PyTorch.
+    """Compute ``activation(BatchNorm1d(Linear(x) * scale) + residual)``, with each step as in PyTorch.
 
     ::
 
@@ -93,7 +94,7 @@ def forward(
                     y = gamma scale r (g - m) + beta
         inference:  r = 1 / sqrt(running_var + eps)
                     y = gamma r (scale (g + bias) - running_mean) + beta
-        both:       y = activation(y), if there is one
+        both:       y = activation(y + residual), if there is one or the other
 
     In training the bias cancels in y and only moves `running_mean`. g is float32 (float64 for float64 inputs). The
     variance is never computed as E[g²] - E[g]². Statistics and per-feature constants are merged in float64; "sm90"
@@ -157,6 +158,10 @@ def forward(
         gradients, the running statistics and the count, which each ghost batch updates in order. `groups` divides B,
         and a ghost batch has at least two rows. Not with `group`, which is about ranks, or `renorm`. No effect in
         inference.
+    residual : (B, O) array, optional
+        Added before the activation, as in a residual block: x's dtype, library and device, any strides. What it is
+        added to is first rounded to x's dtype, and so is the sum, as in PyTorch. One more launch does this and the
+        activation.
     out : (B, O) array, optional
         Where y is written: x's dtype and library, any strides. It must not overlap another argument.
     return_saved : bool
@@ -168,7 +173,8 @@ def forward(
         x's dtype and library; `out` itself if given. For other DLPack producers a CuPy or NumPy array.
     saved : Saved
         With `return_saved`: x and weight themselves, the (B, O) deviations of g from its mean, and O(O) constants, or
-        O(groups O) with `groups`.
+        O(groups O) with `groups`. With `residual` and an activation also y itself or, if y does not tell the gradient,
+        the (B, O) sum before it.
 
     Raises
     ------
@@ -201,8 +207,13 @@ def forward(
     >>> y = gsbn.forward(x, weight, training=True, activation="relu")
     >>> y.shape, y.dtype.name
     ((256, 32), 'float32')
+
+    The second layer of a residual block, relu(BatchNorm1d(Linear(y)) + x):
+
+    >>> gsbn.forward(y, weight.T.copy(), training=True, activation="relu", residual=x).shape
+    (256, 64)
     """
-    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, None, out)
+    arrays = (x, weight, scale, bias, gamma, beta, running_mean, running_var, num_batches_tracked, None, residual, out)
     options = (training, momentum, eps, precision, gemm, return_saved, sms, activation, group, renorm, groups)
     return forward_of(arrays, options)
 

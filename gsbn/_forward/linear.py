@@ -11,12 +11,11 @@ from .._arrays.check import checked_activation
 from .._arrays.dynamo import outside_graphs
 from .._arrays.kinds import Kind
 from .._host.run import Arrays, Checked, Options, Views, call
-from .._plan.activations import follows_from_y
 from .._plan.program import Program
 from .._saved import Saved, dtypes_of, saved_of
 from .._typing import A, Activation, AnyArray, Array, Gemm, Precision
 from .._values import flag
-from .operation import FORWARD, OPTIONS, WHOLE_BATCH, on_cpu, program_of, result_of, views_of
+from .operation import FORWARD, OPTIONS, WHOLE_BATCH, keeps_u, on_cpu, program_of, result_of, views_of
 
 
 # For type checkers: return_saved is False; it is True; it is unknown, or x is another library's array.
@@ -95,7 +94,7 @@ def linear(
     [4.0, 0.0]
     """
     flag("return_saved", return_saved)
-    arrays = (x, weight, None, bias, None, None, None, None, None, None, out)
+    arrays = (x, weight, None, bias, None, None, None, None, None, None, None, out)
     # OPTIONS, and 1 for the scale: inference, a momentum that is not used, eps 0
     put_through = checked_activation(activation)
     options = (False, 0.1, 0.0, precision, gemm, return_saved, sms, put_through, *WHOLE_BATCH, 1.0)
@@ -107,12 +106,6 @@ def _unsaved(options: Options) -> Options:
     return (*options[:_SAVES], False, *options[_SAVES + 1 :])
 
 
-def _keeps_u(options: Options) -> bool:
-    """Whether the backward needs what is before the activation."""
-    activation = options[_ACTIVATION]
-    return bool(options[_SAVES]) and activation is not None and not follows_from_y(activation)
-
-
 def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = None) -> Any:
     """y, or (y, saved)."""
     if not options[_SAVES]:
@@ -122,17 +115,17 @@ def _with_saved(kind: Kind, arrays: Arrays, options: Options, y: Any, u: Any = N
 
 
 def _program(views: Views, options: Options, *more: Any) -> Program | None:
-    return program_of(views, _unsaved(options), *more, keeps_u=_keeps_u(options))
+    return program_of(views, _unsaved(options), *more, keeps=keeps_u(options))
 
 
 def _result(kind: Kind, arrays: Arrays, options: Options, found: Checked | None, made: list[Any]) -> Any:
     y = result_of(kind, arrays, _unsaved(options), found, made)
-    at = None if found is None else found.returns[2]
+    at = None if found is None else found.returns[1]
     return _with_saved(kind, arrays, options, y, None if at is None else made[at])
 
 
 def _on_cpu(kind: Kind, arrays: Arrays, options: Options, *more: Any) -> Any:
-    if not _keeps_u(options):
+    if not keeps_u(options):
         y = on_cpu(kind, arrays, _unsaved(options), *more, operation=LINEAR)
         return _with_saved(kind, arrays, options, y)
     plain = (*options[:_ACTIVATION], None, *options[_ACTIVATION + 1 :])
@@ -149,7 +142,7 @@ LINEAR = replace(
     name="linear",
     check=partial(views_of, identity=True),
     program=_program,
-    returns=lambda program, views, options: (program.made("y"), None, program.made("u")),
+    returns=lambda program, views, options: (program.made("y"), program.made("u"), None),
     result=_result,
     on_cpu=_on_cpu,
     extra=(),

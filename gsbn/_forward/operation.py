@@ -13,7 +13,7 @@ from .._arrays import check
 from .._arrays.kinds import Kind, kinds_of
 from .._host.call import matrix_of, vector_code, vector_codes
 from .._host.run import Arrays, Checked, Operation, Options, Views, checked
-from .._plan.activations import title
+from .._plan.activations import follows_from_y, title
 from .._plan.forward import PREPARED
 from .._plan.problem import VECTOR_PARAMETERS, VECTORS, Ranks
 from .._plan.program import Program
@@ -24,7 +24,7 @@ from ..reference import raised_count
 
 ARRAYS = (
     "x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "num_batches_tracked", "renorm",
-    "out",
+    "residual", "out",
 )  # fmt: skip
 OPTIONS = (
     "training", "momentum", "eps", "precision", "gemm", "return_saved", "sms", "activation", "group", "renorm",
@@ -46,11 +46,14 @@ def result_of(kind: Kind, arrays: Arrays, options: Options, found: Checked | Non
     """y, or (y, saved)."""
     if found is None:
         return _nothing(kind, arrays, options, arrays[1].shape[0])
-    y_at, dtypes, *_ = found.returns
+    y_at, u_at, dtypes = found.returns
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     y = arrays[-1] if y_at is None else made[y_at]
-    return y if dtypes is None else (y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes))
+    if dtypes is None:
+        return y
+    kept = y if u_at is None else made[u_at]
+    return y, saved_of(kind, arrays, options, made[-2], made[-1], dtypes, kept)
 
 
 def _within(options: Options, held: int) -> Options:
@@ -68,7 +71,13 @@ def _nothing(kind: Kind, arrays: Arrays, options: Options, features: int) -> Any
         return y
     rows = _plan.SAVED_ROWS if options[_RENORM] is None else _plan.RENORM_ROWS
     vectors = kind.empty((rows, features), x, "float64")  # never read
-    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays))
+    return y, saved_of(kind, arrays, options, kind.empty((0, features), x), vectors, dtypes_of(kind, arrays), y)
+
+
+def keeps_u(options: Options) -> bool:
+    """Whether the backward needs what the activation was applied to, where that is an array in between."""
+    activation = options[_ACTIVATION]
+    return bool(options[_SAVES]) and activation is not None and not follows_from_y(activation)
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -88,10 +97,11 @@ def views_of(
 
 def program_of(
     views: Views, options: Options, gpu: _plan.Device, limits: _plan.Limits, ranks: Ranks | None, limbs: bool, *,
-    keeps_u: bool = False,
+    keeps: bool | None = None,
 ) -> Program | None:  # fmt: skip
+    """The program of a call. `keeps`: whether it keeps u, where a launch of its own makes y; None: ask the options."""
     training, momentum, eps, precision, gemm, return_saved, sms, activation, _, renorm, groups, number = options
-    x, weight, out = views["x"], views["weight"], views["out"]
+    x, weight, residual, out = views["x"], views["weight"], views["residual"], views["out"]
     assert x is not None and weight is not None
     (m, k), n = x.shape, weight.shape[0]
     if m == 0 and ranks is None:
@@ -100,9 +110,12 @@ def program_of(
     p = _plan.Matmul(m, n, k, x.dtype, gpu.at_most(sms), matrix_of(x), matrix_of(weight), y_at, limits)
     if ranks is not None:
         ranks = ranks._replace(signature=signature(_words(views, options, n, k, x.dtype)))
+    apart = keeps or residual is not None  # u is made first, by what makes y elsewhere, and one more launch makes y
+    keeps = keeps_u(options) if keeps is None else keeps
+    of_u, result = _plan.place_of_u(p, out=out is not None, keeps=keeps) if apart else (p, {"out": out is not None})
     plan = _plan.plan_forward if groups == 1 else partial(_plan.plan_ghosts, groups=int(groups))
-    return plan(
-        p,
+    program = plan(
+        of_u,
         training=bool(training),
         momentum=momentum,
         eps=eps,
@@ -110,15 +123,18 @@ def program_of(
         gemm=gemm,
         prepared=limbs,
         saves=bool(return_saved),
-        activation=activation,
+        activation=None if apart else activation,
         number=number,
         vectors=vector_codes(views),
         renorm=None if renorm is None else renorm._asdict() | {"renorm": vector_code(views["renorm"])},
         counts=views["num_batches_tracked"] is not None,
-        out=out is not None,
         ranks=ranks,
-        keeps_u=keeps_u,
+        **result,
     )
+    if not apart:
+        return program
+    at = None if residual is None else matrix_of(residual)
+    return _plan.then_activate(program, p, activation, out=out is not None, keeps=keeps, residual=at)
 
 
 def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str) -> str:
@@ -133,9 +149,11 @@ def _words(arrays: Any, options: Options, features: int, inputs: int, dtype: str
 
 
 def _returns(program: Program, views: Views, options: Options) -> Any:
-    """The index of y among the arrays that the call makes, None with `out`; the saved vectors' dtypes or None."""
+    """The indices of y among the arrays that the call makes, None with `out`, and of u, None if nothing keeps it; the
+    saved vectors' dtypes or None."""
     dtypes = tuple(None if (view := views[name]) is None else view.dtype for name in VECTOR_PARAMETERS)
-    return program.made("y"), dtypes if options[_SAVES] else None
+    kept = program.made("u") if keeps_u(options) else None
+    return program.made("y"), kept, dtypes if options[_SAVES] else None
 
 
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
@@ -159,6 +177,7 @@ def on_cpu(
             raised_count(host["num_batches_tracked"].item(), momentum, int(groups))
         return _nothing(kind, arrays, options, len(weight))
     y = np.empty((len(x), len(weight)), x.dtype) if out is None else out
+    residual, v = host.pop("residual"), None
     kept = _cpu.forward(
         host,
         y,
@@ -166,19 +185,24 @@ def on_cpu(
         momentum=None if momentum is None else float(momentum),  # 1 - momentum of a float16 would be a float16
         eps=float(eps),
         keep=return_saved,
-        activation=activation,
+        activation=activation if residual is None else None,
         number=float(number),
         renorm=renorm,
         groups=int(groups),
         gather=None if group is None else partial(group.gather, words),
     )
+    if residual is not None:
+        v = np.empty(y.shape, y.dtype) if keeps_u(options) else y
+        _cpu.add(y, residual, v)
+        _cpu.activate(v, y, activation)
     if found.written and kind.counts_writes:
         kind.written([arrays[i] for i in found.written])
     result = arrays[-1] if out is not None else kind.from_numpy(y)
     if kept is None:
         return result
     deviations, vectors = map(kind.from_numpy, kept)
-    return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays))
+    of_f = result if v is None or v is y else kind.from_numpy(v)
+    return result, saved_of(kind, arrays, options, deviations, vectors, dtypes_of(kind, arrays), of_f)
 
 
 _NUMERIC = ("training", "momentum", "eps", "return_saved", "sms", "groups", "number")

@@ -5,6 +5,10 @@ its constants in `rates` and `h200`. `gemm` plans one product, `forward` and `ba
 one family of kernels each is in `copies`, `limbs`, `skinny` and `split_k`.
 """
 
+from .activate import place_of_u as place_of_u
+from .activate import plan_activate_backward as plan_activate_backward
+from .activate import plan_residual as plan_residual
+from .activate import then_activate as then_activate
 from .backward import plan_backward as plan_backward
 from .channels_first import channels_first_obstacle as channels_first_obstacle
 from .channels_first import plan_backward_channels_first as plan_backward_channels_first

@@ -40,7 +40,6 @@ from .tensor_maps import map_arguments
 from .variants import (
     GHOST_FEATURES,
     THREADS,
-    activate,
     merge_statistics,
     normalize,
     normalize_fused,
@@ -96,22 +95,20 @@ def plan_forward(
     out: bool = False,
     ranks: Ranks | None = None,
     groups: int = 1,
-    keeps_u: bool = False,
+    result: str = "y",
 ) -> Program:
     """Plan a forward call. If ranks share the batch p may have no rows; all other sizes are at least 1.
 
     `prepared`: the weight's limbs exist. `saves`: the call saves deviations and vectors for a backward. `number`: the
     scale, if it is not an array. `vectors`: `vector_codes`. `renorm`: what the kernels' structs declare for batch
     renormalisation. `counts`: num_batches_tracked is given. `out`: y is given. `groups`: ghost batches; 1 in inference.
-    `keeps_u`: the call also makes u, what is before the activation, in y's dtype: an array of that name.
+    `result`: the name of the array that the call makes for y without `out`; `activate.py` takes it as "u".
 
     Raises ValueError that names `gemm` if the one chosen cannot serve the call.
     """
     m, p = p.m, p._replace(m=max(p.m, 1))
-    cumulative, where, y_at = momentum is None, None, p.y
+    cumulative, where = momentum is None, None
     reads_count = cumulative or (renorm is not None and renorm["warmup"] > 0)
-    if keeps_u:
-        p = p._replace(y=Matrix((p.n, 1), aligned=True))
     if ranks is not None:
         if ranks.waits and ranks.features is not None and p.n > ranks.features:
             raise ValueError(f"weight: expected at most {ranks.features} features with a group, got {p.n}")
@@ -141,7 +138,7 @@ def plan_forward(
     saved_dtype = deviations_dtype(p.dtype, p.m // groups, training=training) if saves else None
     of_x = build.operand("x", (m, p.k), p.x, taken.x, p.dtype) if m else "x"
     of_w = build.operand("weight", (p.n, p.k), p.w, taken.w, p.dtype) if m else "weight"
-    y = build.make("u", (m, p.n), p.dtype) if keeps_u else _result(build, p, m, out)
+    y = "out" if out else build.make(result, (m, p.n), p.dtype)
     fields: dict[str, Any] = {"m": m, "n": p.n, "k": p.k, "ldx": taken.x.strides[0], "ldw": taken.w.strides[0]}
     fields |= {"momentum": 0.0 if momentum is None else momentum, "eps": eps, "number": number, **vectors}
     fields |= {"signature": 0 if ranks is None else ranks.signature, **(renorm or {})}
@@ -149,25 +146,14 @@ def plan_forward(
     count = "num_batches_tracked" if training and counts else ABSENT
     names = of_x, of_w, y, *saved, count
     call = _Call(
-        p, taken, m, chosen, training, precision, saved_dtype, None if keeps_u else activation, cumulative,
-        reads_count, prepared, renorm, ranks, groups, names, fields,
+        p, taken, m, chosen, training, precision, saved_dtype, activation, cumulative, reads_count,
+        prepared, renorm, ranks, groups, names, fields,
     )  # fmt: skip
     if one_launch_:
         _in_one_launch(build, call)
     else:
         _in_passes(build, call, skinny, where)
-    if keeps_u:
-        kernel, item = activate(p.dtype)
-        fields = {"m": m, "n": p.n, "y_row": y_at.strides[0], "y_col": y_at.strides[1]}
-        fields["flags"] = flags(vector_y=y_at.aligned and y_at.strides == (p.n, 1))
-        grid = p.device.grid(ceil_div(m * p.n, item))
-        build.launch(with_activation(kernel, activation), grid, fields, {"u": y, "y": _result(build, p, m, out)})
     return build.program(chosen, why)
-
-
-def _result(build: Builder, p: Matmul, m: int, out: bool) -> str:
-    """The memory of y."""
-    return "out" if out else build.make("y", (m, p.n), p.dtype)
 
 
 def _save(build: Builder, call: _Call, pitch: int) -> None:

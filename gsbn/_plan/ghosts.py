@@ -50,7 +50,7 @@ def _one_after_the_other(p: Matmul, one: Program, groups: int) -> Program:
     m = p.m // groups
     made = {array.name: array for array in one.arrays}
     x, y = (m * at.strides[0] * ITEMSIZE[p.dtype] for at in (p.x, p.y))  # bytes of a run
-    nbytes = {"x": x, "y": y, "out": y, "vectors": 8 * SAVED_ROWS * p.n}
+    nbytes = {"x": x, "y": y, "u": y, "out": y, "vectors": 8 * SAVED_ROWS * p.n}
     if "deviations" in made:
         kept = made["deviations"]
         nbytes["deviations"] = m * kept.shape[1] * ITEMSIZE[kept.dtype]

@@ -43,7 +43,8 @@ def every_kernel(activations: Collection[Any] = ("relu",)) -> Iterator[Kernel]:
     modes = {str(mode) for name, mode in MODES.items() if name != "gemm"}
     for plain in _plain_kernels():
         activates = (
-            plain.name in ("activate", "normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
+            plain.file == "activate"
+            or plain.name in ("normalize", "normalize_fused", "skinny_normalize", "skinny_backward")
             or plain.file in ("backward", "backward_sums", "backward_fused", "channels_backward")
             or dict(plain.defines).get("MODE") in modes
         )
@@ -75,7 +76,7 @@ def _plain_kernels() -> Iterator[Kernel]:
             if product == "dw" and dtype in ("float16", "bfloat16"):
                 yield gemm_tiled(dtype, tile, product, wide=True)
     for dtype in C_TYPE:
-        yield from (fold(dtype), activate(dtype)[0])
+        yield from (fold(dtype), activate(dtype)[0], activate(dtype, residual=True)[0], activate_backward(dtype)[0])
         wide = "float64" if dtype == "float64" else "float32"
         saved_in_training = {dtype, "float64"} if dtype in ("float16", "bfloat16") else {dtype}  # many rows, few rows
         for training, d_dtype in [(False, wide), *((True, d_dtype) for d_dtype in sorted(saved_in_training))]:
@@ -126,10 +127,16 @@ def fold(dtype: str) -> Kernel:
     return Kernel("fold", "fold", (("X_TYPE", C_TYPE[dtype]),))
 
 
-def activate(dtype: str) -> tuple[Kernel, int]:
-    """The variant of activate for this dtype, and the elements of an item of its work."""
-    defines = (("T_TYPE", C_TYPE[dtype]),)
+def activate(dtype: str, *, residual: bool = False) -> tuple[Kernel, int]:
+    """The variant of activate for this dtype, and the elements of an item of its work; `residual`: it adds one."""
+    defines = (("T_TYPE", C_TYPE[dtype]), *[("RESIDUAL", "1")] * residual)
     return Kernel("activate", "activate", defines), Constants("activate.cu", dict(defines))["ITEM"]
+
+
+def activate_backward(dtype: str) -> tuple[Kernel, int]:
+    """The same of activate_backward."""
+    kernel, item = activate(dtype)
+    return kernel._replace(name="activate_backward"), item
 
 
 def normalize(dtype: str, d_dtype: str | None = None, *, running: bool = False) -> Kernel:

@@ -45,6 +45,12 @@ def apply(y: Any, activation: Activation) -> Any:
     return function(y) if number is None else function(y, number)
 
 
+def before(activation: Activation, dy: Any, y: Any) -> Any:
+    """The gradient before an activation that follows from y."""
+    name, slope = parts(activation)
+    return dy.masked_fill(y <= 0, 0) if name == "relu" else torch.where(y > 0, dy, dy * slope)
+
+
 def module_of(activation: Activation) -> nn.Module:
     """PyTorch's module of an activation; raise if it is none."""
     name, number = parts(checked_activation(activation))

@@ -66,7 +66,7 @@ def _forward(x: Any, weight: Any, vectors: Any, state: Any, options: Any, activa
     """y, or (y, saved), as the matrices of gsbn/_forward/channels_first.py."""
     n, k, *sizes = x.shape
     bias, gamma, beta = vectors
-    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None
+    arrays = x.view(n * prod(sizes), k), weight, None, bias, gamma, beta, *state, None, None, None
     of_call = *options, saves, None, activation, *WHOLE_BATCH, 1.0, prod(sizes)
     with torch.no_grad():
         return call(FORWARD_CHANNELS_FIRST, arrays, of_call)

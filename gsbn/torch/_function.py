@@ -12,6 +12,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
+from .._arrays.check import checked_activation
 from .._arrays.kinds import NUMBERS
 from .._backward import How, backward_of, makes_both_products
 from .._backward import run as backward_run
@@ -37,6 +38,7 @@ from ._autograd import (
 from ._channels_first import channels_first, serves_channels_first
 from ._groups import group_of, name_of
 from ._operators import recorded
+from ._residual import added, check_residual
 
 # torch.jit.trace would record a result as a constant; the tensors of torch.func (`transforms`) have no memory.
 _trace: Any = getattr(torch._C, "_get_tracing_state", lambda: None)
@@ -71,6 +73,7 @@ def linear_batch_norm(
     process_group: Any = None,
     renorm: Renorm | tuple[float, float] | Tensor | None = None,
     groups: int = 1,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`gsbn.forward` for PyTorch, with support for autograd, autocast and torch.compile.
 
@@ -97,6 +100,10 @@ def linear_batch_norm(
         Batch renormalisation in training, as in `gsbn.forward`.
     groups : int
         Ghost batch normalisation in training, as in `gsbn.forward`, but not with `process_group`. `groups` divides N.
+    residual : tensor of y's shape, optional
+        Added before the activation, as ``activation(batch_norm(linear(x)) + residual)`` in PyTorch: if its dtype is
+        another, such as float32 under autocast, y has the wider of the two. For a matrix of y's dtype on a GPU one
+        launch does this and the activation; elsewhere PyTorch's own operators do.
 
     Returns
     -------
@@ -133,7 +140,9 @@ def linear_batch_norm(
     given |= {"running_mean": running_mean, "running_var": running_var, "num_batches_tracked": num_batches_tracked}
     require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
     options = training, momentum, eps, precision, gemm
-    return call(x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm, groups)
+    return call(
+        x, weight, bias, scale, gamma, beta, state, options, activation, process_group, renorm, groups, residual
+    )
 
 
 def require_tensors(**given: Any) -> None:
@@ -144,9 +153,14 @@ def require_tensors(**given: Any) -> None:
 
 def call(
     x: Any, weight: Any, bias: Any, scale: Any, gamma: Any, beta: Any, state: Any, options: Any, activation: Any,
-    process_group: Any = None, renorm: Any = None, groups: int = 1,
+    process_group: Any = None, renorm: Any = None, groups: int = 1, residual: Any = None,
 ) -> Any:  # fmt: skip
     """`linear_batch_norm`, with the statistics and (training, momentum, eps, precision, gemm) as tuples."""
+    if residual is not None:
+        checked_activation(activation)
+        check_residual(residual, x, weight)
+        of_u = x, weight, bias, scale, gamma, beta, state, options, None, process_group, renorm, groups
+        return added(call(*of_u), residual, activation)
     if groups.__class__ is not int or groups != 1:
         ghost_count(groups)
         groups = groups if options[0] else 1
@@ -205,7 +219,7 @@ def call(
         return _apply(x, weight, bias, scale, gamma, beta, state, options, dtype)
     if dtype is not None:
         x, weight = cast(x, dtype), cast(weight, dtype)
-    arrays = x, weight, scale, bias, gamma, beta, *state, None, None
+    arrays = x, weight, scale, bias, gamma, beta, *state, None, None, None
     return forward_of(arrays, (*options, False, None, activation, group, renorm, groups))
 
 
@@ -354,7 +368,7 @@ def _forward(
 ) -> tuple[Any, Saved, How]:
     wide = widens(dtype, weight)
     x, weight = cast(x, dtype), cast(weight, dtype)
-    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None), options)
+    y, saved = forward_of((x, weight, scale, bias, gamma, beta, *state, None, None, None), options)
     return y, saved, How.of(saved, (), wide=wide)
 
 

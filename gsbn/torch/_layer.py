@@ -74,7 +74,8 @@ class LinearBatchNorm1d(nn.Module):
     The input is (N, in_features) or, as for ``BatchNorm1d``, (N, in_features, L); the output is (N, out_features) or
     (N, out_features, L). ``nn.Linear`` takes (N, L, in_features) instead: pass ``x.transpose(1, 2)``, which is not
     copied; a contiguous (N, in_features, L) is copied, but in 16 bits on Hopper not if L is a multiple of 8 from 64 on.
-    Without it a ValueError says how x was read, unless L and in_features are equal.
+    Without it a ValueError says how x was read, unless L and in_features are equal. A residual of y's shape, a second
+    argument, is added before the activation, as by `linear_batch_norm`.
     ``train()`` and ``eval()`` work as for BatchNorm1d; the layer reads `norm.training`. Names in the ``state_dict``:
     ``scale``, ``linear.weight``, ``linear.bias``, ``norm.weight``, ``norm.bias``, ``norm.running_mean``,
     ``norm.running_var`` and ``norm.num_batches_tracked``.
@@ -85,6 +86,11 @@ class LinearBatchNorm1d(nn.Module):
     >>> import gsbn.torch
     >>> layer = gsbn.torch.LinearBatchNorm1d(64, 32, activation="relu")
     >>> layer(torch.randn(256, 64)).shape
+    torch.Size([256, 32])
+
+    With a residual, relu(norm(linear(x)) + residual):
+
+    >>> layer(torch.randn(256, 64), torch.randn(256, 32)).shape
     torch.Size([256, 32])
     """
 
@@ -221,14 +227,14 @@ class LinearBatchNorm1d(nn.Module):
         made.gemm = gemm
         return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute y from x."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Compute y from x, and from a residual of y's shape that is added before the activation, if there is one."""
         modules, parameters = self._modules, self._parameters
         linear: Any = modules["linear"]
         norm: Any = modules["norm"]
         scale: Any = parameters["scale"] if "scale" in parameters else self.scale  # noqa: SIM401  what get() would ask
         if are_plain(x, linear, norm):
-            return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm)
+            return fused(x, linear, scale, norm, self.activation, self.precision, self.gemm, residual)
         if isinstance(x, Proxy) and x.tracer.root is not self:  # torch.fx: one node, as a module of PyTorch's
             node: Any = x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
             return cast(Tensor, node)
@@ -239,6 +245,7 @@ class LinearBatchNorm1d(nn.Module):
         z = linear(x.transpose(1, 2) if x.dim() == 3 else x)
         z = z if scale is None else z * scale
         y = norm(z.transpose(1, 2) if x.dim() == 3 else z)
+        y = y if residual is None else y + residual
         return y if self.activation is None else module_of(self.activation)(y)
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -302,9 +309,10 @@ class _Scriptable(nn.Module):
         self.linear, self.norm, self.after = linear, norm, after
         self.register_parameter("scale", scale)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         z = self.linear(x.transpose(1, 2) if x.dim() == 3 else x)
         if self.scale is not None:
             z = z * self.scale
-        y: Tensor = self.after(self.norm(z.transpose(1, 2) if x.dim() == 3 else z))
+        u = self.norm(z.transpose(1, 2) if x.dim() == 3 else z)
+        y: Tensor = self.after(u if residual is None else u + residual)
         return y

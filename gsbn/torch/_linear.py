@@ -16,10 +16,10 @@ from .._arrays.check import GEMMS, PRECISIONS, checked_activation
 from .._backward import How
 from .._backward import run as backward_run
 from .._forward import linear as of_arrays
-from .._plan.activations import follows_from_y, parts
+from .._plan.activations import follows_from_y
 from .._typing import Activation, Gemm, Precision
 from .._values import choice
-from ._activations import apply
+from ._activations import apply, before
 from ._again import apart
 from ._autograd import cast, goes_again, is_watched, kind_of_tensor, needed_of, widens
 from ._function import is_transformed, require_tensors
@@ -117,7 +117,7 @@ class _LinearCall(Function):
             if ctx.through:
                 return *_through(ctx.how.activation, needs, dy, x, weight, bias), None
             with torch.autocast(dy.device.type, enabled=False):
-                dg = dy if deviations is None else _before(ctx.how.activation, dy, deviations)
+                dg = dy if deviations is None else before(ctx.how.activation, dy, deviations)
                 dx = dg @ weight if "x" in needs else None
                 dweight = dg.transpose(0, 1) @ x if "weight" in needs else None
                 return dx, dweight, dg.sum(0) if "bias" in needs else None, None
@@ -125,12 +125,6 @@ class _LinearCall(Function):
         arrays = dy, x if "weight" in needs else None, weight if "x" in needs else None, deviations, None
         (dx, dweight, dbias, *_), _ = backward_run(kind_of_tensor(dy), arrays, how)
         return dx, dweight, dbias, None
-
-
-def _before(activation: Any, dy: Any, y: Any) -> Any:
-    """The gradient before an activation that follows from y."""
-    name, slope = parts(activation)
-    return dy.masked_fill(y <= 0, 0) if name == "relu" else torch.where(y > 0, dy, dy * slope)
 
 
 def _through(activation: Any, needs: tuple[str, ...], dy: Any, *operands: Any) -> list[Any]:

@@ -194,8 +194,9 @@ def wins(x: Tensor, norm: Any) -> bool:
 
 
 def fused(
-    x: Any, linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm
-) -> Any:
+    x: Any, linear: Any, scale: Any, norm: Any, activation: Activation | None, precision: Precision, gemm: Gemm,
+    residual: Any = None,
+) -> Any:  # fmt: skip
     """The call of gsbn that replaces the modules. Reads their dictionaries, because each attribute costs 1 us."""
     of_linear, of_norm, buffers, momentum = linear._parameters, norm._parameters, norm._buffers, norm.momentum
     mean, training = buffers["running_mean"], norm.training
@@ -220,7 +221,7 @@ def fused(
         x, of_linear["weight"], of_linear["bias"], scale, of_norm["weight"], of_norm["bias"], state,
         (training, momentum, norm.eps, precision, gemm), activation, process_group,
         norm.renorm if norm.__class__ is BatchRenorm1d else None,
-        norm.groups if norm.__class__ is GhostBatchNorm1d else 1,
+        norm.groups if norm.__class__ is GhostBatchNorm1d else 1, residual,
     )  # fmt: skip
 
 

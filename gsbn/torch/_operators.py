@@ -37,7 +37,7 @@ def _run(training: bool, keep: bool) -> Callable[..., Any]:
         gamma, beta, mean, var, count, number, momentum, eps, precision, gemm, *_ = more
         activation, name, renorm, groups = _last(more)
         group = group_named(x.device, name)
-        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None)
+        arrays = (x, weight, number if scale is None else scale, bias, gamma, beta, mean, var, count, None, None, None)
         options = (training, momentum, eps, precision, gemm, keep, None, activation, group, renorm, groups)
         with torch.no_grad():
             made = forward_of(arrays, options)

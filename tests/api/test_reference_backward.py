@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsbn import reference
+from gsbn import Gradients, reference
 from tests.support.gradients import SPECIAL, activate
 from tests.support.harness import without_out
 from tests.support.strategies import EVERY, OTHERS, Case
@@ -19,27 +19,28 @@ def torch_gradients(case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray) -
     torch = pytest.importorskip("torch")
     O = len(arrays["weight"])
     neutral = {"bias": np.zeros(O), "gamma": np.ones(O), "beta": np.zeros(O)}
-    names = [n for n in ("x", "weight", "bias", "scale", "gamma", "beta") if n != "scale" or n in arrays]
+    names = ["x", "weight", "bias", "gamma", "beta", *(n for n in ("scale", "residual") if n in arrays)]
     t = {n: torch.tensor(arrays.get(n, neutral.get(n)), dtype=torch.float64, requires_grad=True) for n in names}
     z = torch.nn.functional.linear(t["x"], t["weight"], t["bias"]) * t.get("scale", 1.0)
     old = [torch.tensor(arrays[n]) if n in arrays else None for n in ("running_mean", "running_var")]
     y = torch.nn.functional.batch_norm(z, *old, t["gamma"], t["beta"], case.training, 0.1, case.eps)
-    y = activate(y, case.activation)
+    y = activate(y + t.get("residual", 0), case.activation)
     return dict(zip(names, (g.numpy() for g in torch.autograd.grad(y, t.values(), torch.tensor(dy))), strict=True))
 
 
 def gradients(
     case: Case, arrays: dict[str, np.ndarray], dy: np.ndarray, dtype: type = np.float64
 ) -> dict[str, np.ndarray]:
-    names = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var")
+    names = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "residual")
     given = {n: arrays[n] for n in names if n in arrays}
     options = {"training": case.training, "eps": case.eps, "activation": case.activation}
-    return reference.backward(dy, **given, **options, dtype=dtype)._asdict()
+    found = reference.backward(dy, **given, **options, dtype=dtype)
+    return {name: getattr(found, name) for name in (*Gradients._fields, *["residual"] * ("residual" in arrays))}
 
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("given_", [("bias", "gamma", "beta", "running"), ("running",)])
+@pytest.mark.parametrize("given_", [("bias", "gamma", "beta", "running"), ("running",), ("running", "residual")])
 @pytest.mark.parametrize(
     ("activation", "scale"),
     [(None, "vector"), ("relu", "vector"), ("relu", "()"), (None, "(1,)"), *((name, "vector") for name in OTHERS)],
@@ -64,7 +65,9 @@ def test_gradients_agree_with_autograd(
 @pytest.mark.parametrize("activation", EVERY)
 def test_gradients_agree_with_differences(activation: Any, training: bool) -> None:
     """Central differences in longdouble: h² of truncation and 1e-19 / h of rounding, both below 1e-11 at h = 1e-6."""
-    case = replace(Case((6, 4, 3), "float64", training), given=("bias", "gamma", "beta", "running"), eps=1e-2)
+    case = replace(
+        Case((6, 4, 3), "float64", training), given=("bias", "gamma", "beta", "running", "residual"), eps=1e-2
+    )
     case = replace(case, activation=activation)
     options = {"training": training, "eps": case.eps, "activation": activation, "dtype": np.longdouble}
     arrays = {n: a for n, a in without_out(case.arrays()).items() if n != "num_batches_tracked"}

@@ -28,7 +28,7 @@ from tests.support.harness import (
     place,
 )
 from tests.support.refusals import stretch
-from tests.support.strategies import VECTORS, Case
+from tests.support.strategies import OPTIONAL, VECTORS, Case
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,7 @@ def draw_bad(seed: int, kinds: tuple[str, ...]) -> Bad:
         dtype=rng.choice(list(DTYPES)),
         training=rng.random() < 0.7,
         seed=seed,
+        given=(*OPTIONAL, "residual"),
         narrow=tuple(name for name in VECTORS if rng.random() < 0.4),
         layouts=draw_layouts(rng),
     )

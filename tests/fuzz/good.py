@@ -15,6 +15,7 @@ import numpy as np
 import gsbn
 from gsbn import _plan, reference
 from gsbn._cuda import kernels as _kernels
+from gsbn.reference import NEEDS
 from tests.support.families import FAMILIES
 from tests.support.gradients import (
     NAMES,
@@ -34,6 +35,7 @@ from tests.support.harness import (
     Kind,
     Outcome,
     Placed,
+    assert_same_bits,
     kind_of,
     place,
     poisoned_allocations,
@@ -45,7 +47,7 @@ from tests.support.tolerance import TF32, Bounds, assert_outcome_within, assert_
 
 Arrays = dict[str, np.ndarray]
 COUNT = "num_batches_tracked"
-FLOATS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "out", "dy")
+FLOATS = ("x", "weight", "scale", "bias", "gamma", "beta", "running_mean", "running_var", "residual", "out", "dy")
 SIDES = sorted({2**i + d for i in range(1, 11) for d in (-1, 0, 1)} | {*range(4, 81, 4)} | {5, 11, 29, 61, 131, 383})
 STREAMS = {"cupy": ("default", "new", "ptds", "null"), "torch-cuda": ("default", "new")}
 
@@ -87,6 +89,8 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
     activation, scale = rng.choice(ACTIVATIONS), rng.choice(("vector", "vector", "number", *SCALES))
     needs = tuple(name for name in NAMES if rng.random() < 0.7) if backward else None
     renorm = rng.choice(RENORMS) if training and "running" in given and rng.random() < 0.3 else None
+    residual = ("residual",) * (rng.random() < 0.2)
+    needs = needs and (*needs, *residual * (rng.random() < 0.7))
     groups = 1
     if training and renorm is None and shape[0] > 3 and rng.random() < 0.15:
         groups = rng.choice([n for n in range(2, shape[0]) if shape[0] % n == 0] or [2])
@@ -100,7 +104,7 @@ def draw_good(seed: int, kinds: tuple[str, ...]) -> Good:
         spread=rng.choice([1.0, 1.0, 1e-3, 30.0, 0.0]),
         momentum=rng.choice([0.1, 0.0, 1.0, 0.75, 1] + [None] * (counts or not training)),
         eps=rng.choice([1e-5, 1e-3, 1]),
-        given=tuple(name for name in OPTIONAL if name in given and (name != COUNT or counts)),
+        given=tuple(name for name in OPTIONAL if name in given and (name != COUNT or counts)) + residual,
         narrow=tuple(name for name in VECTORS if rng.random() < 0.4),
         layouts=draw_layouts(rng, of_out=("C", "padded") if served else LAYOUTS),
         scale="none" if scale == "number" else scale,
@@ -206,7 +210,7 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
         y, saved = layer(**operands, **options, return_saved=True)
         saved = saved._replace(gemm=case.products or saved.gemm)
         gradients = gsbn.backward(views["dy"], saved, needs=case.needs, sms=case.sms)
-        return {"y": y, **{f"d{name}": gradient for name, gradient in gradients._asdict().items()}}
+        return {"y": y, **{f"d{name}": getattr(gradients, name) for name in NEEDS}}
 
     def overwrite(name: str, a: np.ndarray) -> None:
         fresh = place(kind, a, layouts.get(name, "C"))
@@ -246,7 +250,8 @@ def perform(case: Good) -> list[tuple[Arrays, Arrays]]:
 def results(case: Good, placed: Mapping[str, Placed], made: Mapping[str, Any]) -> Arrays:
     """The results as NumPy arrays; checks everything about them but their values."""
     kind, (B, _, O) = kind_of(case.kind), case.recipe.shape
-    likes = {"y": placed["x"].view, **{f"d{name}": placed[name].view for name in NAMES if name in placed}}
+    likes = {f"d{name}": placed[name].view for name in NEEDS if name in placed}
+    likes["y"] = placed["x"].view
     wanted = {"y", *(f"d{name}" for name in case.needs or ())} & set(likes)
     assert {name for name, a in made.items() if a is not None} == wanted
     for name in wanted:
@@ -278,6 +283,8 @@ def judge_numbers(case: Good, arrays: Arrays, got: Arrays) -> None:
     if case.needs is not None:
         dy = arrays["dy"] if recipe.activation is None else before_relu(arrays["dy"], got["y"])
         form = {"training": recipe.training, "eps": recipe.eps, "renorm": recipe.renorm, "groups": recipe.groups}
+        if "dresidual" in got:  # relu and a copy round nothing
+            assert_same_bits(got["dresidual"] + 0, dy + 0)
         gradients = truth_of(operands, dy, **form)
         limits = backward_bounds(case, operands, dy, truth, gradients)
         for name in NAMES:
@@ -324,7 +331,8 @@ def backward_bounds(
     projects this column.
     """
     recipe, gemms = case.recipe, (case.gemm, case.products)
-    options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": recipe.activation}
+    activation = None if "residual" in recipe.given else recipe.activation  # with one, dy is rounded before it is used
+    options: dict[str, Any] = {"training": recipe.training, "eps": recipe.eps, "activation": activation}
     options |= {"deferred": may_be_sm90(case, *gemms), "renorm": recipe.renorm, "groups": recipe.groups}
     if not may_take_limbs(case, *gemms):
         return gradient_bounds(arrays, dy, gradients, operand=operand_error(case), **options)

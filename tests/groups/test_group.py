@@ -32,7 +32,8 @@ PROGRAM = [sys.executable, "-m", "tests.groups.contract"]  # from the root of th
 KINDS = {"gloo": "torch-cpu", "mpi": "numpy"}  # kinds of arrays; engines do not depend on them
 OF_GPUS = [  # the part of TOGETHER that applies to GPUs
     "every_dtype", "several_blocks", "every_argument", "other_activations", "a_mean_far_from_zero", "one_row_a_rank",
-    "no_row_at_all", "backward_of_some", "batch_renormalisation", "many_short_rows", "many_calls", *ON_GPUS,
+    "no_row_at_all", "backward_of_some", "batch_renormalisation", "many_short_rows", "many_calls", "a_residual",
+    *ON_GPUS,
 ]  # fmt: skip
 OF_THREE = [  # tests that depend on the number of ranks, except those that are slow with few cores
     *[("gloo", name) for name in ("every_dtype", "one_row_a_rank", "another_number_of_features")],

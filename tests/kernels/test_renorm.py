@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gsbn
-from gsbn import reference
+from gsbn import Gradients, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
@@ -40,7 +40,7 @@ def assert_right(case: Case, precision: str, limits: Limits = ANY, gemm: str = "
             saved = saved._replace(gemm="auto")
         gradients = backward_within(ANY, cupy.asarray(dy), saved)
         written = (call[name] for name in ("running_mean", "running_var", "num_batches_tracked"))
-        return [cupy.asnumpy(a) for a in (y, *written, *gradients)]
+        return [cupy.asnumpy(a) for a in (y, *written, *gradients[:6])]
 
     found, again = results(), results()
     for one, other in zip(found, again, strict=True):
@@ -58,7 +58,7 @@ def assert_right(case: Case, precision: str, limits: Limits = ANY, gemm: str = "
     form = {"training": True, "renorm": case.renorm}
     want = truth_of(arrays, dy, **form)
     allowed = gradient_bounds(arrays, dy, want, **form, operand=operand, deferred=True, activation=case.activation)
-    for name, gradient in zip(gsbn.Gradients._fields, gradients, strict=True):
+    for name, gradient in zip(Gradients._fields, gradients, strict=True):
         assert_within(gradient, np.asarray(getattr(want, name)), allowed[name], name)
 
 

@@ -187,7 +187,7 @@ def test_calls_launch_what_was_planned(needs: tuple[str, ...], inputs: int) -> N
         of = {name: Array((n,), "float32") for name in ("gamma", "beta", "mean", "var", "bias")}
         x, weight = Array((m, inputs), "bfloat16"), Array((n, inputs), "bfloat16")
         vectors = None, of["bias"], of["gamma"], of["beta"]
-        arrays = x, weight, *vectors, of["mean"], of["var"], Array((), "int64"), None, None
+        arrays = x, weight, *vectors, of["mean"], of["var"], Array((), "int64"), None, None, None
         options = True, 0.1, 1e-5, "highest", "auto", True, None, "relu", *WHOLE_BATCH, 1.0, length
         y, saved = call(FORWARD_CHANNELS_FIRST, arrays, options)
         copies = 0 if inputs == 64 else 1

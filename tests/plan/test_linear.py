@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gsbn._plan import ITEMSIZE, Matmul, Matrix
+from gsbn._plan import ITEMSIZE, Matmul, Matrix, place_of_u, then_activate
 from gsbn._plan.backward_passes import dy_on_words
 from gsbn._plan.gemm import CUBLAS_SMS
 from gsbn._plan.program import Launch
@@ -59,16 +58,14 @@ def test_a_backward_fits(p: Matmul, needs: set[str], gemm: str, precision: str, 
 @given(p=problems(), gemm=st.sampled_from(["auto", "cublas", "tiled", "sm90"]), out=st.booleans())
 def test_a_forward_that_keeps_u_fits(p: Matmul, gemm: str, out: bool) -> None:
     """The same launches make u as make y without an activation; one more makes y, wherever it lies."""
-    u_at = p._replace(y=Matrix((p.n, 1), True))
-    p = p if out else u_at
-    options: dict[str, Any] = {"training": False, "gemm": gemm, "eps": 0.0}
+    p = p if out else p._replace(y=Matrix((p.n, 1), True))
+    of_u, result = place_of_u(p, out=out, keeps=True)
+    assert of_u == p._replace(y=Matrix((p.n, 1), True)) and not result["out"]
     try:
-        plain = plan(u_at, **options).program
-    except ValueError as error:
-        with pytest.raises(ValueError, match=re.escape(str(error))):
-            plan(p, activation="silu", keeps_u=True, out=out, **options)
+        plain = plan(of_u, training=False, gemm=gemm, eps=0.0, **result).program
+    except ValueError:  # the gemm does not serve it
         return
-    program = plan(p, activation="silu", keeps_u=True, out=out, **options).program
+    program = then_activate(plain, p, "silu", out=out, keeps=True)
     assert_steps_fit(program, ARGUMENTS, known("sm_90a", ("silu",)), largest_grid(p.device))
     *before, last = program.steps
     assert isinstance(last, Launch) and last.kernel.name == "activate"

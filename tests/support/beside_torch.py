@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import gsbn
-from gsbn import reference
+from gsbn import Gradients, reference
 from gsbn._backward import backward_within
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
@@ -116,7 +116,7 @@ def truth_of(o: Tensors, state: Tensors, training: bool) -> Tensors:
         made = reference.forward(**host, **wide, momentum=1.0)
         del host["beta"]
         gradients = reference.backward(dy, **host, **wide)
-        found = {"y": made.y} | {f"d{name}": a for name, a in gradients._asdict().items()}
+        found = {"y": made.y} | {f"d{name}": getattr(gradients, name) for name in Gradients._fields}
         if training:
             del found["dbias"]  # 0 here, and rounding errors in PyTorch
             found |= {name: getattr(made, name) for name in STATE}
@@ -229,7 +229,7 @@ def ours(
     y = forward_within(limits, **first, **options)
     kept, saved = forward_within(limits, **second, **options, return_saved=True)
     gradients = backward_within(limits, as_numpy(o["dy"]) if library == "numpy" else o["dy"], saved)
-    found = {"y": y, "y, kept": kept} | {f"d{name}": a for name, a in gradients._asdict().items()}
+    found = {"y": y, "y, kept": kept} | {f"d{name}": getattr(gradients, name) for name in Gradients._fields}
     if training:
         found |= {name: first[name] for name in STATE} | {f"{name}, kept": second[name] for name in STATE}
     skinny = any(kernel.startswith("skinny") for kernel in told.kernels)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import gsbn
-from gsbn import _plan
+from gsbn import Gradients, _plan
 from gsbn._arrays import kinds as _interop
 from gsbn._arrays.check import View
 from gsbn._cuda import device as _device
@@ -165,6 +165,17 @@ class Call(NamedTuple):
     products: str | None
     needs: tuple[str, ...]
 
+    def with_residual(self, seed: int) -> Call:
+        """The same with a residual, in rows that may have a gap, and perhaps an activation that y does not tell."""
+        rng = random.Random(seed)
+        (B, O), dtype = self.dy.shape, self.dy.dtype
+        size = ITEMSIZE[dtype]
+        residual = Array((B, O), dtype, ((O + rng.choice((0, 0, 3))) * size, size))
+        activation = rng.choice((self.options["activation"], "silu"))
+        needs = (*self.needs, *["residual"] * rng.choice((0, 1)))
+        arrays, options = self.arrays | {"residual": residual}, self.options | {"activation": activation}
+        return self._replace(arrays=arrays, options=options, needs=needs)
+
     def make(self) -> str | None:
         """Make the call; returns why it was refused, or None."""
         arrays = dict(self.arrays)
@@ -217,17 +228,20 @@ def draw(seed: int) -> Call:
         "return_saved": rng.random() < 0.6,
     }
     products = rng.choice((None, "auto", "tiled", "sm90", "cublas"))
-    needs = tuple(name for name in gsbn.Gradients._fields if rng.random() < 0.7)
+    needs = tuple(name for name in Gradients._fields if rng.random() < 0.7)
     return Call(arrays, options, rng.random() < 0.15, matrix(B, O), products, needs)
 
 
 def lines(count: int) -> Iterator[str]:
-    for device, seed in itertools.product((HOPPER, AMPERE), range(count)):
+    calls = [*((seed, False) for seed in range(count)), *((seed, True) for seed in range(0, count, 10))]
+    for device, (seed, residual) in itertools.product((HOPPER, AMPERE), calls):
         Array._free = itertools.count(1 << 32, 1 << 32)  # the same addresses in every call
         with gpu(device) as (_, log):
-            refusal = draw(seed).make()
+            call = draw(seed)
+            refusal = (call.with_residual(seed) if residual else call).make()
         told = refusal or hashlib.sha256(repr(log).encode()).hexdigest()[:16]
-        yield f"{device.capability} {seed}: {' '.join(launch.name for launch in log)} {told}"
+        title = f"{device.capability} {seed}{' with a residual' * residual}"
+        yield f"{title}: {' '.join(launch.name for launch in log)} {told}"
 
 
 def main() -> int:

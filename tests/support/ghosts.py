@@ -18,8 +18,9 @@ STATE = ("running_mean", "running_var", "num_batches_tracked")
 
 def runs(arrays: Mapping[str, np.ndarray], groups: int) -> Iterator[dict[str, np.ndarray]]:
     """The arguments of the call for each run of rows, without state."""
-    for x in np.split(arrays["x"], groups):
-        yield {**{name: a for name, a in arrays.items() if name not in STATE}, "x": x}
+    split = {name: np.split(arrays[name], groups) for name in ("x", "residual") if name in arrays}
+    for i in range(groups):
+        yield {**{n: a for n, a in arrays.items() if n not in STATE}, **{n: of[i] for n, of in split.items()}}
 
 
 def bounds_of_runs(

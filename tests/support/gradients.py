@@ -47,6 +47,7 @@ from gsbn._backward import How, backward_within, run
 from gsbn._forward import forward_within
 from gsbn._plan import Limits
 from gsbn.bench.activations import of_before
+from gsbn.reference import NEEDS
 from tests.support.accuracy import SEEDS, family
 from tests.support.ghosts import gradient_bounds_of_runs
 from tests.support.harness import ANY, DTYPES, Kind, kind_of, place, poisoned_allocations, without_out
@@ -90,7 +91,7 @@ def step(
     arrays: Mapping[str, np.ndarray],
     dy: np.ndarray,
     layouts: Mapping[str, str] | None = None,
-    needs: tuple[str, ...] = NAMES,
+    needs: tuple[str, ...] | None = None,
     products: str | None = None,
     limits: Limits = ANY,
     forward_limits: Limits = ANY,
@@ -99,8 +100,10 @@ def step(
     """y and the gradients by ``gsbn.forward`` and ``gsbn.backward`` on placed copies; checks what must always be true.
 
     A gradient has its argument's shape and dtype and x's kind; it is None if it is not needed or its argument is
-    absent. The backward changes no array. `products` replaces the forward's `gemm`.
+    absent. The backward changes no array. `products` replaces the forward's `gemm`. All are needed if `needs` is None.
     """
+    fields = NEEDS if "residual" in arrays else NAMES
+    needs = fields if needs is None else needs
     layouts = layouts or {}
     placed = {name: place(kind, a, layouts.get(name, "C")) for name, a in arrays.items()}
     views = {name: p.view for name, p in placed.items()}
@@ -121,7 +124,9 @@ def step(
     assert before == [kind.get(a).tobytes() for a in (y, *views.values(), *saved[:4])]
 
     found: dict[str, np.ndarray | None] = {}
-    for name, gradient in got._asdict().items():
+    assert "residual" in fields or got.residual is None
+    for name in fields:
+        gradient = getattr(got, name)
         assert (gradient is None) == (name not in needs or name not in views), name
         if gradient is not None:
             assert type(gradient) is type(views["x"])

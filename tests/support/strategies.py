@@ -53,7 +53,7 @@ class Case:
         return options | ({} if self.activation is None else {"activation": self.activation})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arguments as NumPy arrays; ``out`` is poisoned.
+        """The arguments as NumPy arrays; ``out`` is poisoned. A residual is there if `given` names it.
 
         Some features are constant (a row of zeros in the weight), and some have a zero or a tiny scale.
         """
@@ -86,6 +86,8 @@ class Case:
             arrays["scale"] = arrays["scale"][:1].reshape(shape)
         if "num_batches_tracked" in self.given:
             arrays["num_batches_tracked"] = np.array(rng.integers(0, 100), np.int64)
+        if "residual" in self.given:
+            arrays["residual"] = reference.round_to(rng.standard_normal((B, O)), dtype)
         if "out" in self.given:
             arrays["out"] = np.full((B, O), np.nan, dtype)
         return arrays

@@ -63,6 +63,8 @@ half a unit in its last place, or half the smallest subnormal number.
 **Activations.** Relu does not increase the distance of two numbers, and rounds nothing. Another f takes an û within Δ
 of u to within L (Δ + 16 u |u|) of f(u), with L the largest |f′|: the exponentials, expm1 and erfc err by a few
 roundings, times a factor of u that f damps, and |f(u)| ≤ L |u|.
+
+**A residual** h. Before f, u is rounded to the dtype of y, and then u + h is.
 """
 
 from __future__ import annotations
@@ -159,7 +161,8 @@ def bounds(
     if not training:
         gamma_r = gamma / np.sqrt(old_var + eps)
         size = gamma_r * (s * xw + s * b + old_mean) + beta
-        _, error = of_y(np, size, gamma_r * s * E + 8 * u * size, activation, u)
+        size, error = _with_residual(arrays, size, gamma_r * s * E + 8 * u * size)
+        _, error = of_y(np, size, error, activation, u)
         return Bounds(_rounded(error, truth.y, arrays["x"].dtype), None, None)
 
     assert truth.mean is not None
@@ -183,7 +186,8 @@ def bounds(
         by = correction_bounds(arrays, renorm, truth.mean, t, tau, M, eps=eps, u=u)
         error = by.of_output(error, gamma, gamma * s * r_max * (d + D), u)
         size = by.ratio * size + gamma * np.abs(by.shift) + beta
-    _, error = of_y(np, size, error + flushed, activation, u)
+    size, error = _with_residual(arrays, size, error + flushed)
+    _, error = of_y(np, size, error, activation, u)
     y = _rounded(error, truth.y, arrays["x"].dtype)
     if truth.running_mean is None or truth.running_var is None:
         return Bounds(y, None, None)
@@ -231,6 +235,16 @@ def correction_bounds(
         np.minimum((tau + 8 * u * t) / running, r_max - 1 / r_max),
         np.minimum((np.abs(s) * M + 8 * u * size) / running, 2 * d_max),
     )
+
+
+def _with_residual(arrays: Mapping[str, np.ndarray], size: Any, error: Any) -> tuple[Any, Any]:
+    """The size of u + h and its error, from those of u."""
+    if "residual" not in arrays:
+        return size, error
+    dtype = arrays["x"].dtype
+    rounded = _rounded(error, size, dtype)
+    size = size + np.abs(np.asarray(arrays["residual"], np.float64))
+    return size, _rounded(rounded, size, dtype) + FLUSHED
 
 
 def _rounded(error: np.ndarray, value: np.ndarray, dtype: Any) -> np.ndarray:

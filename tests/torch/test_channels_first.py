@@ -165,7 +165,7 @@ def test_integers_bit_by_bit(shape: Any, dtype: str) -> None:
         for s in (size, (features, inputs))
     )
     state = torch.zeros(features, device="cuda"), torch.ones(features, device="cuda")
-    arrays = x.view(-1, inputs), w, None, None, None, None, *state, None, None, None
+    arrays = x.view(-1, inputs), w, None, None, None, None, *state, None, None, None, None
     guard = torch.full((x.numel() + 64,), torch.nan, device="cuda", dtype=x.dtype)  # what lies behind x is not read
     guard[: x.numel()] = x.flatten()
     for of_x in (arrays[0], guard[: x.numel()].view(-1, inputs)):

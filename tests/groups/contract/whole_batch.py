@@ -33,7 +33,7 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
     """
     arrays, (B, _, O) = case.arrays(), case.shape
     rows, dy = parts[at.rank], draw_dy(arrays)
-    mine = arrays | {name: arrays[name][rows] for name in ("x", "out") if name in arrays}
+    mine = arrays | {name: arrays[name][rows] for name in ("x", "residual", "out") if name in arrays}
     options, layouts = {**case.options, "group": at.group}, dict(case.layouts)
     got, again = (forward(at.kind, mine, layouts, **options) for _ in range(2))
     for one, other in zip(got, again, strict=True):
@@ -67,6 +67,8 @@ def assert_whole_batch(at: Ranks, case: Case, parts: list[slice]) -> None:
         whole_y = np.concatenate([a[of] for a, of in zip(at.gathered(whole_y), parts, strict=True)])
         u = reference.forward(**whole, **{**case.options, "activation": None}, dtype=wide).y
         dy = before(np, dy.astype(wide), u, ~(np.asarray(whole_y, float) <= 0), case.activation)
+    if "residual" in whole:  # relu and a copy round nothing
+        np.testing.assert_array_equal(gradients["residual"], dy[rows])
     assert_gradients(at, case, whole, dy, gradients, rows, after)
 
 
@@ -121,6 +123,14 @@ def many_short_rows(at: Ranks) -> None:
     for dtype in ("float32", "bfloat16"):
         for split in ("uneven", "none on the last"):
             assert_whole_batch(at, replace(LARGE, shape=(20000, 24, 40), dtype=dtype), at.deal(20000, split))
+
+
+@together
+def a_residual(at: Ranks) -> None:
+    """Of a rank's own rows; a rank without rows adds nothing."""
+    case = replace(CASE, shape=(70, 37, 20), given=(*CASE.given, "residual"))
+    for activation, split in itertools.product(ACTIVATIONS, SPLITS):
+        assert_whole_batch(at, replace(case, activation=activation), at.deal(70, split))
 
 
 @together

@@ -1,0 +1,73 @@
+"""The plans of the elementwise launches: after a forward y = f(u) or f(u + residual), and the gradient before f."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .declared import flags
+from .problem import Matmul, Matrix, ceil_div
+from .program import ABSENT, Builder, Program
+from .sources import with_activation
+from .variants import activate, activate_backward
+
+
+def place_of_u(p: Matmul, *, out: bool, keeps: bool) -> tuple[Matmul, dict[str, Any]]:
+    """For the plan of a forward that makes u where a launch will make y: the call, and options of `plan_forward`.
+
+    u lies in y's memory if nothing keeps it and y is contiguous, on 16 bytes; else it is an array of its own.
+    """
+    if not keeps and p.y.aligned and p.y.strides == (p.n, 1):
+        return p, {"out": out}
+    return p._replace(y=Matrix((p.n, 1), aligned=True)), {"out": False, "result": "u"}
+
+
+def then_activate(
+    program: Program, p: Matmul, activation: Any, *, out: bool, keeps: bool, residual: Matrix | None = None
+) -> Program:
+    """A forward that makes u as `place_of_u` says, and after it y = f(u), or f(v) with v = u + residual.
+
+    `p`: the call, with the layout of y. `keeps`: the array "u" is returned; with a residual it then holds v.
+    """
+    build = Builder(p.device)
+    arrays = tuple(a._replace(scratch=not keeps) if a.name == "u" else a for a in program.arrays)
+    own = program.made("u") is not None
+    y = "out" if out else build.make("y", (p.m, p.n), p.dtype) if own else "y"
+    if p.m:
+        _add(build, p, activation, "u" if own else y, y, residual, keeps=keeps)
+    made = build.program(program.path, program.why)
+    return program._replace(arrays=(*made.arrays, *arrays), steps=(*program.steps, *made.steps))
+
+
+def plan_residual(p: Matmul, activation: Any, residual: Matrix, *, keeps: bool) -> Program:
+    """Plan y = f(v), v = u + residual, from contiguous rows of u, which v replaces if it is kept, else y."""
+    build = Builder(p.device)
+    _add(build, p, activation, "u", build.make("y", (p.m, p.n), p.dtype) if keeps else "u", residual, keeps=keeps)
+    return build.program("residual", "")
+
+
+def plan_activate_backward(p: Matmul, activation: Any, v: Matrix | None) -> Program:
+    """Plan dv = dy f'(v), contiguous; `p` has the layout of dy for y. `v`: of v or, where that is enough, y; None
+    without an activation, where dv is a copy of dy."""
+    build = Builder(p.device)
+    dv = build.make("dv", (p.m, p.n), p.dtype)
+    kernel, item = activate_backward(p.dtype)
+    at = p.y if v is None else v
+    fields = {"m": p.m, "n": p.n, "dy_row": p.y.strides[0], "dy_col": p.y.strides[1]}
+    fields |= {"v_row": at.strides[0], "v_col": at.strides[1]}
+    passed = {"dy": "dy", "v": "dy" if v is None else "kept", "dv": dv}
+    if p.m:
+        grid = p.device.grid(ceil_div(p.m * p.n, item))
+        build.launch(with_activation(kernel, activation), grid, fields, passed)
+    return build.program("activate", "")
+
+
+def _add(build: Builder, p: Matmul, activation: Any, u: str, y: str, residual: Matrix | None, *, keeps: bool) -> None:
+    """Add the launch of activate."""
+    kernel, item = activate(p.dtype, residual=residual is not None)
+    fields: dict[str, Any] = {"m": p.m, "n": p.n, "y_row": p.y.strides[0], "y_col": p.y.strides[1]}
+    fields["flags"] = flags(vector_y=p.y.aligned and p.y.strides == (p.n, 1))
+    passed = {"u": u, "y": y}
+    if residual is not None:
+        fields |= {"residual_row": residual.strides[0], "residual_col": residual.strides[1]}
+        passed |= {"residual": "residual", "v": u if keeps else ABSENT}
+    build.launch(with_activation(kernel, activation), p.device.grid(ceil_div(p.m * p.n, item)), fields, passed)

@@ -1,0 +1,85 @@
+"""What follows a call with a residual: y = f(u + residual), in one launch of gsbn or by PyTorch's own operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import is_grad_enabled
+from torch.autograd import Function
+from torch.compiler import is_compiling
+
+from .._activate import add_and_activate, before_kept
+from .._arrays.admit import is_memory
+from .._plan.activations import follows_from_y
+from .._values import shown
+from ._activations import apply, before
+from ._again import apart
+from ._autograd import goes_again, is_watched
+
+
+def check_residual(residual: Any, x: Any, weight: Any) -> None:
+    """Raise unless the residual has y's shape and device."""
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual: expected a torch.Tensor, got {shown(residual)}")
+    if not residual.is_floating_point():
+        raise TypeError(f"residual: expected a floating dtype, got {residual.dtype}")
+    expected = (x.shape[0], weight.shape[0], *x.shape[2:]) if x.dim() > 1 and weight.dim() > 1 else residual.shape
+    if residual.shape != expected:
+        raise ValueError(f"residual: expected shape {tuple(expected)}, got {tuple(residual.shape)}")
+    if residual.device != x.device:
+        raise ValueError(f"residual: expected x's device {x.device}, got {residual.device}")
+
+
+def added(u: Any, residual: Any, activation: Any) -> Any:
+    """f(u + residual), in PyTorch's dtype of that; u is the caller's own, and y may take its memory."""
+    if activation is None or not _fuses(u, residual):
+        y = u + residual
+        return y if activation is None else apply(y, activation)
+    if is_grad_enabled() and (u.requires_grad or residual.requires_grad):
+        made = super(Function, _Residual).apply(u, residual, activation)  # as _apply_of in _function.py
+        return made[0] if isinstance(made, tuple) else made
+    return add_and_activate(u, residual, activation, keeps=False)
+
+
+def _fuses(u: Any, residual: Any) -> bool:
+    """Whether gsbn's launch serves: for matrices of one dtype on a GPU that nobody else watches."""
+    if not u.is_cuda or u.dim() != 2 or is_compiling() or is_watched():
+        return False
+    return residual.dtype is u.dtype and is_memory(torch, residual)
+
+
+class _Residual(Function):
+    """The launch and its backward. Where y does not tell the gradient, v = u + residual is a second result, in u's
+    memory: so a gradient of gradients, which depends on v, finds its way to u and the residual."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Any, residual: Any, activation: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(u)
+        ctx.activation = activation
+        keeps = not follows_from_y(activation)
+        y = add_and_activate(u, residual, activation, keeps=keeps)
+        ctx.save_for_backward(u)
+        return (y, u) if keeps else u
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, of_v: Any = None) -> Any:
+        dv = of_v
+        if dy is not None:
+            (kept,) = ctx.saved_tensors
+            again = goes_again(dy)
+            dv = (_again if again else before_kept)(dy.resolve_neg(), kept, ctx.activation)
+            dv = dv if of_v is None else dv + of_v
+        return dv, dv, None
+
+
+def _again(dy: Any, kept: Any, activation: Any) -> Any:
+    """The gradient before the activation, by PyTorch's own operators."""
+    if follows_from_y(activation):
+        return before(activation, dy, kept)
+    create = is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+        (v,) = apart(create, kept)
+        (dv,) = torch.autograd.grad(apply(v, activation), v, dy, create_graph=create)
+    return dv
