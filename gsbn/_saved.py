@@ -34,8 +34,7 @@ class Saved(NamedTuple):
         dtypes use float64: normalisation cancels most of so few rows, and 16 bits would lose what it leaves. On a GPU
         in inference: g in float32 (float64 for float64). Rows are padded to 16 bytes: P >= O.
         On the CPU: float32 (float64 for float64 and up to 16 rows), P = O; in inference g minus a constant per feature
-        or, with an activation, g itself. Empty if an earlier version pickled it on a CPU: the backward then computes
-        the deviations again.
+        or, with an activation, g itself.
     vectors : (9, O) array
         Per-feature constants in float64; (11, O) with renorm; (groups, 9, P) with groups above 1, P that of the
         deviations.

@@ -254,6 +254,11 @@ class Gradients(_Gradients[A_co]):
     def __reduce__(self) -> Any:
         return Gradients, (*self, self.residual)
 
+    def _replace(self, **fields: Any) -> Gradients[A_co]:
+        made = super()._replace(**fields)
+        made.residual = self.residual
+        return made
+
 
 NEEDS = (*Gradients._fields, "residual")  # the names of all gradients
 

@@ -242,8 +242,6 @@ def backward(
         if scale_shape is not None:
             shapes["scale"] = scale_shape
         return {name: np.zeros(shapes[name], dtype) for name, dtype in dtypes.items()}
-    if not len(kept) and len(x):
-        kept, vectors = _kept_anew(x, weight, vectors, training=training)
     walk = _Walk(len(dy), dy.shape[1], x.dtype, forward=False)
     a, of_scale, of_gamma, rate = vectors[:4]
     total, dots = np.zeros((2, dy.shape[1]))
@@ -426,16 +424,3 @@ def _rows(*rows: Any) -> Array:
     for vector, row in zip(vectors, rows, strict=False):
         vector[...] = row
     return vectors
-
-
-def _kept_anew(x: Array, weight: Array, vectors: Array, *, training: bool) -> tuple[Array, Array]:
-    """Deviations and vectors for a Saved of an earlier version, whose vectors are the arguments of the forward."""
-    scale, bias, gamma, mean, var, eps, _ = vectors
-    arrays = dict.fromkeys(NEUTRAL | {"num_batches_tracked": None})
-    arrays |= {"x": x, "weight": weight, "scale": scale, "bias": bias, "gamma": gamma}
-    if not training:
-        arrays |= {"running_mean": mean, "running_var": var}
-    y = np.empty((len(x), len(weight)), x.dtype)
-    found = forward(arrays, y, training=training, momentum=0.1, eps=eps[0], keep=True)
-    assert found is not None
-    return found

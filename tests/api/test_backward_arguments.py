@@ -34,7 +34,7 @@ def test_a_saved_serves_twice(kind: Kind) -> None:
     native = {name: kind.put(a) for name, a in CASE.arrays().items()}
     _, saved = gsbn.forward(**native, training=True, gemm="auto" if kind.is_cpu else "tiled", return_saved=True)
     dy = kind.put(draw_dy(CASE.arrays()))
-    for a, b in zip(gsbn.backward(dy, saved)[:6], gsbn.backward(dy, saved)[:6], strict=True):
+    for a, b in zip(gsbn.backward(dy, saved), gsbn.backward(dy, saved), strict=True):
         assert_same_bits(kind.get(a), kind.get(b))
 
 
@@ -71,7 +71,7 @@ def test_another_producer_gets_numpy_back(dtype: str) -> None:
     dy = draw_dy(arrays)
     want = backward(kind_of("numpy"), arrays, dy, training=True)
     _, saved = gsbn.forward(**{n: Producer(a) for n, a in arrays.items()}, training=True, return_saved=True)
-    for name, gradient in zip(NAMES, gsbn.backward(Producer(dy), saved)[:6], strict=True):
+    for name, gradient in zip(NAMES, gsbn.backward(Producer(dy), saved), strict=True):
         assert type(gradient) is np.ndarray
         assert_same_bits(gradient, want[name])
 
@@ -157,4 +157,4 @@ def test_dy_requires_grad(torch_kind: Kind) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)^dy\b.*no_grad"):
         gsbn.backward(dy, saved)
     with torch.no_grad():
-        assert not any(a.requires_grad for a in gsbn.backward(dy, saved)[:6])
+        assert not any(a.requires_grad for a in gsbn.backward(dy, saved))

@@ -184,7 +184,7 @@ def test_an_empty_batch(kind: Kind) -> None:
     y, saved = gsbn.forward(**call, training=True, groups=3, return_saved=True)
     assert tuple(y.shape) == (0, 4)
     assert kind.get(call["num_batches_tracked"]) == before + 3
-    for name, gradient in zip(NAMES, gsbn.backward(y, saved)[:6], strict=True):
+    for name, gradient in zip(NAMES, gsbn.backward(y, saved), strict=True):
         assert not kind.get(gradient).any(), name
 
 

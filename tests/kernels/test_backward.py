@@ -326,10 +326,10 @@ def test_waits_for_a_kernel_that_lets_it_begin_early(dtype: str, gemm: str, trai
         return gsbn.fold(native["weight"], **frozen)
 
     y, (_, saved), folded_once = forward()(), forward(return_saved=True)(), folded()
-    gradients = gsbn.backward(dy, saved)[:6]
+    gradients = gsbn.backward(dy, saved)
     for _ in range(3):
         assert_same_bits(cupy.asnumpy(ahead(native["x"], forward())), cupy.asnumpy(y))
-        for got, wanted in zip(ahead(dy, lambda: gsbn.backward(dy, saved))[:6], gradients, strict=True):
+        for got, wanted in zip(ahead(dy, lambda: gsbn.backward(dy, saved)), gradients, strict=True):
             assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(wanted))
         for got, wanted in zip(ahead(native["weight"], folded), folded_once, strict=True):
             assert_same_bits(cupy.asnumpy(got), cupy.asnumpy(wanted))

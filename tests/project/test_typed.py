@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import runpy
 import sys
 import typing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,10 +61,14 @@ def test_squeeze_of_a_parameter_is_a_tensor() -> None:
 def test_gradients_are_generic_and_what_they_were() -> None:
     assert typing.get_origin(gsbn.Gradients[int]) is gsbn.Gradients
     gradients = gsbn.Gradients(*range(6))
-    assert isinstance(gradients, tuple) and not hasattr(gradients, "__dict__")
+    assert isinstance(gradients, tuple) and len(gradients) == 6 and gradients.residual is None
     assert pickle.loads(pickle.dumps(gradients)) == gradients
     assert pickle.loads(b"cgsbn.reference\nGradients\n(I0\nI1\nI2\nI3\nI4\nI5\nt\x81.") == gradients
     assert gradients._replace(x=7)._asdict()["x"] == 7
+    given: Any = (*range(6), 8)
+    with_residual = gsbn.Gradients(*given)
+    for again in (copy.copy(with_residual), pickle.loads(pickle.dumps(with_residual)), with_residual._replace(x=7)):
+        assert again.residual == 8 and again[1:] == gradients[1:]
 
 
 def test_the_script_runs() -> None:
