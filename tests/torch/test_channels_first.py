@@ -63,7 +63,7 @@ def ours(o: Tensors, samples: tuple[int, int], training: bool, relu: bool, state
     of_rows = x.view(len(o["x"]), -1)  # the same memory
     mean, var = (a.clone() for a in state)
     count = torch.zeros((), dtype=torch.int64, device="cuda") if training else None
-    arrays = of_rows, o["weight"], None, None, o["gamma"], o["beta"], mean, var, count, None, None
+    arrays = of_rows, o["weight"], None, None, o["gamma"], o["beta"], mean, var, count, None, None, None
     activation = "relu" if relu else None
     options = training, 1.0, EPS, "highest", "auto", training, None, activation, *WHOLE_BATCH, 1.0, samples[1]
     with torch.no_grad():
