@@ -65,8 +65,8 @@ kernels: $(ready_kernels)
 	$(run) -m pytest tests/kernels/test_compile.py $(ARGS)
 
 # The tables of docs/results.md, spread over all GPUs (--gpus 0). Only what has a column is timed.
-once = --turns 1 --seconds 0.4 --settle 0.2
-brief = --turns 2 --seconds 0.4 --settle 0.2
+once = --turns 1 --seconds 0.25 --settle 0.15
+brief = --turns 2 --seconds 0.25 --settle 0.15
 two = --dtype float32 --dtype bfloat16
 step = --direction step --only gsbn,pytorch,compile
 forward = --only gsbn,pytorch,compile,gemm-torch,gemm-lt,gemm-cupy
@@ -90,7 +90,7 @@ tables = kernelbench matmul autotune step many few many_step few_step inference 
 
 # Programs whose output goes into docs/results.md as it is
 text_evaluator = examples/kernelbench_time.py
-text_compare = examples/compare_models.py
+text_compare = examples/compare_models.py --seconds 0.25
 text_barlow_twins = examples/barlow_twins_head.py --convert --rows 2048 --width 8192 --bfloat16 --steps 150 \
 	--plot docs/results/barlow_twins.png
 texts = evaluator compare barlow_twins
@@ -108,7 +108,7 @@ $(texts:%=table-%): table-%: $(ready_test)
 	$(run) tools/publish.py --text $* < build/$*.txt
 
 ranks: $(ready_test)
-	$(run) -m gsbn bench --ranks 2 --seconds 1.5 --settle 0.5 --json docs/results/ranks.json $(ARGS)
+	$(run) -m gsbn bench --ranks 2 --seconds 0.6 --settle 0.3 --json docs/results/ranks.json $(ARGS)
 	$(run) tools/publish.py ranks
 
 docs: $(ready_docs)
