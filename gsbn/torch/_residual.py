@@ -9,8 +9,8 @@ from torch import is_grad_enabled
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from .._activate import add_and_activate, before_kept
 from .._arrays.admit import is_memory
+from .._backward import add_and_activate, before_kept
 from .._plan.activations import follows_from_y
 from .._values import shown
 from ._activations import apply, before

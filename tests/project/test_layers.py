@@ -15,7 +15,6 @@ FLOORS = (  # lowest first; a package without named modules stands for all of th
     {"gsbn._activations", "gsbn._arrays", "gsbn._cuda", "gsbn._prepared", "gsbn._renorm"},
     {"gsbn._ranks", "gsbn._warm_up", "gsbn.reference"},
     {"gsbn._cpu", "gsbn._host", "gsbn._saved"},
-    {"gsbn._activate"},
     {"gsbn._backward", "gsbn._fold", "gsbn._forward", "gsbn._matmul", "gsbn._prepare"},
     {"gsbn.torch"},
     {"gsbn"},

@@ -7,24 +7,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
-from . import _cpu, _plan
-from ._activate import before_activation
-from ._arrays import check
-from ._arrays.dynamo import outside_graphs
-from ._arrays.kinds import Kind, kinds_of
-from ._host.call import matrix_of
-from ._host.run import ANY, Arrays, Checked, Operation, Views, call
-from ._host.run import run as run_on_gpu
-from ._plan.backward import Asked, Vectors, gradient_of
-from ._plan.problem import VECTOR_PARAMETERS, Ranks
-from ._plan.program import Program
-from ._plan.skinny import serves_skinny_backward
-from ._ranks.exchange import signature
-from ._ranks.group import Group
-from ._saved import Saved, check_versions
-from ._typing import A, AnyArray, Array
-from ._values import shown, sm_count, sms_within
-from .reference import NEEDS, Gradients
+from .. import _cpu, _plan
+from .._arrays import check
+from .._arrays.dynamo import outside_graphs
+from .._arrays.kinds import Kind, kinds_of
+from .._host.call import matrix_of
+from .._host.run import ANY, Arrays, Checked, Operation, Views, call
+from .._host.run import run as run_on_gpu
+from .._plan.backward import Asked, Vectors, gradient_of
+from .._plan.problem import VECTOR_PARAMETERS, Ranks
+from .._plan.program import Program
+from .._plan.skinny import serves_skinny_backward
+from .._ranks.exchange import signature
+from .._ranks.group import Group
+from .._saved import Saved, check_versions
+from .._typing import A, AnyArray, Array
+from .._values import shown, sm_count, sms_within
+from ..reference import NEEDS, Gradients
+from .activate import before_activation
 
 ARGUMENTS = ("dy", "x", "weight", "deviations", "vectors")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from . import _cpu, _plan
-from ._arrays import check
-from ._arrays.kinds import Kind, kinds_of
-from ._host.call import matrix_of
-from ._host.run import ANY, Arrays, Checked, Operation, Options, Views, call
-from ._plan.program import Program
-from ._saved import Saved, check_versions
-from ._values import sms_within
+from .. import _cpu, _plan
+from .._arrays import check
+from .._arrays.kinds import Kind, kinds_of
+from .._host.call import matrix_of
+from .._host.run import ANY, Arrays, Checked, Operation, Options, Views, call
+from .._plan.program import Program
+from .._saved import Saved, check_versions
+from .._values import sms_within
 
 
 def before_activation(dy: Any, saved: Saved, sms: int | None = None, limits: _plan.Limits = ANY) -> Any:

@@ -1,0 +1,11 @@
+"""backward, its two halves for autograd, and the gradient of a residual."""
+
+from .activate import add_and_activate as add_and_activate
+from .activate import before_kept as before_kept
+from .backward import BACKWARD_CHANNELS_FIRST as BACKWARD_CHANNELS_FIRST
+from .backward import How as How
+from .backward import backward as backward
+from .backward import backward_of as backward_of
+from .backward import backward_within as backward_within
+from .backward import makes_both_products as makes_both_products
+from .backward import run as run
