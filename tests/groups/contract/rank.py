@@ -16,7 +16,7 @@ from tests.support.harness import Kind
 from tests.support.strategies import Case
 
 SECONDS = 60.0  # the timeout of a group
-LIMIT = 240.0  # seconds; the program then prints its stack and ends
+LIMIT = 420.0  # seconds; the program then prints its stack and ends. Beside 28 workers it took more than 240
 SHORT = 2.0  # the timeout in tests that reach it
 SLACK = 5.0  # how much later the error may be raised, on a busy machine
 # The split of the rows: the weights of the ranks.
